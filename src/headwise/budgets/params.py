@@ -1,0 +1,21 @@
+"""Parameters, tied embeddings counted once."""
+
+from __future__ import annotations
+
+from headwise.cost import layer_parameters, parameters
+from headwise.types import LayerShape, ModelShape
+
+NAME = "params"
+UNIT = "parameters"
+PER_LENGTH = False
+MEANING = "parameters"
+
+
+def model_cost(model: ModelShape, length: int) -> float:
+    """All parameters."""
+    return parameters(model)
+
+
+def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
+    """Parameters of one layer that a plan can change."""
+    return layer_parameters(model, layer)

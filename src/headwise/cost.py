@@ -1,0 +1,64 @@
+"""What a shape costs: formulas only, each equal to what is counted on the real object.
+
+A multiply-add is two FLOPs. Norms, rotations and the softmax itself are left out: they are below a percent.
+"""
+
+from __future__ import annotations
+
+from headwise.types import LayerShape, ModelShape
+
+
+def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
+    """Parameters of one layer that a plan can change."""
+    query, key_value = layer.query_heads * layer.qk_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
+    out = layer.query_heads * layer.v_dim
+    weights = model.hidden_size * (query + key_value + out)
+    if layer.projected:
+        weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
+    weights += 3 * model.hidden_size * layer.mlp_width
+    biases = (query + key_value) * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
+    biases += (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
+    return weights + biases
+
+
+def parameters(model: ModelShape) -> int:
+    """All parameters, tied embeddings counted once."""
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+    return embeddings + model.other_parameters + sum(layer_parameters(model, layer) for layer in model.layers)
+
+
+def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float) -> float:
+    """FLOPs of one layer for one token that attends to `attended` positions."""
+    biases = (layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)) * model.qkv_bias
+    biases += model.hidden_size * model.o_bias * (layer.query_heads > 0)
+    biases += (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
+    products = layer_parameters(model, layer) - biases
+    if layer.projected:  # every query head is projected, by its group's matrix
+        products += (layer.query_heads - layer.kv_heads) * layer.qk_width * layer.qk_dim
+    return 2.0 * products + 2.0 * attended * layer.query_heads * (layer.qk_dim + layer.v_dim)
+
+
+def decode_flops(model: ModelShape, length: int) -> float:
+    """FLOPs to generate one token when `length` tokens are in the cache."""
+    head = 2.0 * model.hidden_size * model.vocab_size
+    return head + sum(layer_flops_per_token(model, layer, length) for layer in model.layers)
+
+
+def prefill_flops(model: ModelShape, length: int) -> float:
+    """FLOPs to read a prompt of `length` tokens, causal, with logits for the last token only."""
+    head = 2.0 * model.hidden_size * model.vocab_size
+    average = (length + 1) / 2
+    return head + length * sum(layer_flops_per_token(model, layer, average) for layer in model.layers)
+
+
+def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
+    """Cache bytes that one layer keeps for every token."""
+    return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes if layer.query_heads else 0
+
+
+def kv_bytes_per_token(model: ModelShape) -> int:
+    """Cache bytes that the model keeps for every token.
+
+    >>> # 8 layers, 4 heads of 64, two bytes each: 8 * 4 * (64 + 64) * 2 = 8192
+    """
+    return sum(layer_kv_bytes_per_token(model, layer) for layer in model.layers)

@@ -1,0 +1,136 @@
+"""Calibration and evaluation text from any source, cut into blocks of equal length; seeded."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import hashlib
+import json
+import lzma
+import random
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.errors import DataError
+
+SEPARATOR = "<|endoftext|>"
+OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+MEANING = "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib' or 'self'"
+
+
+def documents(source: str, seed: int = 0) -> Iterator[str]:
+    """The texts of a source: a file, a `datasets` name, or `stdlib` (the source code of the running interpreter)."""
+    path = Path(source)
+    if source == "stdlib":
+        yield from _stdlib(seed)
+    elif path.is_file():
+        yield from _file(path)
+    elif path.suffix or path.is_dir():
+        raise DataError(f"{source} is not a file. Give {MEANING}.")
+    else:
+        yield from _dataset(source)
+
+
+def _stdlib(seed: int) -> Iterator[str]:
+    """Python source of the standard library in a seeded order; tests and data-like files are left out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
+    files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts[:-1])]
+    files = [p for p in files if 2_000 < p.stat().st_size < 300_000]
+    if not files:
+        raise DataError(f"no Python source in {root}: this interpreter has no standard library to read. Give --data FILE.")
+    random.Random(seed).shuffle(files)
+    for file in files:
+        yield file.read_text(encoding="utf-8", errors="replace")
+
+
+def _file(path: Path) -> Iterator[str]:
+    opener = OPENERS.get(path.suffix, open)
+    inner = Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            if inner == ".jsonl":
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        yield _record(json.loads(line), path, number)
+            else:
+                yield from (part for part in file.read().split(SEPARATOR) if part.strip())
+    except (UnicodeDecodeError, json.JSONDecodeError, lzma.LZMAError, OSError) as error:
+        raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
+
+
+def _record(item: Any, path: Path, number: int) -> str:
+    text = item.get("text") if isinstance(item, dict) else item
+    if not isinstance(text, str):
+        raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
+    return text
+
+
+def _dataset(name: str) -> Iterator[str]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f"'{name}' is not a file, and the datasets package is missing: pip install datasets.") from None
+    repo, config, split = (*name.split(":"), "", "")[:3]
+    try:
+        rows = datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
+        for row in rows:
+            yield _record(row, Path(name), 0)
+    except DataError:
+        raise
+    except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
+        raise DataError(f"'{name}' is neither a file nor a data set that loads ({error}). Give {MEANING}.") from None
+
+
+def blocks_of(
+    texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
+) -> torch.Tensor:
+    """Token blocks (count, length). If the tokenizer begins texts with a token, every block begins with it too."""
+    start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
+    start = [token for token in start if token == tokenizer.bos_token_id]
+    rows: list[list[int]] = []
+    pool: list[int] = []
+    for text in texts:
+        pool += start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        while len(pool) >= length:
+            lead = start if pool[:1] != start else []
+            rows.append(lead + pool[: length - len(lead)])
+            pool = pool[length - len(lead) :]
+            if count is not None and len(rows) == count:
+                return torch.tensor(rows)
+    if not rows:
+        raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {length}; give a longer text.")
+    return torch.tensor(rows)
+
+
+@torch.no_grad()
+def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 32) -> torch.Tensor:
+    """Text that the model writes itself at temperature 1: calibration for users who have none."""
+    start = model.config.bos_token_id
+    start = start if isinstance(start, int) else 0
+    torch.manual_seed(seed)
+    rows: list[torch.Tensor] = []
+    while sum(len(part) for part in rows) < count:
+        prompt = torch.full((min(batch, count), 1), start, device=model.device)
+        made = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            min_new_tokens=length - 1,
+            max_new_tokens=length - 1,
+            pad_token_id=start,
+        )
+        rows.append(made.cpu())
+    return torch.cat(rows)[:count]
+
+
+def fingerprint(blocks: torch.Tensor) -> str:
+    """A short name of exactly these tokens, so that a resumed run can tell that its data are the same."""
+    return hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16]

@@ -1,0 +1,84 @@
+"""The linear algebra of cutting: balanced truncation, value directions, ridge refits. All batched over leading axes.
+
+Moments are accumulated and decomposed in double precision: they are small, and their spectra span many decades.
+"""
+
+from __future__ import annotations
+
+import torch
+
+FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
+
+
+def root(moment: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+    """Symmetric square root of a positive semi-definite matrix, or its inverse."""
+    values, vectors = torch.linalg.eigh(moment.double())
+    floor = values.amax(-1, keepdim=True).clamp_min(1e-30) * FLOOR
+    values = values.clamp_min(floor).sqrt()
+    return (vectors * (1 / values if inverse else values).unsqueeze(-2)) @ vectors.mT
+
+
+def balanced(
+    gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Directions that keep the bilinear form q' M k best, for every rank at once: `q' P_q[:, :r] P_k[:, :r]' k`.
+
+    Returns `P_q`, `P_k` and the singular values: dropping directions r and above makes the mean squared error
+    `sum(s[r:] ** 2)`. With `core` None the form is the plain dot product and all directions together give it back.
+    """
+    root_q, root_k = root(gram_q), root(gram_k)
+    middle = root_q @ root_k if core is None else root_q @ core.double() @ root_k
+    u, s, vt = torch.linalg.svd(middle)
+    weight = s.clamp_min(s.amax(-1, keepdim=True) * 1e-12).sqrt().unsqueeze(-2)
+    return root(gram_q, inverse=True) @ u * weight, root(gram_k, inverse=True) @ vt.mT * weight, s
+
+
+def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Directions of head outputs by how much they matter: `z P[:, :r] R[:r]` is the best rank-r copy of z.
+
+    `gram` is the second moment of z, `metric` says how much the model minds an error. Returns P, R, singular values.
+    """
+    forward = root(gram)
+    u, s, _ = torch.linalg.svd(forward @ root(metric))
+    return root(gram, inverse=True) @ u, u.mT @ forward, s
+
+
+def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Value directions P (group, V, V) and readout R of each key/value head, most needed first.
+
+    The metric is the output projection (D, heads * V): it needs no backward pass and did better than gradients.
+    """
+    heads, width, _ = gram_z.shape
+    per_head = o_weight.view(len(o_weight), heads, width).double().permute(1, 2, 0)
+    metric = (per_head @ per_head.mT).view(kv_heads, -1, width, width).sum(1)
+    p, r, _ = value_directions(gram_z.view(kv_heads, -1, width, width).sum(1).to(metric), metric)
+    return p, r
+
+
+def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
+    """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
+    xx, xy, start = xx.double(), xy.double(), start.double()
+    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    eye = torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device)
+    return torch.linalg.solve(xx + penalty * eye, xy + penalty * start)
+
+
+def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Greedy backward elimination on `1/2 * 1_R' A 1_R`: which unit to remove next, and the damage after each removal.
+
+    Returns the units in the order of their removal and the damage of having removed them so far, cross terms included.
+    """
+    cross = cross.double().cpu()
+    alive = torch.ones(len(cross), dtype=torch.bool)
+    pull = torch.zeros(len(cross), dtype=torch.float64)  # sum of A over the units that are already gone
+    order, damage, total = [], [], 0.0
+    own = cross.diagonal()
+    for _ in range(len(cross)):
+        step = torch.where(alive, 0.5 * own + pull, torch.inf)
+        unit = int(step.argmin())
+        total += float(step[unit])
+        alive[unit] = False
+        pull += cross[unit]
+        order.append(unit)
+        damage.append(max(total, 0.0))
+    return order, damage

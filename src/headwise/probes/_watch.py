@@ -1,0 +1,49 @@
+"""Watching a tailored model at work: hooks that are always removed, and a way to show progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
+
+
+def silently(items: Sequence[T], label: str) -> Iterable[T]:
+    """The default: no progress is shown."""
+    return items
+
+
+@contextmanager
+def watching(
+    blocks: list[Any],
+    attention: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
+    channels: Callable[[int, torch.Tensor], None] | None = None,
+) -> Iterator[None]:
+    """Call `attention(layer, q, k, v, z)` after every softmax and `channels(layer, h)` before every down projection."""
+    hooks: list[Any] = []
+
+    def see_attention(layer: int) -> Callable[..., None]:
+        return lambda _module, args, output: attention(layer, *args[:3], output[0])  # type: ignore[misc]
+
+    def see_channels(layer: int) -> Callable[..., None]:
+        return lambda _module, args: channels(layer, args[0])  # type: ignore[misc]
+
+    try:
+        for layer, block in enumerate(blocks):
+            if attention is not None:
+                hooks.append(block.attention.attend.register_forward_hook(see_attention(layer)))
+            if channels is not None:
+                hooks.append(block.down.register_forward_pre_hook(see_channels(layer)))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
+    """Rows in batches of about `tokens` tokens."""
+    return list(blocks.split(max(1, tokens // blocks.shape[1])))

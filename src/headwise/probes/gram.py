@@ -1,0 +1,51 @@
+"""Second moments of what each layer computes: forward passes only, memory independent of the number of tokens."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from headwise.probes._watch import Track, batches, silently, watching
+
+NAME = "gram"
+MEANING = "second moments of queries, keys, head outputs and MLP channels"
+
+
+@torch.no_grad()
+def collect(
+    family: ModuleType, model: nn.Module, tokens: torch.Tensor, mlp: bool, track: Track = silently
+) -> list[dict[str, torch.Tensor]]:
+    """Mean second moments per layer, in double precision.
+
+    `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key of its sequence, because
+    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
+    """
+    layers = family.blocks(model)
+    sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+
+    def add(layer: int, **parts: torch.Tensor) -> None:
+        for name, part in parts.items():
+            total = sums[layer].setdefault(name, torch.zeros_like(part, dtype=torch.float64))
+            total += part
+
+    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
+        q, k = _by_group(q, k.shape[1]), k.transpose(0, 1)
+        centred = (k - k.mean(2, keepdim=True)).flatten(1, 2)
+        z_HNV = z.permute(2, 0, 1, 3).flatten(1, 2)
+        add(layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV)
+
+    def channels(layer: int, h: torch.Tensor) -> None:
+        flat = h.flatten(0, 1)
+        add(layer, gram_mlp=flat.mT @ flat)
+
+    with watching(layers, attention, channels if mlp else None):
+        for batch in track(batches(tokens), "second moments"):
+            family.run(model, batch.to(model.device))
+    return [{name: total / tokens.numel() for name, total in layer.items()} for layer in sums]
+
+
+def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:
+    batch, heads, tokens, width = q_BHTK.shape
+    return q_BHTK.view(batch, groups, -1, width).transpose(0, 1).flatten(1, 2)

@@ -1,0 +1,198 @@
+"""What removing any unit would cost, in nats per token, from one backward pass over the calibration text.
+
+An activation times its gradient, summed over a unit's coordinates, is the first-order change `a` of the loss when the
+unit goes. With the Fisher approximation of the Hessian the removal of a set costs `1/2 E[(sum of a over the set)^2]`,
+cross terms included. Directions are ordered, so one cumulative sum prices every size; pairs, channels and heads are not,
+so their cross moments `A = E[a a']` are kept and units are eliminated greedily.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.probes._watch import Track, batches, silently, watching
+from headwise.types import LayerShape, Reading
+
+NAME = "sensitivity"
+UNIT = "nats per token"
+
+
+@dataclass(slots=True)
+class _LayerSums:
+    """Running sums of one layer; `tails` are per sequence, so that their spread gives a standard error."""
+
+    tails: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    cross: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add_tail(self, name: str, a_BTC: torch.Tensor) -> None:
+        tail = a_BTC.flip(-1).cumsum(-1).flip(-1)  # removing directions c and all after it
+        self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1).double().cpu())
+
+    def add_cross(self, name: str, a_GNU: torch.Tensor) -> None:
+        part = a_GNU.mT @ a_GNU
+        self.cross.setdefault(name, torch.zeros_like(part, dtype=torch.float64)).add_(part)
+
+
+class Sensitivity:
+    """Accumulates prices while the model runs forward and backward."""
+
+    def __init__(self, family: ModuleType, model: nn.Module, moments: list[dict[str, torch.Tensor]], mlp: bool) -> None:
+        self.family, self.model, self.mlp = family, model, mlp
+        self.layers = family.blocks(model)
+        self.shapes: tuple[LayerShape, ...] = family.shape_of(model.config).layers
+        self.sums = [_LayerSums() for _ in self.layers]
+        self.tokens = 0
+        self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
+
+    def _bases(self, block: object, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        p_q, p_k, _ = balanced(moment["gram_q"], moment["gram_k"])
+        o_weight = block.attention.o_proj.weight.detach()  # type: ignore[attr-defined]
+        p, r = value_basis(moment["gram_z"], o_weight, p_q.shape[0])
+        return tuple(t.to(o_weight) for t in (p_q, p_k, p, r.mT))
+
+    def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
+        q.register_hook(lambda grad: self._see_queries(layer, q.detach(), grad))
+        z.register_hook(lambda grad: self._see_outputs(layer, z.detach(), grad))
+
+    def _channels(self, layer: int, h: torch.Tensor) -> None:
+        h.register_hook(lambda grad: self.sums[layer].add_cross("mlp", (h.detach() * grad).flatten(0, 1).unsqueeze(0)))
+
+    def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
+        groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, self.bases[layer]
+        q, grad = (t.unflatten(1, (groups, -1)) for t in (q, grad))  # B G H/G T K
+        a_BGTC = ((q @ p_q.unsqueeze(1)) * (grad @ p_k.unsqueeze(1))).sum(2)
+        self.sums[layer].add_tail("qk_projected", a_BGTC.sum(1))
+        if not self.shapes[layer].projected:
+            plain = (q * grad).sum(2)
+            pairs = plain.unflatten(-1, (2, -1)).sum(-2)  # coordinate j pairs with j + half
+            self.sums[layer].add_cross("qk_pairs", pairs.transpose(0, 1).flatten(1, 2))
+
+    def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
+        groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
+        z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
+        a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
+        self.sums[layer].add_tail("v", a_BGTC.sum(1))
+        self.sums[layer].add_cross("heads", (z * grad).sum(-1).permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
+
+    def run(self, tokens: torch.Tensor, track: Track = silently) -> None:
+        """Read the calibration text. Parameters get no gradients: activations alone carry them."""
+        wanted = [p for p in self.model.parameters() if p.requires_grad]
+        for parameter in wanted:
+            parameter.requires_grad_(False)
+        try:
+            with watching(self.layers, self._attention, self._channels if self.mlp else None):
+                for batch in track(batches(tokens), "sensitivity"):
+                    batch = batch.to(self.model.device)
+                    stream = self.family.embed(self.model, batch).requires_grad_()
+                    logits = self.family.run(self.model, batch, stream)[:, :-1]
+                    # The mean loss of a token times the tokens: gradients of the summed loss, one row per sequence.
+                    nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").backward()
+                    self.tokens += batch.numel()
+        finally:
+            for parameter in wanted:
+                parameter.requires_grad_(True)
+
+
+def measure(
+    family: ModuleType,
+    model: nn.Module,
+    tokens: torch.Tensor,
+    moments: list[dict[str, torch.Tensor]],
+    mlp: bool,
+    seed: int,
+    track: Track = silently,
+) -> tuple[list[Reading], list[dict[str, tuple[tuple[int, ...], ...]]]]:
+    """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept."""
+    probe = Sensitivity(family, model, moments, mlp)
+    probe.run(tokens, track)
+    grain = family.shape_of(model.config).grain
+    curves: dict[str, list[tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]]] = {}
+    orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
+    for shape, sums in zip(probe.shapes, probe.sums, strict=True):
+        kept = _orders(sums, shape, probe.tokens)
+        orders.append({name: order for name, (order, _) in kept.items()})
+        for name, full, sizes in (
+            ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
+            ("v", shape.v_dim, grain.v_sizes(shape.v_dim)),
+        ):
+            curves.setdefault(name, []).append(_tail_curve(sums.tails[name], full, sizes))
+        for name, sizes, per_unit in (
+            ("qk_pairs", grain.qk_sizes(shape.qk_width), 2),
+            ("mlp", grain.mlp_sizes(shape.mlp_width), 1),
+            ("heads", tuple(range(shape.queries_per_group, 0, -1)), 1),
+            ("kv_heads", tuple(range(shape.kv_heads, 0, -1)), 1),
+        ):
+            if name in kept:
+                values = tuple(_damage_at(kept[name][1], size // per_unit) for size in sizes)
+                curves.setdefault(name, []).append((sizes, values, None))
+            else:
+                full = {"qk_pairs": shape.qk_width, "mlp": shape.mlp_width}.get(name, 0)
+                curves.setdefault(name, []).append(((full,), (0.0,), None))
+    return [_reading(name, rows, tokens.numel(), seed) for name, rows in curves.items()], orders
+
+
+AXES = {
+    "qk_projected": ("qk_dim", "query/key directions projected away after rotary"),
+    "qk_pairs": ("qk_width", "rotary pairs dropped from every query and key head"),
+    "v": ("v_dim", "value directions dropped from every head"),
+    "mlp": ("mlp_width", "MLP channels dropped"),
+    "heads": ("queries_per_group", "query heads dropped from every key/value group"),
+    "kv_heads": ("kv_heads", "key/value heads dropped with their query heads"),
+}
+
+
+def _reading(name: str, rows: list[tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]], n: int, seed: int) -> Reading:
+    axis, what = AXES[name]
+    errors = tuple(row[2] for row in rows if row[2] is not None)
+    return Reading(
+        probe=NAME,
+        kind=f"damage.{name}",
+        axis=axis,
+        ticks=tuple(row[0] for row in rows),
+        values=tuple(row[1] for row in rows),
+        standard_error=errors if len(errors) == len(rows) else None,
+        unit=UNIT,
+        meaning=f"Predicted loss increase with {what}, by the size that is kept.",
+        tokens=n,
+        seed=seed,
+    )
+
+
+def _tail_curve(
+    parts: list[torch.Tensor], full: int, sizes: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+    per_row = torch.cat(parts)
+    mean, error = per_row.mean(0), per_row.std(0) / max(1, len(per_row) - 1) ** 0.5
+    pick = [size for size in sizes if size < full]
+    values = (0.0, *(float(mean[size]) for size in pick))
+    return sizes, values, (0.0, *(float(error[size]) for size in pick))
+
+
+def _orders(
+    sums: _LayerSums, shape: LayerShape, tokens: int
+) -> dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]:
+    """Per unit: which to keep, most needed first, and the damage after each removal, one list per group."""
+    out = {}
+    for name, cross in sums.cross.items():
+        if name != "heads":
+            out[name] = _eliminate(list(cross / tokens))
+    heads = sums.cross["heads"][0] / tokens
+    groups = heads.view(shape.kv_heads, shape.queries_per_group, shape.kv_heads, shape.queries_per_group)
+    out["heads"] = _eliminate([groups[g, :, g, :] for g in range(shape.kv_heads)])
+    out["kv_heads"] = _eliminate([groups.sum((1, 3))])
+    return out
+
+
+def _eliminate(crosses: list[torch.Tensor]) -> tuple[tuple[tuple[int, ...], ...], list[list[float]]]:
+    pairs = [elimination_order(cross) for cross in crosses]
+    return tuple(tuple(reversed(order)) for order, _ in pairs), [damage for _, damage in pairs]
+
+
+def _damage_at(damages: list[list[float]], kept: int) -> float:
+    """Damage of keeping `kept` units in every group."""
+    return sum(damage[len(damage) - kept - 1] for damage in damages if kept < len(damage))

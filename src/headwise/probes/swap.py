@@ -1,0 +1,151 @@
+"""The measured damage of one layer's options: replace the layer, run on from there, compare with the source.
+
+The stream before every layer is cached, so an option costs half a forward pass on average. Damage is the KL divergence
+to the source's own predictions: its expectation is the loss increase, with far less noise than a difference of losses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from headwise.probes._watch import Track, batches, silently
+from headwise.types import LayerShape, Reading
+
+NAME = "swap"
+Cut = Callable[[int, LayerShape], nn.Module]  # the model with one layer cut
+
+
+class Swapper:
+    """Holds what is needed to measure any layer's option on the same few tokens."""
+
+    def __init__(self, family: ModuleType, model: nn.Module, tokens: torch.Tensor) -> None:
+        self.family, self.model = family, model
+        self.tokens = tokens.to(model.device)
+        self.contexts = family.layer_contexts(model, self.tokens)
+        self.streams: list[list[torch.Tensor]] = []
+        self.reference: list[torch.Tensor] = []
+        self._run_source()
+
+    @torch.no_grad()
+    def _run_source(self) -> None:
+        for batch in batches(self.tokens, 2048):
+            stream, seen = self.family.embed(self.model, batch), []
+            for index, context in enumerate(self.contexts):
+                seen.append(stream)
+                stream = self.family.run_layer(self.model, index, stream, context)
+            self.streams.append(seen)
+            self.reference.append(self.family.logits(self.model, stream).log_softmax(-1))
+
+    @torch.no_grad()
+    def damage(self, layer: int, other: nn.Module) -> tuple[float, float]:
+        """Mean KL in nats per token with one layer taken from `other`, and its standard error over sequences."""
+        rows = []
+        with self.family.replaced(self.model, layer, other):
+            for seen, reference in zip(self.streams, self.reference, strict=True):
+                stream = seen[layer]
+                for index in range(layer, len(self.contexts)):
+                    stream = self.family.run_layer(self.model, index, stream, self.contexts[index])
+                cut = self.family.logits(self.model, stream).log_softmax(-1)
+                rows.append((reference.exp() * (reference - cut)).sum(-1).mean(-1))
+        values = torch.cat(rows).double()
+        error = values.std() / math.sqrt(len(values)) if len(values) > 1 else torch.tensor(float("nan"))
+        return float(values.mean().clamp_min(0)), float(error)
+
+
+def measure(
+    family: ModuleType,
+    model: nn.Module,
+    tokens: torch.Tensor,
+    predicted: Sequence[Reading],
+    options: dict[str, Callable[[LayerShape, int], LayerShape]],
+    cut: Cut,
+    seed: int,
+    track: Track = silently,
+) -> list[Reading]:
+    """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try."""
+    swapper = Swapper(family, model, tokens)
+    shapes = family.shape_of(model.config).layers
+    jobs = [
+        (reading, layer, size)
+        for reading in predicted
+        if reading.kind in options
+        for layer in range(len(shapes))
+        for size in probe_sizes(reading.ticks[layer])
+    ]
+    found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
+    for reading, layer, size in track(jobs, "measured damage"):
+        other = cut(layer, options[reading.kind](shapes[layer], size))
+        found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, other)
+    return [_corrected(reading, found, tokens.numel(), seed) for reading in predicted if reading.kind in options]
+
+
+def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
+    """A few sizes that span the curve, the full size left out.
+
+    >>> probe_sizes((64, 56, 48, 40, 32, 24, 16))
+    (56, 40, 16)
+    """
+    cuts = ticks[1:]
+    if len(cuts) <= count:
+        return cuts
+    return tuple(cuts[round(i * (len(cuts) - 1) / (count - 1))] for i in range(count))
+
+
+def _corrected(
+    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int
+) -> Reading:
+    rows = [
+        correct_curve(ticks, values, found.get((reading.kind, layer), {}))
+        for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True))
+    ]
+    return Reading(
+        probe=NAME,
+        kind=reading.kind,
+        axis=reading.axis,
+        ticks=reading.ticks,
+        values=tuple(row[0] for row in rows),
+        standard_error=tuple(row[1] for row in rows),
+        unit=reading.unit,
+        meaning=reading.meaning.replace("Predicted loss increase", "Measured damage (KL to the source, interpolated)"),
+        tokens=tokens,
+        seed=seed,
+    )
+
+
+def correct_curve(
+    ticks: tuple[int, ...], predicted: tuple[float, ...], measured: dict[int, tuple[float, float]]
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """The predicted curve times measured/predicted, interpolated between measured sizes in the logarithm; monotone."""
+    tiny = 1e-9
+    knots = []
+    for tick, value in zip(ticks, predicted, strict=True):
+        if tick in measured:
+            ratio = math.log(max(measured[tick][0], tiny) / max(value, tiny))
+            knots.append((tick, ratio, measured[tick][1] / max(measured[tick][0], tiny)))
+    if not knots:
+        return predicted, tuple(0.0 for _ in predicted)
+    values, errors, largest = [], [], 0.0
+    for tick, value in zip(ticks, predicted, strict=True):
+        if tick == ticks[0]:
+            values.append(0.0)
+            errors.append(0.0)
+            continue
+        ratio, relative = _interpolate(tick, knots)
+        largest = max(largest, max(value, tiny) * math.exp(ratio))
+        values.append(largest)
+        errors.append(largest * relative if math.isfinite(relative) else 0.0)
+    return tuple(values), tuple(errors)
+
+
+def _interpolate(tick: int, knots: list[tuple[int, float, float]]) -> tuple[float, float]:
+    above = min((k for k in knots if k[0] >= tick), key=lambda k: k[0], default=knots[0])
+    below = max((k for k in knots if k[0] <= tick), key=lambda k: k[0], default=knots[-1])
+    if above[0] == below[0]:
+        return above[1], above[2]
+    share = (tick - below[0]) / (above[0] - below[0])
+    return below[1] + share * (above[1] - below[1]), max(above[2], below[2])

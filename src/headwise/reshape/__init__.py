@@ -1,0 +1,69 @@
+"""Carry out a plan: build the smaller model. No decision is made here, and the source is left as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from headwise.errors import PlanError
+from headwise.reshape._dims import cut_values, keep_pairs, pair_columns, project
+from headwise.reshape._heads import Tensors, keep_heads
+from headwise.reshape._mlp import keep_channels
+from headwise.types import LayerKeep, LayerShape, Plan
+
+Moments = dict[str, torch.Tensor]  # second moments of one layer: gram_q, gram_k, gram_z, and gram_mlp where probed
+
+
+def reshape(family: ModuleType, model: nn.Module, plan: Plan, moments: list[Moments]) -> nn.Module:
+    """The model that the plan describes, built from a tailored `model` and its moments."""
+    shape = family.shape_of(model.config)
+    if shape.layers != plan.source.layers:
+        raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
+    tensors = family.state_of(model)
+    for index, target in enumerate(plan.target.layers):
+        layer = family.take_layer(tensors, index)
+        family.put_layer(tensors, index, cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index]))
+    return family.build(model, plan.target.layers, tensors)
+
+
+def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments) -> Tensors:
+    """One layer, cut to its target sizes: heads first, then dimensions, then channels."""
+    tensors, shape, moments = _cut_heads(tensors, shape, target, keep, moments)
+    gram_q, gram_k = moments["gram_q"], moments["gram_k"]
+    if target.qk_width < shape.qk_width and keep.rotary_pairs is not None:
+        tensors = keep_pairs(tensors, shape, keep.rotary_pairs)
+        if not shape.projected:
+            columns = pair_columns(keep.rotary_pairs, shape.qk_width)
+            gram_q, gram_k = (_select(gram, columns) for gram in (gram_q, gram_k))
+        qk_dim = shape.qk_dim if shape.projected else target.qk_width
+        shape = replace(shape, qk_width=target.qk_width, qk_dim=qk_dim)
+    if target.qk_dim < shape.qk_dim:
+        tensors = project(tensors, gram_q, gram_k, target.qk_dim)
+    if target.v_dim < shape.v_dim:
+        tensors = cut_values(tensors, shape, moments["gram_z"], target.v_dim)
+    if keep.mlp_channels is not None:
+        tensors = keep_channels(tensors, keep.mlp_channels, moments.get("gram_mlp"))
+    return tensors
+
+
+def _cut_heads(
+    tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments
+) -> tuple[Tensors, LayerShape, Moments]:
+    if keep.query_heads is None and keep.kv_heads is None:
+        return tensors, shape, moments
+    groups = list(keep.kv_heads if keep.kv_heads is not None else range(shape.kv_heads))
+    heads = list(keep.query_heads if keep.query_heads is not None else range(shape.query_heads))
+    per_group = shape.queries_per_group
+    if [head // per_group for head in heads] != [g for g in groups for _ in range(len(heads) // len(groups))]:
+        raise PlanError("keep.query_heads must name the same number of heads of each kept key/value head, in order.")
+    tensors = keep_heads(tensors, (shape.query_heads, shape.kv_heads), tuple(heads), tuple(groups))
+    kept = {**moments, "gram_z": moments["gram_z"][heads]}
+    kept |= {name: moments[name][groups] for name in ("gram_q", "gram_k")}
+    return tensors, replace(shape, query_heads=target.query_heads, kv_heads=target.kv_heads), kept
+
+
+def _select(gram: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    return torch.stack([g[index][:, index] for g, index in zip(gram, columns.to(gram.device), strict=True)])

@@ -1,0 +1,61 @@
+"""Shrink what a head computes: kept rotary pairs, projection after rotary, value directions."""
+
+from __future__ import annotations
+
+import torch
+
+from headwise.linalg import balanced, value_basis
+from headwise.reshape._heads import Tensors, rows_of
+from headwise.types import LayerShape
+
+
+def pair_columns(pairs: tuple[tuple[int, ...], ...], width: int) -> torch.Tensor:
+    """Coordinates (head, kept) of the kept pairs in a head of `width`: coordinate j pairs with j + width / 2."""
+    first = torch.tensor(pairs)
+    return torch.cat((first, first + width // 2), dim=1)
+
+
+def keep_pairs(tensors: Tensors, shape: LayerShape, pairs: tuple[tuple[int, ...], ...]) -> Tensors:
+    """The same layer with only the named rotary pairs of each key/value head, for its queries and its key."""
+    out, columns = dict(tensors), pair_columns(pairs, shape.qk_width)
+    for name, heads in (("q", shape.query_heads), ("k", shape.kv_heads)):
+        chosen = columns.repeat_interleave(heads // shape.kv_heads, dim=0)
+        for key, rows in rows_of(tensors, name, heads).items():
+            out[key] = torch.stack([row[index] for row, index in zip(rows, chosen, strict=True)]).flatten(0, 1)
+    for key in ("q_down", "k_down"):
+        if key in tensors:
+            out[key] = torch.stack([down[index] for down, index in zip(tensors[key], columns, strict=True)])
+    before = tensors.get("pairs", torch.arange(shape.qk_width // 2).repeat(shape.kv_heads, 1))
+    out["pairs"] = torch.gather(before, 1, torch.tensor(pairs, device=before.device))
+    return out
+
+
+def project(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim: int) -> Tensors:
+    """The same layer with queries and keys projected to their `qk_dim` best directions after rotary."""
+    p_q, p_k, _ = balanced(gram_q, gram_k)
+    like = tensors["q.weight"]
+    out = dict(tensors)
+    for key, down in (("q_down", p_q), ("k_down", p_k)):
+        down = down[..., :qk_dim]
+        if key in tensors:  # projected before: one product, not two
+            down = tensors[key].double() @ down.to(tensors[key].device)
+        out[key] = down.to(like).contiguous()
+    return out
+
+
+def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
+    """The same layer with `v_dim` value directions per head; every head's output projection is refitted to them."""
+    out, like = dict(tensors), tensors["o.weight"]
+    p = value_basis(gram_z, like, shape.kv_heads)[0][..., :v_dim]
+    for key, rows in rows_of(tensors, "v", shape.kv_heads).items():
+        flat = rows if rows.dim() == 3 else rows.unsqueeze(-1)
+        cut = (p.mT @ flat.double()).to(like)
+        out[key] = (cut if rows.dim() == 3 else cut.squeeze(-1)).flatten(0, 1).contiguous()
+    p_head = p.repeat_interleave(shape.query_heads // shape.kv_heads, dim=0)
+    gram = gram_z.to(p)
+    inner = p_head.mT @ gram @ p_head
+    inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(v_dim, device=p.device)
+    old = like.view(len(like), shape.query_heads, shape.v_dim).double().permute(1, 2, 0)
+    new = torch.linalg.solve(inner, p_head.mT @ gram @ old)  # (H, v_dim, D)
+    out["o.weight"] = new.permute(2, 0, 1).flatten(1).to(like).contiguous()
+    return out

@@ -1,0 +1,1 @@
+"""The modules that reshaped models run on. `modeling_headwise.py` is self-contained and copied into saved models."""

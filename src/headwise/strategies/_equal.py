@@ -1,0 +1,51 @@
+"""Plans with the same sizes in every layer: the baselines and the portable form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+from headwise import budgets as prices
+from headwise.errors import PlanError
+from headwise.strategies._options import Choice, LayerMenu, affordable, refuse, with_choices
+from headwise.types import Budget, LayerShape, ModelShape
+
+Sizes = tuple[tuple[tuple[str, int], ...], ...]
+
+
+def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
+    """Every way to give all layers the same sizes, with its total damage."""
+    if len(set(source.layers)) > 1:
+        raise PlanError("this model's layers have different sizes already; use --strategy exact and no --portable.")
+    tables = [{kind: {c.sizes: c for c in getattr(menu, kind)} for kind in ("heads", "qk", "v", "mlp")} for menu in offered]
+    shared = [[s for s in tables[0][kind] if all(s in t[kind] for t in tables)] for kind in ("heads", "qk", "v", "mlp")]
+    for sizes in product(*shared):
+        chosen: list[tuple[Choice, ...]] = [
+            tuple(t[kind][s] for kind, s in zip(("heads", "qk", "v", "mlp"), sizes, strict=True)) for t in tables
+        ]
+        layer = with_choices(source.layers[0], *chosen[0])
+        yield [layer] * len(source.layers), sum(c.damage for row in chosen for c in row)
+
+
+def best_equal(
+    source: ModelShape,
+    offered: list[LayerMenu],
+    budgets: tuple[Budget, ...],
+    allow: tuple[str, ...],
+    legal: Callable[[LayerShape], bool] = lambda layer: True,
+) -> tuple[list[LayerShape], float]:
+    """The affordable combination of least damage; ties go to the larger model."""
+    best: tuple[float, float, list[LayerShape]] | None = None
+    smallest = {budget.name: float("inf") for budget in budgets}
+    for layers, damage in combinations(source, offered):
+        if not legal(layers[0]):
+            continue
+        model = source.with_layers(tuple(layers))
+        costs = {budget.name: prices.price(budget, model) for budget in budgets}
+        smallest = {name: min(least, costs[name]) for name, least in smallest.items()}
+        rank = (damage, -sum(costs.values()))
+        if affordable(budgets, model) and (best is None or rank < best[:2]):
+            best = (*rank, layers)
+    if best is None:
+        raise refuse(source, budgets, smallest, allow)
+    return best[2], best[0]

@@ -1,0 +1,130 @@
+"""What each layer could become, what that would damage and what it would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from headwise import budgets as prices
+from headwise.errors import BudgetError
+from headwise.types import Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
+
+Order = dict[str, tuple[tuple[int, ...], ...]]
+
+
+class Choice(NamedTuple):
+    """One size of one unit kind: the fields of LayerShape that it sets, and its damage."""
+
+    sizes: tuple[tuple[str, int], ...]
+    damage: float
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMenu:
+    """All choices of a layer. Any head count goes with any of the others; damages add up."""
+
+    heads: tuple[Choice, ...]
+    qk: tuple[Choice, ...]
+    v: tuple[Choice, ...]
+    mlp: tuple[Choice, ...]
+
+
+def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str]) -> list[LayerMenu]:
+    """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs."""
+    allowed, ways = set(allow), tuple(ways)
+    return [_menu(layer, shape, readings, allowed, ways) for layer, shape in enumerate(source.layers)]
+
+
+def _menu(layer: int, shape: LayerShape, readings: Readings, allowed: set[str], ways: tuple[str, ...]) -> LayerMenu:
+    def curve(kind: str, unit: str) -> list[tuple[int, float]]:
+        reading = readings.curve(f"damage.{kind}") if unit in allowed else None
+        return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
+
+    qk = [Choice((("qk_width", shape.qk_width), ("qk_dim", shape.qk_dim)), 0.0)]
+    for way in ways:
+        for size, damage in curve(way, "qk"):
+            width = shape.qk_width if way == "qk_projected" else size
+            qk.append(Choice((("qk_width", width), ("qk_dim", size)), damage))
+    groups = [(shape.kv_heads, 0.0), *curve("kv_heads", "kv_heads")]
+    sharing = [(shape.queries_per_group, 0.0), *curve("heads", "heads")]
+    heads = [Choice((("query_heads", g * n), ("kv_heads", g)), a + b) for g, a in groups for n, b in sharing]
+    v = [Choice((("v_dim", shape.v_dim),), 0.0), *(Choice((("v_dim", s),), d) for s, d in curve("v", "v"))]
+    mlp = [Choice((("mlp_width", shape.mlp_width),), 0.0)]
+    mlp += [Choice((("mlp_width", s),), d) for s, d in curve("mlp", "mlp")]
+    return LayerMenu(tuple(heads), tuple(qk), tuple(v), tuple(mlp))
+
+
+def with_choices(shape: LayerShape, *choices: Choice) -> LayerShape:
+    """The layer with the chosen sizes."""
+    return replace(shape, **dict(pair for choice in choices for pair in choice.sizes))
+
+
+def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "qk_pairs") -> LayerKeep:
+    """Which units stay when a layer goes from `shape` to `target`: the first of each order, by index."""
+    groups = sorted(order["kv_heads"][0][: target.kv_heads]) if target.kv_heads < shape.kv_heads else None
+    kept_groups = range(shape.kv_heads) if groups is None else groups
+    heads = None
+    if target.query_heads < shape.query_heads:
+        n, per_group = target.queries_per_group, shape.queries_per_group
+        heads = tuple(g * per_group + h for g in kept_groups for h in sorted(order["heads"][g][:n]))
+    rotary = None
+    if target.qk_width < shape.qk_width:
+        rotary = tuple(tuple(sorted(order[pairs][g][: target.qk_width // 2])) for g in kept_groups)
+    channels = tuple(sorted(order["mlp"][0][: target.mlp_width])) if target.mlp_width < shape.mlp_width else None
+    return LayerKeep(
+        query_heads=heads,
+        kv_heads=None if groups is None else tuple(groups),
+        rotary_pairs=rotary,
+        mlp_channels=channels,
+    )
+
+
+def finish(
+    source: ModelShape,
+    readings: Readings,
+    targets: list[LayerShape],
+    damage: float,
+    strategy: str,
+    budgets: tuple[Budget, ...],
+    seed: int,
+    pairs: str = "qk_pairs",
+    **more: object,
+) -> Plan:
+    """A plan from the chosen sizes: what is kept, what is spent."""
+    target = source.with_layers(tuple(targets))
+    keep = tuple(keep_for(*row, pairs) for row in zip(source.layers, targets, readings.orders, strict=True))
+    return Plan(
+        model=readings.model,
+        source=source,
+        target=target,
+        keep=keep,
+        strategy=strategy,
+        budgets=budgets,
+        spent={budget.name: prices.price(budget, target) for budget in budgets},
+        predicted_damage=damage,
+        seed=seed,
+        **more,  # type: ignore[arg-type]
+    )
+
+
+def affordable(budgets: tuple[Budget, ...], model: ModelShape) -> bool:
+    """Whether a model meets every budget."""
+    return all(prices.price(budget, model) <= budget.limit * (1 + 1e-12) for budget in budgets)
+
+
+def refuse(source: ModelShape, budgets: tuple[Budget, ...], smallest: dict[str, float], allow: Iterable[str]) -> BudgetError:
+    """The error for budgets that no plan meets: what is out of reach, how far one can go, what would help."""
+    more = [unit for unit in ("qk", "v", "mlp", "heads", "kv_heads") if unit not in set(allow)]
+    hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
+    for budget in budgets:
+        least, full = smallest[budget.name], prices.price(budget, source)
+        if least > budget.limit:
+            share = least / full * 100
+            text = f"{-(-share * 10 // 1) / 10:g}%"  # rounded up, so that the proposal can be met
+            return BudgetError(
+                f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
+                f"legal size, {share:.1f}% remains. Try --budget {budget.name}={text}{hint}."
+            )
+    texts = " and ".join(budget.text for budget in budgets)
+    return BudgetError(f"no plan meets {texts} together, though each alone can be met. Loosen one{hint}.")

@@ -1,0 +1,28 @@
+"""The nouns of Headwise: frozen, JSON both ways, no torch."""
+
+from headwise.types._record import VERSION, Record, write_atomically
+from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, Point
+from headwise.types.reading import Reading, Readings
+from headwise.types.shape import Grain, LayerShape, ModelShape
+from headwise.types.verdict import Check, Dossier, Sample, Verdict
+
+__all__ = [
+    "DEFAULT_UNITS",
+    "UNITS",
+    "VERSION",
+    "Budget",
+    "Check",
+    "Dossier",
+    "Grain",
+    "LayerKeep",
+    "LayerShape",
+    "ModelShape",
+    "Plan",
+    "Point",
+    "Reading",
+    "Readings",
+    "Record",
+    "Sample",
+    "Verdict",
+    "write_atomically",
+]

@@ -1,0 +1,122 @@
+"""JSON both ways for frozen dataclasses, with errors that name the field."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+import types
+import typing
+from pathlib import Path
+from typing import Any, Self
+
+from headwise.errors import HeadwiseError, PlanError
+
+VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
+
+
+class Record:
+    """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file says what it holds and its version."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary that `from_json` turns back into an equal value."""
+        return {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+
+    @classmethod
+    def from_json(cls, data: Any, where: str = "") -> Self:
+        """The value that `data` describes; a wrong, missing or unknown field is named in the error."""
+        return typing.cast(Self, _decode(cls, data, where or cls.__name__.lower()))
+
+    def save(self, path: Path) -> None:
+        """Write atomically: a reader sees the old file or the new one, never half of one."""
+        text = json.dumps({"headwise": type(self).__name__, "version": VERSION, **self.to_json()}, indent=1)
+        write_atomically(path, text + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read what `save` wrote; a file of another kind or of a newer version is refused."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except FileNotFoundError:
+            raise PlanError(f"{path} does not exist; run the stage that writes it first.") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise PlanError(f"{path} is not valid JSON ({error}); restore it or run its stage again.") from None
+        if not isinstance(data, dict) or data.pop("headwise", None) != cls.__name__:
+            raise PlanError(f"{path} does not hold a {cls.__name__}; give the file that headwise wrote.")
+        version = data.pop("version", None)
+        if not isinstance(version, int) or version > VERSION:
+            raise PlanError(f"{path} has format version {version}, this headwise reads up to {VERSION}; upgrade headwise.")
+        return cls.from_json(data, Path(path).name)
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write text to a temporary neighbour, then rename: a full disk or a kill leaves the old file whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _encode(value: Any) -> Any:
+    if isinstance(value, Record):
+        return value.to_json()
+    if isinstance(value, dict):
+        return {str(key): _encode(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_encode(item) for item in value]
+    return value
+
+
+def _decode(kind: Any, data: Any, where: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if kind is Any:
+        return data
+    if origin in (types.UnionType, typing.Union):
+        if data is None and type(None) in arguments:
+            return None
+        return _decode(next(a for a in arguments if a is not type(None)), data, where)
+    if origin is tuple:
+        if not isinstance(data, list):
+            raise PlanError(f"{where} must be a list, not {data!r}.")
+        return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
+    if origin is dict:
+        if not isinstance(data, dict):
+            raise PlanError(f"{where} must be an object, not {data!r}.")
+        return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
+    if isinstance(kind, type) and issubclass(kind, Record):
+        return _decode_record(kind, data, where)
+    return _decode_scalar(kind, data, where)
+
+
+def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
+    if not isinstance(data, dict):
+        raise PlanError(f"{where} must be an object, not {data!r}.")
+    hints = typing.get_type_hints(kind)
+    fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    if unknown := sorted(set(data) - set(fields)):
+        raise PlanError(f"{where} has an unknown field '{unknown[0]}'; known: {', '.join(fields)}.")
+    for name, field in fields.items():
+        optional = field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
+        if name not in data and not optional:
+            raise PlanError(f"{where}.{name} is missing.")
+    values = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    try:
+        return kind(**values)
+    except HeadwiseError as error:
+        raise type(error)(f"{where}: {error}") from None
+
+
+def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
+    accepted = (int, float) if kind is float else kind
+    if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
+        raise PlanError(f"{where} must be {kind.__name__}, not {data!r}.")
+    return kind(data)

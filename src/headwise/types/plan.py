@@ -1,0 +1,98 @@
+"""A budget to meet and a plan that meets it: plain JSON that a person can read, edit and run again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwise.errors import PlanError
+from headwise.types._record import Record
+from headwise.types.shape import LayerShape, ModelShape
+
+UNITS = ("qk", "v", "mlp", "heads", "kv_heads")  # what a plan may cut, as `--allow` names them
+DEFAULT_UNITS = ("qk", "v", "mlp")
+
+
+@dataclass(frozen=True, slots=True)
+class Budget(Record):
+    """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at."""
+
+    name: str
+    unit: str
+    limit: float
+    length: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKeep(Record):
+    """Which units of a source layer stay, by index; None keeps all. Directions are the reshaper's affair."""
+
+    query_heads: tuple[int, ...] | None = None
+    kv_heads: tuple[int, ...] | None = None
+    rotary_pairs: tuple[tuple[int, ...], ...] | None = None  # per kept key/value head
+    mlp_channels: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Point(Record):
+    """One point of the frontier: what the budget's price would be and what damage the solver would have to accept."""
+
+    share: float  # of the source's price
+    damage: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Record):
+    """What each layer becomes, and why that is the best that the budgets allow."""
+
+    model: str
+    source: ModelShape
+    target: ModelShape
+    keep: tuple[LayerKeep, ...]
+    strategy: str
+    budgets: tuple[Budget, ...]
+    spent: dict[str, float]
+    predicted_damage: float  # nats per token
+    seed: int
+    gap: float = 0.0  # between the plan and the solver's proven bound, relative
+    portable: bool = False
+    frontier: tuple[Point, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not len(self.source.layers) == len(self.target.layers) == len(self.keep):
+            raise PlanError(
+                f"source, target and keep have {len(self.source.layers)}, {len(self.target.layers)} and "
+                f"{len(self.keep)} layers; they must have the same number."
+            )
+        for index, (old, new, keep) in enumerate(zip(self.source.layers, self.target.layers, self.keep, strict=True)):
+            _check_layer(f"layer {index}", old, new, keep)
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the plan changes nothing."""
+        return self.source.layers == self.target.layers
+
+
+def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep) -> None:
+    for name in LayerShape.__slots__:
+        if getattr(new, name) > getattr(old, name):
+            raise PlanError(f"{where}: {name} grows from {getattr(old, name)} to {getattr(new, name)}; plans only shrink.")
+    _check_indices(where, "query_heads", keep.query_heads, old.query_heads, new.query_heads)
+    _check_indices(where, "kv_heads", keep.kv_heads, old.kv_heads, new.kv_heads)
+    _check_indices(where, "mlp_channels", keep.mlp_channels, old.mlp_width, new.mlp_width)
+    if keep.rotary_pairs is not None:
+        if len(keep.rotary_pairs) != new.kv_heads:
+            raise PlanError(f"{where}: keep.rotary_pairs has {len(keep.rotary_pairs)} lists for {new.kv_heads} kv_heads.")
+        for pairs in keep.rotary_pairs:
+            _check_indices(where, "rotary_pairs", pairs, old.qk_width // 2, new.qk_width // 2)
+    elif new.qk_width != old.qk_width:
+        raise PlanError(f"{where}: qk_width falls to {new.qk_width} but keep.rotary_pairs is missing; allocate again.")
+
+
+def _check_indices(where: str, name: str, kept: tuple[int, ...] | None, before: int, after: int) -> None:
+    if kept is None:
+        if before != after:
+            raise PlanError(f"{where}: {name} falls from {before} to {after} but keep.{name} is missing; allocate again.")
+        return
+    if len(kept) != after or len(set(kept)) != after or not all(0 <= index < before for index in kept):
+        raise PlanError(f"{where}: keep.{name} must name {after} different indices below {before}.")

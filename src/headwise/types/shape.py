@@ -1,0 +1,119 @@
+"""Shapes: the sizes of a model, layer by layer, and which sizes are legal."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headwise.errors import ShapeError
+from headwise.types._record import Record
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape(Record):
+    """Sizes of one layer. No heads: attention is gone. No width: the MLP is gone.
+
+    `qk_width > qk_dim` means that queries and keys are computed and rotated at `qk_width` and projected to `qk_dim`
+    afterwards: the cache and the softmax see `qk_dim` only.
+    """
+
+    query_heads: int
+    kv_heads: int
+    qk_dim: int  # per head, queries and keys, as cached
+    v_dim: int  # per head, values
+    mlp_width: int
+    qk_width: int  # per head, width at which queries and keys are computed, before projection to qk_dim
+
+    def __post_init__(self) -> None:
+        sizes = {name: getattr(self, name) for name in self.__slots__}
+        if negative := [name for name, size in sizes.items() if size < 0]:
+            raise ShapeError(f"{negative[0]} is {sizes[negative[0]]}; sizes cannot be negative.")
+        if self.query_heads == 0:
+            return
+        if self.kv_heads == 0 or self.query_heads % self.kv_heads:
+            raise ShapeError(_uneven_sharing(self.query_heads, self.kv_heads))
+        if self.qk_dim == 0 or self.v_dim == 0:
+            raise ShapeError("qk_dim and v_dim must be at least 1 where there are heads; set query_heads to 0 instead.")
+        if self.qk_dim > self.qk_width:
+            raise ShapeError(f"qk_dim {self.qk_dim} is larger than qk_width {self.qk_width}; a projection only shrinks.")
+
+    @property
+    def queries_per_group(self) -> int:
+        """How many query heads share one key/value head."""
+        return self.query_heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def projected(self) -> bool:
+        """Whether queries and keys are projected after rotary."""
+        return self.qk_width > self.qk_dim
+
+
+def _uneven_sharing(query_heads: int, kv_heads: int) -> str:
+    if kv_heads == 0:
+        return f"{query_heads} query heads have no key/value heads to share; set both to 0 to remove attention."
+    below = query_heads // kv_heads * kv_heads
+    near = [str(n) for n in (below, below + kv_heads) if n > 0]
+    return (
+        f"{query_heads} query heads cannot share {kv_heads} key/value heads evenly; "
+        f"the nearest counts that can are {' and '.join(near)}."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Grain(Record):
+    """Which sizes are legal. Given by the family, so that strategies know no families."""
+
+    qk_step: int
+    v_step: int
+    mlp_step: int
+    qk_floor: int
+    v_floor: int
+    mlp_floor: int
+    rotary: bool  # pairs of coordinates turn together, so widths are even
+    projectable: bool  # queries and keys can be projected after their positions are applied
+
+    def qk_sizes(self, full: int) -> tuple[int, ...]:
+        """Legal query/key dimensions of a layer that has `full`, largest first."""
+        return _sizes(full, self.qk_step, self.qk_floor)
+
+    def v_sizes(self, full: int) -> tuple[int, ...]:
+        """Legal value dimensions of a layer that has `full`, largest first."""
+        return _sizes(full, self.v_step, self.v_floor)
+
+    def mlp_sizes(self, full: int) -> tuple[int, ...]:
+        """Legal MLP widths of a layer that has `full`, largest first."""
+        return _sizes(full, self.mlp_step, self.mlp_floor)
+
+
+def _sizes(full: int, step: int, floor: int) -> tuple[int, ...]:
+    """Multiples of `step` from just below `full` down to `floor`, with `full` itself in front.
+
+    >>> _sizes(64, 16, 20)
+    (64, 48, 32)
+    """
+    largest = (full - 1) // step * step
+    return (full, *(size for size in range(largest, 0, -step) if size >= floor))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape(Record):
+    """Everything that the cost of a model depends on."""
+
+    family: str
+    hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    layers: tuple[LayerShape, ...]
+    grain: Grain
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    other_parameters: int = 0  # norms and whatever else no plan changes
+    element_bytes: int = 4  # of one number in the cache, as the model is saved
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ShapeError("a model needs at least one layer.")
+
+    def with_layers(self, layers: tuple[LayerShape, ...]) -> ModelShape:
+        """The same model with other layers."""
+        return replace(self, layers=layers)
