@@ -162,9 +162,9 @@ def put_layer(tensors: dict[str, torch.Tensor], index: int, layer: dict[str, tor
         tensors[f"model.layers.{index}.{TENSORS[name]}"] = tensor
 
 
-def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """A copy of a model's tensors, tied ones once."""
-    tensors = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+def state_of(model: nn.Module, clone: bool = True) -> dict[str, torch.Tensor]:
+    """A model's tensors, copied unless said, tied ones once."""
+    tensors = {name: tensor.clone() if clone else tensor for name, tensor in model.state_dict().items()}
     if model.config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
     return tensors
@@ -220,6 +220,66 @@ def replaced(model: nn.Module, index: int, other: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.model.layers[index] = own
+
+
+def to_stock(model: nn.Module) -> nn.Module:
+    """The ordinary architecture that computes the same as a portable tailored model: all layers alike, one pair set.
+
+    Stock code rotates the kept pairs when their frequencies are written as factors of a longrope table, and scales by
+    the new head dimension, which the queries make up for.
+    """
+    layer = shape_of(model.config).layers[0]
+    config_class, _, model_class = CLASSES[stock_type(model.config)]
+    stock_config, stock_model = config_class.__mro__[1], model_class.__mro__[2]
+    settings = {k: v for k, v in model.config.to_dict().items() if k not in ("model_type", "architectures", "headwise")}
+    settings |= {
+        "num_attention_heads": layer.query_heads,
+        "num_key_value_heads": layer.kv_heads,
+        "head_dim": layer.qk_dim,
+        "intermediate_size": layer.mlp_width,
+    }
+    tensors = state_of(model)
+    full = blocks(model)[0].attention.head_dim
+    if layer.qk_dim < full:
+        settings["rope_parameters"] = _kept_frequencies(model, layer.qk_dim)
+        for name in list(tensors):
+            if name.endswith("pairs_GP"):
+                tensors.pop(name)
+            elif ".q_proj." in name:
+                tensors[name] *= (layer.qk_dim / full) ** 0.5
+    stock = stock_model(stock_config(**settings)).to(model.dtype)
+    missing, unexpected = stock.load_state_dict(tensors, strict=False)
+    if unexpected or set(missing) - {"lm_head.weight"}:
+        raise ModelError(f"this plan is not portable: stock code has no place for {sorted(unexpected)[:1]}.")
+    stock.tie_weights()
+    stock.generation_config = copy.deepcopy(model.generation_config)
+    return stock.train(model.training)
+
+
+def _kept_frequencies(model: nn.Module, width: int) -> dict[str, Any]:
+    """A longrope table whose frequencies are exactly those of the kept pairs."""
+    rotary = model.model.rotary_emb
+    if rotary.rope_type in ("dynamic", "longrope"):
+        raise ModelError(
+            f"rope type '{rotary.rope_type}' changes its frequencies with the length, which a portable model cannot "
+            "follow; leave out --portable."
+        )
+    sets = {tuple(map(tuple, block.attention.pairs_GP.tolist())) for block in blocks(model)}
+    chosen = {pairs for groups in sets for pairs in groups}
+    if len(chosen) != 1:
+        raise ModelError("heads kept different rotary pairs, which a portable model cannot; allocate with --portable.")
+    theta = rotary.inv_freq.double()[list(chosen.pop())]
+    base = float(model.config.rope_parameters["rope_theta"])
+    factors = (base ** (-torch.arange(0, width, 2).double() / width) / theta.cpu()).tolist()
+    return {
+        "rope_type": "longrope",
+        "rope_theta": base,
+        "short_factor": factors,
+        "long_factor": factors,
+        "factor": 1.0,
+        "attention_factor": float(rotary.attention_scaling),
+        "original_max_position_embeddings": model.config.max_position_embeddings,
+    }
 
 
 def tiny(model_type: str = "llama", **changes: Any) -> nn.Module:

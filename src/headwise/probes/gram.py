@@ -48,4 +48,4 @@ def collect(
 
 def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:
     batch, heads, tokens, width = q_BHTK.shape
-    return q_BHTK.view(batch, groups, -1, width).transpose(0, 1).flatten(1, 2)
+    return q_BHTK.reshape(batch, groups, -1, width).transpose(0, 1).flatten(1, 2)

@@ -16,10 +16,11 @@ from torch import nn
 
 from headwise.linalg import balanced, elimination_order, value_basis
 from headwise.probes._watch import Track, batches, silently, watching
-from headwise.types import LayerShape, Reading
+from headwise.types import Grain, LayerShape, Reading
 
 NAME = "sensitivity"
 UNIT = "nats per token"
+Row = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]  # sizes, damage, standard error
 
 
 @dataclass(slots=True)
@@ -111,7 +112,7 @@ def measure(
     probe = Sensitivity(family, model, moments, mlp)
     probe.run(tokens, track)
     grain = family.shape_of(model.config).grain
-    curves: dict[str, list[tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]]] = {}
+    curves: dict[str, list[Row]] = {}
     orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
     for shape, sums in zip(probe.shapes, probe.sums, strict=True):
         kept = _orders(sums, shape, probe.tokens)
@@ -133,12 +134,41 @@ def measure(
             else:
                 full = {"qk_pairs": shape.qk_width, "mlp": shape.mlp_width}.get(name, 0)
                 curves.setdefault(name, []).append(((full,), (0.0,), None))
+    curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
+    for order, moment in zip(orders, moments, strict=True):
+        order["qk_pairs_power"] = _strongest_pairs(moment)
     return [_reading(name, rows, tokens.numel(), seed) for name, rows in curves.items()], orders
+
+
+def _share_pairs(
+    probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain
+) -> list[Row]:
+    """One order of rotary pairs for the whole model, and what it costs each layer; nothing where layers differ."""
+    crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
+    if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):  # type: ignore[union-attr]
+        return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
+    per_layer = [c.sum(0) / probe.tokens for c in crosses if c is not None]
+    gone, _ = elimination_order(sum(per_layer))  # type: ignore[arg-type]
+    rows: list[Row] = []
+    for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
+        order["qk_pairs_shared"] = (tuple(reversed(gone)),) * shape.kv_heads
+        sizes = grain.qk_sizes(shape.qk_width)
+        lost = [gone[: (shape.qk_width - size) // 2] for size in sizes]
+        rows.append((sizes, tuple(0.5 * float(cross[index][:, index].sum()) for index in lost), None))
+    return rows
+
+
+def _strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+    """Pairs by the power of their queries times that of their keys, strongest first, per key/value head."""
+    power = moment["gram_q"].diagonal(dim1=-2, dim2=-1) * moment["power_k"]
+    score = power.unflatten(-1, (2, -1)).sum(-2)
+    return tuple(tuple(row.tolist()) for row in torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
 AXES = {
     "qk_projected": ("qk_dim", "query/key directions projected away after rotary"),
     "qk_pairs": ("qk_width", "rotary pairs dropped from every query and key head"),
+    "qk_pairs_shared": ("qk_width", "the same rotary pairs dropped in the whole model"),
     "v": ("v_dim", "value directions dropped from every head"),
     "mlp": ("mlp_width", "MLP channels dropped"),
     "heads": ("queries_per_group", "query heads dropped from every key/value group"),
@@ -146,7 +176,7 @@ AXES = {
 }
 
 
-def _reading(name: str, rows: list[tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]], n: int, seed: int) -> Reading:
+def _reading(name: str, rows: list[Row], n: int, seed: int) -> Reading:
     axis, what = AXES[name]
     errors = tuple(row[2] for row in rows if row[2] is not None)
     return Reading(

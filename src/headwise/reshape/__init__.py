@@ -12,7 +12,10 @@ from headwise.errors import PlanError
 from headwise.reshape._dims import cut_values, keep_pairs, pair_columns, project
 from headwise.reshape._heads import Tensors, keep_heads
 from headwise.reshape._mlp import keep_channels
+from headwise.reshape._save import save, write_folder
 from headwise.types import LayerKeep, LayerShape, Plan
+
+__all__ = ["Moments", "cut_layer", "reshape", "reshape_layer", "save", "write_folder"]
 
 Moments = dict[str, torch.Tensor]  # second moments of one layer: gram_q, gram_k, gram_z, and gram_mlp where probed
 
@@ -27,6 +30,18 @@ def reshape(family: ModuleType, model: nn.Module, plan: Plan, moments: list[Mome
         layer = family.take_layer(tensors, index)
         family.put_layer(tensors, index, cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index]))
     return family.build(model, plan.target.layers, tensors)
+
+
+def reshape_layer(
+    family: ModuleType, model: nn.Module, index: int, target: LayerShape, keep: LayerKeep, moments: Moments
+) -> nn.Module:
+    """The model with one layer cut; all other tensors are shared with `model`, so this is cheap."""
+    shapes = list(family.shape_of(model.config).layers)
+    tensors = family.state_of(model, clone=False)
+    layer = family.take_layer(tensors, index)
+    family.put_layer(tensors, index, cut_layer(layer, shapes[index], target, keep, moments))
+    shapes[index] = target
+    return family.build(model, tuple(shapes), tensors)
 
 
 def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments) -> Tensors:

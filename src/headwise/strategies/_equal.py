@@ -36,14 +36,14 @@ def best_equal(
 ) -> tuple[list[LayerShape], float]:
     """The affordable combination of least damage; ties go to the larger model."""
     best: tuple[float, float, list[LayerShape]] | None = None
-    smallest = {budget.name: float("inf") for budget in budgets}
+    smallest = [float("inf")] * len(budgets)
     for layers, damage in combinations(source, offered):
         if not legal(layers[0]):
             continue
         model = source.with_layers(tuple(layers))
-        costs = {budget.name: prices.price(budget, model) for budget in budgets}
-        smallest = {name: min(least, costs[name]) for name, least in smallest.items()}
-        rank = (damage, -sum(costs.values()))
+        costs = [prices.price(budget, model) for budget in budgets]
+        smallest = [min(pair) for pair in zip(smallest, costs, strict=True)]
+        rank = (damage, -sum(costs))
         if affordable(budgets, model) and (best is None or rank < best[:2]):
             best = (*rank, layers)
     if best is None:

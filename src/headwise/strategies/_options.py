@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import BudgetError
-from headwise.types import Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
+from headwise.types import UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
 
 Order = dict[str, tuple[tuple[int, ...], ...]]
 
@@ -113,18 +113,23 @@ def affordable(budgets: tuple[Budget, ...], model: ModelShape) -> bool:
     return all(prices.price(budget, model) <= budget.limit * (1 + 1e-12) for budget in budgets)
 
 
-def refuse(source: ModelShape, budgets: tuple[Budget, ...], smallest: dict[str, float], allow: Iterable[str]) -> BudgetError:
-    """The error for budgets that no plan meets: what is out of reach, how far one can go, what would help."""
-    more = [unit for unit in ("qk", "v", "mlp", "heads", "kv_heads") if unit not in set(allow)]
+def refuse(
+    source: ModelShape, budgets: tuple[Budget, ...], smallest: Sequence[float], allow: Sequence[str]
+) -> BudgetError:
+    """The error for budgets that no plan meets: what is out of reach, how far one can go, what would help.
+
+    `smallest` holds the least that each budget can come to when it is the only one.
+    """
+    more = [unit for unit in UNITS if unit not in allow]
     hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
-    for budget in budgets:
-        least, full = smallest[budget.name], prices.price(budget, source)
+    for budget, least in zip(budgets, smallest, strict=True):
         if least > budget.limit:
-            share = least / full * 100
-            text = f"{-(-share * 10 // 1) / 10:g}%"  # rounded up, so that the proposal can be met
+            share = least / prices.price(budget, source) * 100
+            at = "".join(budget.text.partition("@")[1:])  # a share is of the price at that length
+            text = f"{budget.name}={-(-share * 10 // 1) / 10:g}%{at}"  # rounded up, so that the proposal can be met
             return BudgetError(
                 f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
-                f"legal size, {share:.1f}% remains. Try --budget {budget.name}={text}{hint}."
+                f"legal size, {share:.1f}% remains. Try --budget {text}{hint}."
             )
     texts = " and ".join(budget.text for budget in budgets)
     return BudgetError(f"no plan meets {texts} together, though each alone can be met. Loosen one{hint}.")

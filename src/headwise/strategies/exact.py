@@ -1,16 +1,22 @@
-"""The best plan there is: one mixed-integer solve over all layers and all units, proven optimal by HiGHS.
+"""The best plan there is: one integer program over all layers and all units, solved to proven optimality.
 
 A binary variable picks one head count per layer; under each head count one picks a query/key size and one a value
 size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately.
+
+Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
+multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and says
+of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
+cannot be part of a better one; HiGHS proves the rest, usually a hundredth of the whole.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array, hstack
 
 from headwise import budgets as prices
 from headwise.strategies._options import Choice, LayerMenu, finish, menus, refuse, with_choices
@@ -21,22 +27,13 @@ MEANING = "least predicted damage over all layers and units together, proven opt
 WAYS = ("qk_projected", "qk_pairs")
 SCALE = 1e4  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_POINTS = 12
+FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
+CORE = 4  # sizes per free choice that are tried first
+TIME_LIMIT = 120.0  # seconds for one run of HiGHS; a plan that is not proven by then says so in its gap
 
-
-@dataclass(slots=True)
-class _Program:
-    """Columns and rows of the integer program, gathered layer by layer."""
-
-    damage: list[float] = field(default_factory=list)
-    price: list[list[float]] = field(default_factory=list)  # per column, per budget
-    meaning: list[tuple[int, str, Choice]] = field(default_factory=list)
-    rows: list[tuple[list[int], list[float], float]] = field(default_factory=list)  # columns, coefficients, right side
-
-    def column(self, layer: int, kind: str, choice: Choice, price: list[float]) -> int:
-        self.damage.append(choice.damage)
-        self.price.append(price)
-        self.meaning.append((layer, kind, choice))
-        return len(self.damage) - 1
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
 
 
 def allocate(
@@ -45,113 +42,245 @@ def allocate(
     """The plan of least predicted damage that meets every budget."""
     offered = menus(source, readings, allow, WAYS)
     program = build(source, offered, budgets)
-    fixed, smallest = _fixed_and_smallest(source, offered, program, budgets)
-    limits = np.array([budget.limit for budget in budgets]) - fixed
-    solved = _solve(program, limits)
+    full = np.array([prices.price(budget, source) for budget in budgets])
+    fixed = full - [sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets]
+    least = fixed + np.array([program.cheapest(row)[0] for row in program.price])
+    seen = np.zeros(len(program.damage), dtype=bool)  # columns that mattered in a solve
+    solved = _solve(program, np.array([budget.limit for budget in budgets]) - fixed, seen)
     if solved is None:
-        raise refuse(source, budgets, dict(zip((b.name for b in budgets), smallest, strict=True)), allow)
+        raise refuse(source, budgets, least.tolist(), allow)
     picked, gap = solved
     targets = _targets(source, program, picked)
-    damage = float(sum(program.damage[i] for i in picked))
-    frontier = _frontier(source, program, budgets, fixed, smallest)
+    frontier = _frontier(program, budgets, fixed, float(least[0]), float(full[0]), seen) if budgets else ()
+    damage = float(program.damage[picked].sum())
     return finish(source, readings, targets, damage, NAME, budgets, seed, gap=gap, frontier=frontier)
 
 
-def build(source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> _Program:
-    """The integer program; choices that another beats in damage and in every price are left out."""
-    program = _Program()
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """One column per choice. Of every group one column is taken if the group's parent column is, or always if -1."""
+
+    damage: Floats  # per column
+    price: Floats  # per budget and column; sizes below a head count hold what they change
+    group: Indices  # per column
+    parent: Indices  # per group
+    meaning: tuple[tuple[int, Choice], ...]  # per column: layer and choice
+    step: Floats  # per budget: the greatest common divisor of its prices, 0 where they are no whole numbers
+
+    def reachable(self, limits: Floats) -> Floats:
+        """The most that a selection can spend within the limits, as far as whole steps tell: bounds get tighter."""
+        allowed = limits + 1e-12 * np.abs(limits)  # a percentage of bytes is rarely a whole number
+        steps = np.maximum(self.step, 1e-30)
+        return np.where(self.step > 0, np.floor(allowed / steps) * steps, allowed)
+
+    def cheapest(self, value: Floats) -> tuple[float, Floats]:
+        """The least total of `value` over all selections, and per column how much more a selection with it has."""
+        least, total = self._totals(value)
+        excess = total - least[self.group]
+        above = self.parent[self.group]
+        excess += np.where(above >= 0, excess[above], 0.0)
+        return float(least[self.parent < 0].sum()), excess
+
+    def _totals(self, value: Floats) -> tuple[Floats, Floats]:
+        """Per group the least of its columns, per column its value with the best of all that hangs on it."""
+        total, least = value.copy(), np.full(len(self.parent), np.inf)
+        hanging = self.parent >= 0
+        leaf = hanging[self.group]
+        np.minimum.at(least, self.group[leaf], total[leaf])
+        np.add.at(total, self.parent[hanging], least[hanging])
+        np.minimum.at(least, self.group[~leaf], total[~leaf])
+        return least, total
+
+
+def build(source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> Program:
+    """The program of a model; choices that another beats in damage and in every price are left out."""
+    known: dict[tuple[object, ...], Floats] = {}
+
+    def price(shape: LayerShape, *choices: Choice) -> Floats:
+        key = (shape, *(choice.sizes for choice in choices))  # layers are mostly alike
+        if key not in known:
+            layer = with_choices(shape, *choices)
+            known[key] = np.array([prices.layer_price(budget, source, layer) for budget in budgets])
+        return known[key]
+
+    columns = _Columns()
     for layer, (shape, menu) in enumerate(zip(source.layers, offered, strict=True)):
-
-        def price(*choices: Choice, shape: LayerShape = shape) -> list[float]:
-            return [prices.layer_price(b, source, with_choices(shape, *choices)) for b in budgets]
-
-        base = price()
-        picks = []
-        for heads in menu.heads:
-            whole = price(heads)
-            top = program.column(layer, "heads", heads, whole)
-            picks.append(top)
-            for kind, choices in (("qk", menu.qk), ("v", menu.v)):
-                priced = [(c, [a - b for a, b in zip(price(heads, c), whole, strict=True)]) for c in choices]
-                columns = [program.column(layer, kind, c, p) for c, p in _undominated(priced)]
-                program.rows.append(([*columns, top], [1.0] * len(columns) + [-1.0], 0.0))
-        program.rows.append((picks, [1.0] * len(picks), 1.0))
-        priced = [(c, [a - b for a, b in zip(price(c), base, strict=True)]) for c in menu.mlp]
-        columns = [program.column(layer, "mlp", c, p) for c, p in _undominated(priced)]
-        program.rows.append((columns, [1.0] * len(columns), 1.0))
-    return program
+        tops = columns.add(layer, -1, list(menu.heads), [price(shape, heads) for heads in menu.heads])
+        for top, heads in zip(tops, menu.heads, strict=True):
+            whole = price(shape, heads)
+            for choices in (menu.qk, menu.v):
+                columns.add(layer, top, *_undominated(choices, [price(shape, heads, c) - whole for c in choices]))
+        base = price(shape)
+        columns.add(layer, -1, *_undominated(menu.mlp, [price(shape, c) - base for c in menu.mlp]))
+    return columns.program()
 
 
-def _undominated(priced: list[tuple[Choice, list[float]]]) -> list[tuple[Choice, list[float]]]:
-    kept: list[tuple[Choice, list[float]]] = []
-    for choice, price in sorted(priced, key=lambda item: (item[0].damage, item[1])):
-        if not any(all(a <= b for a, b in zip(other, price, strict=True)) for _, other in kept):
-            kept.append((choice, price))
-    return kept
+class _Columns:
+    """Gathers columns group by group."""
+
+    def __init__(self) -> None:
+        self.price: list[Floats] = []
+        self.group: list[int] = []
+        self.parent: list[int] = []
+        self.meaning: list[tuple[int, Choice]] = []
+
+    def add(self, layer: int, parent: int, choices: list[Choice], price: list[Floats]) -> range:
+        """A new group; returns its columns."""
+        start = len(self.meaning)
+        self.price += price
+        self.group += [len(self.parent)] * len(choices)
+        self.parent.append(parent)
+        self.meaning += [(layer, choice) for choice in choices]
+        return range(start, len(self.meaning))
+
+    def program(self) -> Program:
+        """All that was gathered."""
+        return Program(
+            damage=np.array([choice.damage for _, choice in self.meaning]),
+            price=np.array(self.price).T,
+            group=np.array(self.group),
+            parent=np.array(self.parent),
+            meaning=tuple(self.meaning),
+            step=np.array([_divisor(row) for row in np.array(self.price).T]),
+        )
 
 
-def _solve(program: _Program, limits: np.ndarray) -> tuple[list[int], float] | None:
-    """Indices of the chosen columns and the relative gap to the proven bound; None where nothing is feasible."""
-    damage, price = np.array(program.damage), np.array(program.price).T
-    index = [np.repeat(i, len(row[0])) for i, row in enumerate(program.rows)]
-    entries = (np.concatenate([row[1] for row in program.rows]), (np.concatenate(index), np.concatenate([row[0] for row in program.rows])))
-    sides = np.array([row[2] for row in program.rows])
-    equal = LinearConstraint(csr_array(entries, shape=(len(sides), len(damage))), sides, sides)
-    unit = np.maximum(np.abs(price).sum(axis=1) / SCALE, 1e-30)
-    spend = LinearConstraint(price / unit[:, None], -np.inf, limits / unit)
+def _divisor(price: Floats) -> float:
+    """The greatest common divisor; 0 for prices that are no whole numbers, or too fine for the solver's tolerance."""
+    largest = float(np.abs(price).max())
+    if largest >= 2**53 or np.any(price != np.round(price)):
+        return 0.0
+    divisor = max(int(np.gcd.reduce(price.astype(np.int64))), 1)
+    return float(divisor) if largest / divisor < 1e8 else 0.0
+
+
+def _undominated(choices: tuple[Choice, ...], price: list[Floats]) -> tuple[list[Choice], list[Floats]]:
+    """The choices that no other beats or equals in damage and in every price; of equals the first."""
+    table = np.array([[choice.damage, *row] for choice, row in zip(choices, price, strict=True)])
+    order = np.lexsort(table.T[::-1])
+    table = table[order]
+    beats = np.triu((table[:, None] <= table[None]).all(-1), k=1)  # earlier in the order, nowhere worse
+    kept = sorted(int(i) for i in order[~beats.any(axis=0)])
+    return [choices[i] for i in kept], [price[i] for i in kept]
+
+
+def _solve(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tuple[list[int], float] | None:
+    """The chosen columns and the relative gap to the proven bound, at most `gap`; None where nothing is feasible.
+
+    Starts with the few columns that the multipliers favour, and widens until what was left out cannot matter.
+    """
+    limits = program.reachable(limits)
+    multipliers = _multipliers(program, limits, seen)
+    bound, excess = program.cheapest(program.damage + multipliers @ program.price)
+    bound -= float(multipliers @ limits)
+    reach = _nth(excess, CORE * _free(program))
+    while True:
+        keep = np.flatnonzero(excess <= reach)
+        found = _branch_and_bound(program, keep, limits, gap / 2)
+        missing = float(program.damage[found[0]].sum()) - bound if found else np.inf
+        if len(keep) == len(excess) or missing <= max(reach, gap * (missing + bound)) or (found and not found[1]):
+            break
+        # Rounding must not drop a column of the optimum; a larger program in small steps meets better plans on the way.
+        reach = min(missing + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
+    if found is None:
+        return None
+    proven = gap == 0 and found[1]
+    return found[0], 0.0 if proven else max(0.0, missing / max(missing + bound, 1e-30))
+
+
+def _free(program: Program) -> int:
+    """How many choices a plan makes: head counts and MLP widths."""
+    return int((program.parent < 0).sum())
+
+
+def _nth(excess: Floats, size: int) -> float:
+    """The excess up to which about `size` columns lie; infinite where there are no more."""
+    return float(np.partition(excess, size)[size]) if size < len(excess) else float("inf")
+
+
+def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
+    """What a unit of every budget is worth in damage, by column generation.
+
+    The linear program over the columns met so far gives multipliers, and these show which columns it lacks. Columns are
+    shared between solves. Any result is safe: good multipliers only make the integer program smaller.
+    """
+    best, highest = np.zeros(len(limits)), -np.inf
+    if not len(limits):
+        return best
+    unit = np.maximum(np.abs(program.price).max(axis=1), 1e-30)
+    ceiling = 100.0 * max(float(program.damage.max()), 1e-30)  # of a multiplier: what overspending costs
+    for point in np.vstack([np.zeros(len(limits)), np.diag(ceiling / unit), ceiling / unit]):  # ends of the range
+        seen |= program.cheapest(program.damage + point @ program.price)[1] <= 0
+    for _ in range(60):
+        keep = np.flatnonzero(seen)
+        matrix, sides = _rows(program, keep)
+        extra = len(limits)
+        solved = linprog(
+            np.concatenate([program.damage[keep] / ceiling, np.ones(extra)]),
+            A_ub=np.column_stack([program.price[:, keep] / unit[:, None], -np.eye(extra)]),
+            b_ub=limits / unit,
+            A_eq=hstack([matrix, csr_array((len(sides), extra))]),
+            b_eq=sides,
+            method="highs",
+        )
+        multipliers = np.maximum(-solved.ineqlin.marginals, 0.0) * ceiling / unit
+        least, excess = program.cheapest(program.damage + multipliers @ program.price)
+        bound = least - float(multipliers @ limits)
+        if bound > highest:
+            best, highest = multipliers, bound
+        if highest >= solved.fun * ceiling - 1e-9 * abs(highest):
+            break
+        seen |= excess <= _nth(excess, 2 * _free(program))
+    return best
+
+
+def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], bool] | None:
+    """The best selection among the columns `keep`, and whether that is proven; None where there is none."""
+    matrix, sides = _rows(program, keep)
+    damage, price = program.damage[keep], program.price[:, keep]
+    # In whole steps the solver's tolerance cannot overspend; elsewhere the limit is held a hair lower.
+    unit = np.where(program.step > 0, program.step, np.abs(price).max(axis=1, initial=1e-30) / SCALE)
+    hair = np.where(program.step > 0, 0.0, 2e-6)
+    spend = [LinearConstraint(price / unit[:, None], -np.inf, limits / unit - hair)] if len(limits) else []
     result = milp(
-        damage * (SCALE / max(damage.max(), 1e-30)),
-        constraints=[equal, spend] if len(price) else [equal],
-        integrality=np.ones(len(damage)),
+        damage * (SCALE / max(float(damage.max()), 1e-30)),
+        constraints=[LinearConstraint(matrix, sides, sides), *spend],
+        integrality=np.ones(len(keep)),
         bounds=Bounds(0, 1),
-        options={"mip_rel_gap": 0.0, "time_limit": 120.0},
+        options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT},
     )
     if result.x is None:
         return None
-    picked = [int(i) for i in np.flatnonzero(result.x > 0.5)]
-    if len(price) and np.any(price[:, picked].sum(axis=1) > limits * (1 + 1e-12) + 1e-9):
-        return _solve(program, limits - 1e-6 * unit)  # the solver's tolerance let a hair too much through
-    return picked, float(result.mip_gap or 0.0)
+    return [int(i) for i in keep[result.x > 0.5]], result.status == 0
 
 
-def _targets(source: ModelShape, program: _Program, picked: list[int]) -> list[LayerShape]:
-    chosen: list[list[Choice]] = [[] for _ in source.layers]
-    for column in picked:
-        layer, _, choice = program.meaning[column]
-        chosen[layer].append(choice)
+def _rows(program: Program, keep: Indices) -> tuple[csr_array, Floats]:
+    """One row per group that is left: its columns add up to its parent column, or to one."""
+    groups = np.unique(program.group[keep])
+    place = np.full(len(program.damage), -1)
+    place[keep] = np.arange(len(keep))
+    parents = program.parent[groups]
+    below = np.flatnonzero(parents >= 0)
+    row = np.concatenate([np.searchsorted(groups, program.group[keep]), below])
+    column = np.concatenate([np.arange(len(keep)), place[parents[below]]])
+    entries = np.concatenate([np.ones(len(keep)), -np.ones(len(below))])
+    return csr_array((entries, (row, column)), shape=(len(groups), len(keep))), (parents < 0).astype(float)
+
+
+def _targets(source: ModelShape, program: Program, picked: list[int]) -> list[LayerShape]:
+    chosen = [[program.meaning[i][1] for i in picked if program.meaning[i][0] == n] for n in range(len(source.layers))]
     return [with_choices(shape, *choices) for shape, choices in zip(source.layers, chosen, strict=True)]
 
 
-def _fixed_and_smallest(
-    source: ModelShape, offered: list[LayerMenu], program: _Program, budgets: tuple[Budget, ...]
-) -> tuple[np.ndarray, list[float]]:
-    """What the parts cost that no plan changes, and the least that each budget can come to."""
-    fixed, smallest = [], []
-    for budget in budgets:
-        layers = sum(prices.layer_price(budget, source, layer) for layer in source.layers)
-        fixed.append(prices.price(budget, source) - layers)
-        least = 0.0
-        for shape, menu in zip(source.layers, offered, strict=True):
-            least += min(
-                prices.layer_price(budget, source, with_choices(shape, heads, qk, menu.v[-1], menu.mlp[-1]))
-                for heads in menu.heads
-                for qk in menu.qk
-            )
-        smallest.append(fixed[-1] + least)
-    return np.array(fixed), smallest
-
-
 def _frontier(
-    source: ModelShape, program: _Program, budgets: tuple[Budget, ...], fixed: np.ndarray, smallest: list[float]
+    program: Program, budgets: tuple[Budget, ...], fixed: Floats, least: float, full: float, seen: Mask
 ) -> tuple[Point, ...]:
     """Least damage against the first budget's price, the other budgets left as they are."""
-    if not budgets:
-        return ()
-    full = prices.price(budgets[0], source)
-    shares = np.linspace(smallest[0] / full, 1.0, FRONTIER_POINTS)
-    points = []
-    for share in shares:
-        limits = np.array([share * full, *(b.limit for b in budgets[1:])]) - fixed
-        if (solved := _solve(program, limits)) is not None:
-            points.append(Point(float(share), float(sum(program.damage[i] for i in solved[0]))))
+    points: list[Point] = []
+    for share in np.linspace(least / full, 1.0, FRONTIER_POINTS):
+        limits = np.array([max(least, share * full), *(b.limit for b in budgets[1:])]) - fixed
+        if (solved := _solve(program, limits, seen, FRONTIER_GAP)) is not None:
+            damage = float(program.damage[solved[0]].sum())
+            # A plan for less is a plan for more, so within the gap the better of the two counts.
+            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
     return tuple(points)

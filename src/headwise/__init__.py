@@ -1,0 +1,29 @@
+"""Headwise fits a Transformer to a budget: probe, allocate, reshape, heal, verify, report.
+
+>>> import headwise  # doctest: +SKIP
+>>> headwise.run("embedded", budget="kv=75%", out="runs/demo")  # doctest: +SKIP
+
+Importing this is light: torch is imported when a function needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
+
+from headwise import _autoregister
+
+if TYPE_CHECKING:
+    from headwise.api import allocate, load, probe, reshape, run, verify
+
+__all__ = ["allocate", "load", "probe", "reshape", "run", "verify"]
+
+_autoregister.install()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return metadata.version("headwise")
+    if name in __all__:
+        return getattr(import_module("headwise.api"), name)
+    raise AttributeError(f"module 'headwise' has no attribute '{name}'")

@@ -1,0 +1,260 @@
+"""The command line: flags in, a stage called, errors printed in one line. Imports torch only where a stage needs it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.errors import HeadwiseError
+from headwise.types import DEFAULT_UNITS, UNITS
+
+app = typer.Typer(
+    help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or 'embedded'.")]
+Folder = Annotated[Path, typer.Argument(help="A run folder.")]
+Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
+Budgets = Annotated[list[str], typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k; repeatable.")]
+Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
+Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
+Strategy = Annotated[str, typer.Option(help="exact, uniform or published.")]
+Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
+Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
+Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
+Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
+Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
+Tokens = Annotated[int, typer.Option(help="Calibration tokens.")]
+EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
+SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measured; 0: predicted only.")]
+Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
+Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings.")]
+ALLOW = ",".join(DEFAULT_UNITS)
+
+
+@app.command()
+def run(
+    model: Model,
+    budget: Budgets,
+    out: Out,
+    data: Data = None,
+    eval: Eval = None,
+    strategy: Strategy = "exact",
+    rounds: Rounds = 1,
+    heal: Heal = "refit",
+    portable: Portable = False,
+    allow: Allow = ALLOW,
+    seed: Seed = 0,
+    device: Device = "auto",
+    tokens: Tokens = 65_536,
+    eval_tokens: EvalTokens = 32_768,
+    swap_tokens: SwapTokens = 4_096,
+    length: Length = 512,
+    trust_remote_code: Remote = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Fit a model to a budget: all six stages, from model to report."""
+    from headwise import api
+
+    settings = dict(
+        data=data, eval=eval, strategy=strategy, rounds=rounds, heal=heal, portable=portable, allow=_units(allow), seed=seed,
+        device=device, tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    with _Bars() as track:
+        dossier = api.run(model, budget, out, overwrite, track, **settings)
+    _finish(dossier, out, as_json)
+
+
+@app.command()
+def demo(out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None, as_json: Json = False) -> None:
+    """Halve the cache of the embedded model, on the source code of your own standard library: under two minutes."""
+    from headwise import api
+
+    if out is None:
+        names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
+        out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
+    small = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
+    with _Bars() as track:
+        dossier = api.run("embedded", "kv=50%", out, track=track, **small)
+    _finish(dossier, out, as_json)
+
+
+@app.command()
+def probe(
+    model: Model,
+    out: Out,
+    budget: Annotated[list[str] | None, typer.Option("--budget", help="Probe only what these budgets need.")] = None,
+    data: Data = None,
+    allow: Allow = ALLOW,
+    seed: Seed = 0,
+    device: Device = "auto",
+    tokens: Tokens = 65_536,
+    swap_tokens: SwapTokens = 4_096,
+    length: Length = 512,
+    trust_remote_code: Remote = False,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what every unit of a model is worth."""
+    from headwise import api
+
+    settings = dict(
+        budgets=tuple(budget or ()), data=data, allow=_units(allow), seed=seed, device=device, tokens=tokens,
+        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    with _Bars() as track:
+        readings = api.probe(model, out, track, overwrite, **settings)
+    _say(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json", as_json)
+
+
+@app.command()
+def allocate(
+    folder: Folder,
+    budget: Budgets,
+    strategy: Strategy = "exact",
+    portable: Portable = False,
+    allow: Allow = ALLOW,
+    seed: Seed = 0,
+    as_json: Json = False,
+) -> None:
+    """Decide every size for a budget, from readings alone: no model, no GPU, no torch."""
+    from headwise.planning import allocate_in
+
+    plan = allocate_in(folder, tuple(budget), strategy, _units(allow), portable, seed)
+    if as_json:
+        _say(plan.to_json(), True)
+    else:
+        from headwise.show import show_record
+
+        show_record(plan)
+        typer.echo(f"written to {folder}/plan.json; next: headwise heal {folder}")
+
+
+def _build(folder: Path, method: str, as_json: bool) -> None:
+    from headwise import api
+
+    with _Bars() as track:
+        api.reshape(folder, method, track)
+    found = {"model": str(folder / "model"), "heal": method}
+    _say(found if as_json else f"model in {folder}/model; next: headwise verify {folder}", as_json)
+
+
+@app.command()
+def reshape(folder: Folder, as_json: Json = False) -> None:
+    """Carry out plan.json without healing: build the smaller model."""
+    _build(folder, "none", as_json)
+
+
+@app.command()
+def heal(folder: Folder, heal: Heal = "refit", as_json: Json = False) -> None:
+    """Carry out plan.json and repair the result."""
+    _build(folder, heal, as_json)
+
+
+@app.command()
+def verify(folder: Folder, as_json: Json = False) -> None:
+    """Prove what was done: exactness, quality, speed."""
+    from headwise import api
+
+    with _Bars() as track:
+        verdict = api.verify(folder, track)
+    _say(verdict.to_json() if as_json else _summary_of(verdict), as_json)
+
+
+@app.command()
+def report(folder: Folder, as_json: Json = False) -> None:
+    """Write report.html and report.md from what a run folder holds."""
+    from headwise.runfolder import RunFolder, write_report
+
+    dossier = write_report(RunFolder(folder))
+    _say(dossier.to_json() if as_json else f"{folder / 'report.html'}", as_json)
+
+
+@app.command()
+def families(as_json: Json = False) -> None:
+    """List the model families that can be reshaped."""
+    from headwise.show import show_families
+
+    show_families(as_json)
+
+
+@app.command()
+def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or verdict.json.")]) -> None:
+    """Draw a plan, readings or a verdict in the terminal."""
+    from headwise.show import show_file
+
+    show_file(file)
+
+
+def _units(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _say(found: Any, as_json: bool) -> None:
+    typer.echo(json.dumps(found, indent=1) if as_json else found)
+
+
+def _finish(dossier: Any, out: Path, as_json: bool) -> None:
+    """The verdict, for people in three lines or for programs as JSON."""
+    verdict = dossier.verdict
+    if as_json:
+        _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
+        return
+    typer.echo(_summary_of(verdict))
+    typer.echo(f"{out / 'report.html'}")
+
+
+def _summary_of(verdict: Any) -> str:
+    quality, size = verdict.quality, verdict.size
+    change = (quality["perplexity_after"] / quality["perplexity_before"] - 1) * 100
+    kept = {k: size[f"{k}_after"] / size[f"{k}_before"] * 100 for k in ("kv_bytes_per_token", "parameters")}
+    bad = [check.name for check in verdict.checks if not check.passed]
+    checks = f"FAILED: {', '.join(bad)}" if bad else f"all {len(verdict.checks)} checks passed"
+    return (
+        f"cache {kept['kv_bytes_per_token']:.1f}%, parameters {kept['parameters']:.1f}% of the source\n"
+        f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f} ({change:+.2f}%; 95% interval "
+        f"{quality['perplexity_after_low']:.3f} to {quality['perplexity_after_high']:.3f}) on {verdict.evaluation}\n{checks}"
+    )
+
+
+class _Bars:
+    """Progress bars with the time left, on standard error; wraps any loop of the library."""
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn
+
+        self.progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True))
+        self.progress.start()
+        return self.track
+
+    def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
+        return self.progress.track(items, description=label)
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+
+def main() -> None:
+    """Entry point: input errors end in one line and code 2, an interrupt in 130."""
+    try:
+        app()
+    except HeadwiseError as error:
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        typer.echo("interrupted; the same command goes on where it stopped.", err=True)
+        sys.exit(130)

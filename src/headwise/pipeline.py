@@ -1,0 +1,254 @@
+"""The straight line: probe, allocate, reshape, heal, verify, report. Each stage reads only the files before it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from headwise import data, families, rounds, strategies
+from headwise.cost import kv_bytes_per_token, parameters
+from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
+from headwise.heal.refit import refit
+from headwise.probes import gram, sensitivity, swap
+from headwise.probes._watch import Track, silently
+from headwise.reshape import Moments, reshape, reshape_layer, save
+from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
+from headwise.strategies._options import keep_for
+from headwise.types import Dossier, LayerShape, Plan, Readings, Verdict
+from headwise.verify import exactness, quality, speed
+
+SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
+
+
+class Workbench(NamedTuple):
+    """What every stage needs: the source model on our modules, its family and tokenizer, and the text."""
+
+    family: ModuleType
+    source: nn.Module
+    tokenizer: Any
+    calibration: torch.Tensor
+    evaluation: torch.Tensor
+    described: str
+
+
+def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
+    """All six stages; a run that was killed goes on where it stopped."""
+    folder = RunFolder(out)
+    if not settings.budgets:
+        raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
+    folder.claim(settings, families.locate(settings.model)[0], overwrite)
+    try:
+        bench = workbench(settings, track)
+        if not (folder.plan_file.exists() and folder.model.is_dir()):
+            build(settings, folder, bench, track)
+        if not folder.verdict_file.exists():
+            verify(folder, bench, track)
+        return write_report(folder)
+    except OSError as error:
+        raise OutputError(f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again.") from None
+
+
+def workbench(settings: Settings, track: Track = silently) -> Workbench:
+    """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
+    device = settings.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, tokenizer = families.load(settings.model, device, settings.trust_remote_code)
+    family = families.family_of(model.config)
+    length = min(settings.length, int(model.config.max_position_embeddings))
+    wanted = max(1, settings.tokens // length), max(1, settings.eval_tokens // length)
+    source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
+
+    def read(name: str, count: int, seed: int) -> torch.Tensor:
+        if name == "self":
+            return data.written_by(model, count, length, seed)
+        return data.blocks_of(data.documents(name, settings.seed), tokenizer, length, count, name)
+
+    if settings.eval is not None:
+        calibration, evaluation = read(source, wanted[0], settings.seed), read(settings.eval, wanted[1], settings.seed + 1)
+        described = settings.eval
+    else:
+        both = read(source, sum(wanted), settings.seed)
+        if len(both) < 2:
+            raise HeadwiseError(f"{source} has text for one block only; give a longer --data, or --eval.")
+        split = min(wanted[0], max(1, len(both) * 3 // 4))
+        calibration, evaluation = both[:split], both[split:]
+        described = f"held out from {source}"
+    return Workbench(family, family.tailor(model), tokenizer, calibration, evaluation, described)
+
+
+def probe(settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently) -> tuple[Readings, list[Moments]]:
+    """Everything that allocation and reshaping need to know about a tailored model."""
+    start = time.perf_counter()
+    family, mlp = bench.family, not settings.only_kv and "mlp" in settings.allow
+    moments = gram.collect(family, model, bench.calibration, mlp, track)
+    rows = max(1, SENSITIVITY_TOKENS // bench.calibration.shape[1])
+    stride = max(1, len(bench.calibration) // rows)
+    curves, orders = sensitivity.measure(family, model, bench.calibration[::stride], moments, mlp, settings.seed, track)
+    if settings.swap_tokens:
+        rows = max(2, settings.swap_tokens // bench.calibration.shape[1])
+        few = bench.calibration[:: max(1, len(bench.calibration) // rows)][:rows]
+        shapes = family.shape_of(model.config).layers
+
+        def cut(index: int, target: LayerShape) -> nn.Module:
+            keep = keep_for(shapes[index], target, orders[index])
+            return reshape_layer(family, model, index, target, keep, moments[index])
+
+        curves += swap.measure(family, model, few, curves, _swaps(settings), cut, settings.seed, track)
+    readings = Readings(
+        model=settings.model,
+        shape=family.shape_of(model.config).to_json(),
+        curves=tuple(curves),
+        orders=tuple(orders),
+        tokens=bench.calibration.numel(),
+        seed=settings.seed,
+        seconds=time.perf_counter() - start,
+    )
+    return readings, moments
+
+
+def _swaps(settings: Settings) -> dict[str, Any]:
+    """Which curves to check by measurement, and the layer that a size on their axis stands for."""
+    found: dict[str, Any] = {}
+    if settings.portable:
+        return found
+    if "qk" in settings.allow:
+        found["damage.qk_projected"] = lambda shape, size: replace(shape, qk_dim=size)
+    if "v" in settings.allow:
+        found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
+    if not settings.only_kv and "mlp" in settings.allow:
+        found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
+    if not settings.only_kv and "qk" in settings.allow:
+        found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
+    if "heads" in settings.allow:
+        found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
+    if "kv_heads" in settings.allow:
+        found["damage.kv_heads"] = lambda shape, size: replace(
+            shape, kv_heads=size, query_heads=size * shape.queries_per_group
+        )
+    return found
+
+
+def probed(settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track) -> tuple[Readings, list[Moments]]:
+    """Probe, or read what an earlier probing of the same run left in the folder."""
+    if folder.readings_file.exists() and folder.moments_file.exists():
+        return Readings.read(folder.readings_file), read_moments(folder, model)
+    readings, moments = probe(settings, bench, model, track)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    flat = {f"{i}.{name}": t.float().cpu().contiguous() for i, layer in enumerate(moments) for name, t in layer.items()}
+    temporary = folder.path / ".moments.safetensors"
+    save_file(flat, temporary)
+    temporary.replace(folder.moments_file)
+    readings.save(folder.readings_file)
+    return readings, read_moments(folder, model)
+
+
+def read_moments(folder: RunFolder, model: nn.Module) -> list[Moments]:
+    """The moments that a probing left behind, on the model's device."""
+    out: dict[int, Moments] = {}
+    for key, tensor in load_file(folder.moments_file).items():
+        index, name = key.split(".", 1)
+        out.setdefault(int(index), {})[name] = tensor.to(model.device).double()
+    return [out[i] for i in sorted(out)]
+
+
+class Fitted(NamedTuple):
+    """A model that meets its budgets, the plan from the source to it, and what each healing did."""
+
+    model: nn.Module
+    plan: Plan
+    healings: list[dict[str, Any]]
+
+
+def fit(
+    settings: Settings,
+    bench: Workbench,
+    look: Callable[[int, nn.Module], tuple[Readings, list[Moments]]],
+    plan: Plan | None = None,
+    track: Track = silently,
+) -> Fitted:
+    """Allocate, reshape and heal, in as many rounds as asked, or carry out one given plan.
+
+    `look(number, model)` gives the readings and moments of the model that round `number` starts from.
+    """
+    shape = bench.family.shape_of(bench.source.config)
+    budgets = budgets_for(settings, shape)
+    model, total, healings = bench.source, plan, []
+    for number in range(1, (settings.rounds if plan is None else 1) + 1):
+        readings, moments = look(number, model)
+        step = plan or strategies.allocate(
+            readings,
+            rounds.budgets_of_round(budgets, shape, number, settings.rounds),
+            settings.strategy,
+            settings.allow,
+            settings.portable,
+            settings.seed,
+        )
+        start = time.perf_counter()
+        model = reshape(bench.family, model, step, moments)
+        if settings.heal == "refit":
+            model, healing = refit(bench.family, bench.source, model, bench.calibration, track=track)
+            healings.append({**healing, "seconds": time.perf_counter() - start})
+        total = step if total is None else total if total is step else rounds.compose(total, step)
+    if total is None:
+        raise PlanError("there is nothing to build.")
+    return Fitted(model, total, healings)
+
+
+def build(settings: Settings, folder: RunFolder, bench: Workbench, track: Track = silently, plan: Plan | None = None) -> None:
+    """Probe, allocate, reshape, heal and save; with a given plan, carry out that one."""
+
+    def look(number: int, model: nn.Module) -> tuple[Readings, list[Moments]]:
+        return probed(settings, folder.round(number), bench, model, track)
+
+    fitted = fit(settings, bench, look, plan, track)
+    if plan is None:
+        folder.write_plan(fitted.plan)
+    if fitted.healings:
+        folder.write_json(folder.heal_file, {**fitted.healings[-1], "rounds": fitted.healings[:-1]})
+    with families.quietly():
+        rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
+    exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
+    for stale in (folder.verdict_file, folder.report_file):
+        stale.unlink(missing_ok=True)
+
+
+def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:
+    """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
+    plan, settings = Plan.read(folder.plan_file), folder.require()
+    stock, _ = families.load(str(folder.model), str(bench.source.device))
+    cut = bench.family.tailor(stock)
+    if not plan.portable and bench.family.shape_of(cut.config).layers != plan.target.layers:
+        raise PlanError(f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again.")
+    found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track)
+    checks = exactness.count_checks(bench.family, cut, plan)
+    checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+    source_shape = plan.source
+    verdict = Verdict(
+        quality=found.summary(settings.seed),
+        size={
+            "parameters_before": parameters(source_shape),
+            "parameters_after": sum(p.numel() for p in cut.parameters()),
+            "kv_bytes_per_token_before": kv_bytes_per_token(source_shape),
+            "kv_bytes_per_token_after": exactness.cache_bytes_per_token(cut, source_shape.element_bytes),
+        },
+        speed=speed.measure(bench.source, cut),
+        damage={"predicted": plan.predicted_damage, **found.damage(settings.seed)},
+        checks=tuple(checks),
+        samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation),
+        evaluation=bench.described,
+        tokens=bench.evaluation.numel(),
+        machine=speed.machine(bench.source.device),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+    verdict.save(folder.verdict_file)
+    return verdict

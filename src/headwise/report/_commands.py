@@ -1,0 +1,90 @@
+"""What to type: to make the run again, or to make the stage that is not there yet."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from headwise.types import Dossier
+
+FOLDER = "DIR"  # the run folder, which the dossier does not know
+PROBE_FLAGS = ("data", "seed", "device", "tokens", "swap_tokens", "length")
+RUN_FLAGS = (
+    "data",
+    "eval",
+    "strategy",
+    "rounds",
+    "heal",
+    "seed",
+    "device",
+    "tokens",
+    "eval_tokens",
+    "swap_tokens",
+    "length",
+)
+
+
+def run_command(settings: dict[str, Any]) -> str:
+    """The command line that makes this run again, quoted for a shell.
+
+    >>> run_command({"model": "gpt2", "budgets": ["kv=75%"], "seed": 0})
+    'headwise run gpt2 --budget kv=75% --seed 0 --out DIR'
+    """
+    parts = [
+        "headwise",
+        "run",
+        str(settings.get("model") or "MODEL"),
+        *_budgets(settings),
+        *_flags(settings, RUN_FLAGS),
+    ]
+    parts += [*_switch(settings, "portable"), *_allow(settings), *_switch(settings, "trust_remote_code")]
+    return shlex.join([*parts, "--out", FOLDER])
+
+
+def how_to_make(dossier: Dossier, stage: str) -> str:
+    """Commands, one a line, from the first stage that is missing to `stage`, with the report again at the end.
+
+    Stages and not `headwise run`, as that refuses a folder in which a report lies.
+    """
+    settings, lines = dossier.settings, []
+    if dossier.readings is None:
+        model = str(settings.get("model") or "MODEL")
+        flags = [
+            *_budgets(settings),
+            *_flags(settings, PROBE_FLAGS),
+            *_allow(settings),
+            *_switch(settings, "trust_remote_code"),
+        ]
+        lines.append(shlex.join(["headwise", "probe", model, *flags, "--out", FOLDER, "--overwrite"]))
+    if dossier.plan is None and stage != "probe":
+        flags = [*_flags(settings, ("strategy", "seed")), *_switch(settings, "portable"), *_allow(settings)]
+        lines.append(shlex.join(["headwise", "allocate", FOLDER, *_budgets(settings), *flags]))
+    if stage in ("heal", "verify"):
+        plain = stage == "verify" and settings.get("heal") == "none"
+        if dossier.healing is None:
+            lines.append(f"headwise {'reshape' if plain else 'heal'} {FOLDER}")
+        lines.append(f"headwise verify {FOLDER}")
+    return "\n".join([*lines, f"headwise report {FOLDER}"])
+
+
+def items(value: Any) -> list[str]:
+    """A setting as a list of texts, whether it holds one, several or none."""
+    return [str(item) for item in value] if isinstance(value, (list, tuple)) else [str(value)] if value else []
+
+
+def _budgets(settings: dict[str, Any]) -> list[str]:
+    return [part for text in items(settings.get("budgets")) or ["kv=75%"] for part in ("--budget", text)]
+
+
+def _flags(settings: dict[str, Any], names: tuple[str, ...]) -> list[str]:
+    known = [name for name in names if settings.get(name) is not None]
+    return [part for name in known for part in (f"--{name.replace('_', '-')}", str(settings[name]))]
+
+
+def _switch(settings: dict[str, Any], name: str) -> list[str]:
+    return [f"--{name.replace('_', '-')}"] if settings.get(name) else []
+
+
+def _allow(settings: dict[str, Any]) -> list[str]:
+    allowed = items(settings.get("allow"))
+    return ["--allow", ",".join(allowed)] if allowed else []

@@ -1,0 +1,291 @@
+"""What the report says in words and tables: plain values that the page and the model card share."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from headwise import budgets as prices
+from headwise.cost import kv_bytes_per_token, parameters
+from headwise.errors import HeadwiseError
+from headwise.report._commands import items
+from headwise.report._text import MISSING, as_number, human, listing, number, relative, words
+from headwise.types import Budget, Dossier, ModelShape
+
+Rows = tuple[tuple[str, ...], ...]
+
+
+class Measure(NamedTuple):
+    """One quantity before and after, with the interval of `after` where one is known."""
+
+    label: str
+    unit: str
+    before: float | None
+    after: float | None
+    low: float | None = None
+    high: float | None = None
+    planned: bool = False  # from the formulas, not yet seen on the real object
+
+    @property
+    def interval(self) -> str:
+        """The interval in words, or nothing."""
+        return "" if self.low is None or self.high is None else f"{number(self.low)} to {number(self.high)}"
+
+
+class Comparison(NamedTuple):
+    """What another strategy would have done with the same budgets."""
+
+    strategy: str
+    share: float | None  # of the source's price, under the first budget
+    predicted: float | None
+    measured: float | None
+    spent: str
+    chosen: bool
+
+
+def model_name(dossier: Dossier) -> str:
+    """What the run calls its model."""
+    for part in (dossier.plan, dossier.readings):
+        if part is not None:
+            return part.model
+    return str(dossier.settings.get("model") or "the model")
+
+
+def is_portable(dossier: Dossier) -> bool:
+    """Whether the result is an ordinary architecture: as planned, or as asked for where there is no plan yet."""
+    return dossier.plan.portable if dossier.plan else bool(dossier.settings.get("portable"))
+
+
+def measures(dossier: Dossier) -> tuple[Measure, ...]:
+    """The four numbers that answer most questions: perplexity, cache, parameters, time."""
+    quality, speed = (dossier.verdict.quality, dossier.verdict.speed) if dossier.verdict else ({}, {})
+    decode = any(key.startswith("decode_ms_per_token") for key in speed) or not speed
+    key, phase = ("decode_ms_per_token", "generating") if decode else ("prefill_ms_per_token", "reading")
+    return (
+        _pair("Perplexity", "", quality, "perplexity"),
+        _size(dossier, "KV cache per token", "bytes", "kv_bytes_per_token", kv_bytes_per_token),
+        _size(dossier, "Parameters", "", "parameters", parameters),
+        _pair(f"Time per token, {phase}", "ms", speed, key),
+    )
+
+
+def _pair(label: str, unit: str, values: Any, key: str) -> Measure:
+    before, after = as_number(values.get(f"{key}_before")), as_number(values.get(f"{key}_after"))
+    low, high = as_number(values.get(f"{key}_after_low")), as_number(values.get(f"{key}_after_high"))
+    return Measure(label, unit, before, after, low, high)
+
+
+def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Any) -> Measure:
+    counted = _pair(label, unit, dossier.verdict.size if dossier.verdict else {}, key)
+    if counted.after is not None or dossier.plan is None:
+        return counted
+    return Measure(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
+
+
+def headline(dossier: Dossier) -> str:
+    """The answer in one sentence: what shrank, what it cost, whether it holds."""
+    name = model_name(dossier)
+    if dossier.plan is None and dossier.verdict is None:
+        done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
+        return f"{name} {done} yet."
+    perplexity, cache, size, _ = measures(dossier)
+    verb = "will need" if cache.planned and size.planned else "now needs"
+    shrunk = [_shrunk(cache, "less KV cache", " bytes per token"), _shrunk(size, "fewer parameters", "")]
+    sentence = f"{name} {verb} " + (
+        listing([part for part in shrunk if part]) or "as much cache and as many parameters as before"
+    )
+    sentence += (
+        f"; {_cost(perplexity)}" if dossier.verdict else "; what that costs in quality has not been measured yet"
+    )
+    return f"{sentence}; {checks_in_words(dossier)}." if dossier.verdict else f"{sentence}."
+
+
+def _shrunk(measure: Measure, what: str, unit: str) -> str:
+    if measure.before is None or measure.after is None or measure.after >= measure.before:
+        return ""
+    less = relative(measure.before, measure.after).lstrip("−")
+    return f"{less} {what} ({human(measure.before)} → {human(measure.after)}{unit})"
+
+
+def _cost(measure: Measure) -> str:
+    if measure.after is None:
+        return "its perplexity was not measured"
+    if measure.before is None:
+        return f"perplexity is {number(measure.after)}" + (
+            f" (95% interval {measure.interval})" if measure.interval else ""
+        )
+    interval = f", 95% interval {measure.interval}" if measure.interval else ""
+    change = relative(measure.before, measure.after)
+    return f"perplexity went from {number(measure.before)} to {number(measure.after)} ({change}{interval})"
+
+
+def checks_in_words(dossier: Dossier) -> str:
+    """All passed, or which failed."""
+    checks = dossier.verdict.checks if dossier.verdict else ()
+    failed = [check.name for check in checks if not check.passed]
+    if not checks:
+        return "no checks were made"
+    if failed:
+        return f"{len(failed)} of {len(checks)} checks FAILED ({', '.join(failed)})"
+    return f"all {len(checks)} checks passed" if len(checks) > 1 else "its one check passed"
+
+
+def way_out(dossier: Dossier) -> str:
+    """Tailored or portable, what that means for loading, and what the other would have predicted."""
+    if is_portable(dossier):
+        text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
+    else:
+        text = (
+            "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
+        )
+    rivals = [row for row in comparisons(dossier) if not row.chosen and row.predicted is not None]
+    rival = next((row for row in rivals if (row.strategy == "portable") != is_portable(dossier)), None)
+    if rival is None or dossier.plan is None:
+        return text
+    ours, theirs = number(dossier.plan.predicted_damage), number(rival.predicted)
+    return f"{text} Predicted damage is {ours} nats per token; the {rival.strategy} plan predicts {theirs}."
+
+
+def loading(dossier: Dossier, folder: str = "folder") -> str:
+    """Python that loads the result."""
+    stock = "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained"
+    if is_portable(dossier):
+        return f'{stock}("{folder}")'
+    ours = f'import headwise\n\nmodel = headwise.load("{folder}")'
+    return f'{ours}\n\n# or, without headwise:\n{stock}("{folder}", trust_remote_code=True)'
+
+
+def comparisons(dossier: Dossier) -> tuple[Comparison, ...]:
+    """The chosen plan first, then the baselines, least predicted damage first."""
+    if dossier.plan is None:
+        return ()
+    plan, verdict = dossier.plan, dossier.verdict
+    measured = as_number(verdict.damage.get("measured")) if verdict else None
+    rows = [_compare(dossier, plan.strategy, plan.spent, plan.predicted_damage, measured, True)]
+    others = [
+        _compare(
+            dossier,
+            str(b.get("strategy", "?")),
+            b.get("spent"),
+            b.get("predicted_damage"),
+            b.get("measured_damage"),
+            False,
+        )
+        for b in dossier.baselines
+        if b.get("strategy") != plan.strategy or b.get("predicted_damage") != plan.predicted_damage
+    ]
+    return (*rows, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
+
+
+def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measured: Any, chosen: bool) -> Comparison:
+    amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
+    share = None
+    if dossier.plan and dossier.plan.budgets:
+        first = dossier.plan.budgets[0]
+        full, amount = priced(first, dossier.plan.source), amounts.get(first.name)
+        share = amount / full if full and amount is not None else None
+    text = ", ".join(f"{name} {human(amount)}" for name, amount in amounts.items()) or MISSING
+    return Comparison(strategy, share, as_number(predicted), as_number(measured), text, chosen)
+
+
+def priced(budget: Budget, shape: ModelShape) -> float | None:
+    """What a shape costs under a budget; None for a price that this version does not know."""
+    try:
+        return prices.price(budget, shape)
+    except HeadwiseError:
+        return None
+
+
+def budget_rows(dossier: Dossier) -> Rows:
+    """Budget, before, limit, spent, share of the source, whether it is met."""
+    if dossier.plan is None:
+        return ()
+    rows = []
+    for budget in dossier.plan.budgets:
+        full, spent = priced(budget, dossier.plan.source), as_number(dossier.plan.spent.get(budget.name))
+        share = f"{spent / full:.1%}" if full and spent is not None else MISSING
+        met = MISSING if spent is None else "✓ met" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
+        rows.append((budget.text, budget.unit, human(full), human(budget.limit), human(spent), share, met))
+    return tuple(rows)
+
+
+def certificate_rows(dossier: Dossier) -> Rows:
+    """Every measured quantity: name, before, after, change, interval of after. Unknown keys are shown as they come."""
+    if dossier.verdict is None:
+        return ()
+    rows: list[tuple[str, ...]] = []
+    for table in (dossier.verdict.quality, dossier.verdict.size, dossier.verdict.speed):
+        for stem, ends in _stems(table).items():
+            if "" in ends:
+                before, after, low, high = None, ends[""], ends.get("low"), ends.get("high")
+            else:
+                before, after, low, high = (ends.get(e) for e in ("before", "after", "after_low", "after_high"))
+            interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else MISSING
+            rows.append((words(stem), number(before), number(after), relative(before, after), interval))
+    return tuple(rows)
+
+
+def _stems(table: Any) -> dict[str, dict[str, float | None]]:
+    """`x_before, x_after, x_after_low` grouped under `x`; `kl, kl_low` under `kl` with the empty end."""
+    stems: dict[str, dict[str, float | None]] = {}
+    for key, value in table.items():
+        for end in ("after_low", "after_high", "before", "after", "low", "high", ""):
+            if not end or key.endswith(f"_{end}"):
+                stem = key[: -len(end) - 1] if end else key
+                stems.setdefault(stem, {})[end] = as_number(value)
+                break
+    return stems
+
+
+def damage_in_words(dossier: Dossier) -> str:
+    """Predicted against measured damage, and whether the prediction held."""
+    if dossier.verdict is None:
+        return ""
+    values = dossier.verdict.damage
+    predicted, measured, low, high = (
+        as_number(values.get(k)) for k in ("predicted", "measured", "measured_low", "measured_high")
+    )
+    if predicted is None and dossier.plan:
+        predicted = dossier.plan.predicted_damage
+    if predicted is None or measured is None:
+        known = [
+            f"{word} {number(v)} nats per token"
+            for word, v in (("predicted", predicted), ("measured", measured))
+            if v is not None
+        ]
+        return f"Damage: {known[0]}; there is nothing to compare it with." if known else ""
+    text = f"The plan predicted a damage of {number(predicted)} nats per token; {number(measured)} was measured"
+    if low is not None and high is not None:
+        inside = "inside" if low <= predicted <= high else "outside"
+        text += f" (95% interval {number(low)} to {number(high)}; the prediction lies {inside} it)"
+    if predicted > 0 and measured > 0:
+        text += f", {measured / predicted:.2g} times the prediction"
+    better = dossier.healing and measured < predicted
+    healed = " The prediction leaves healing out, which may be part of the difference." if better else ""
+    return f"{text}.{healed}"
+
+
+def provenance(dossier: Dossier) -> Rows:
+    """Name and value of everything that a reader needs to judge or repeat the run."""
+    rows: list[tuple[str, str]] = []
+    if dossier.verdict:
+        v = dossier.verdict
+        rows += [
+            ("Evaluation text", v.evaluation),
+            ("Evaluation tokens", number(v.tokens)),
+            ("Machine", v.machine),
+            ("Date", v.date),
+        ]
+    if dossier.readings:
+        rows.append(("Calibration tokens", number(dossier.readings.tokens)))
+        if dossier.readings.seconds:
+            rows.append(("Probing", f"{number(dossier.readings.seconds)} s"))
+    if dossier.plan:
+        rows += [("Strategy", dossier.plan.strategy), ("Gap to the proven bound", f"{dossier.plan.gap:.2%}")]
+    for key, value in dossier.settings.items():
+        if isinstance(value, dict):
+            rows += [(f"{words(key)}: {inner}", str(item)) for inner, item in value.items()]
+        else:
+            rows.append(
+                (f"Setting: {key}", ", ".join(items(value)) if isinstance(value, (list, tuple)) else str(value))
+            )
+    return tuple(rows)

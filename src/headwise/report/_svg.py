@@ -1,0 +1,114 @@
+"""The few shapes that the pictures are made of, and the scales that place them."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from headwise.report._text import escape
+
+
+class Scale(NamedTuple):
+    """From values to coordinates. Values outside are moved to the nearest end, so zero lies on a logarithm's floor."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+    log: bool = False
+
+    def __call__(self, value: float) -> float:
+        """The coordinate of a value."""
+        inside = min(max(value, self.low), self.high)
+        if self.log:
+            part = math.log(inside / self.low) / math.log(self.high / self.low)
+        else:
+            part = (inside - self.low) / (self.high - self.low)
+        return self.start + part * (self.end - self.start)
+
+    def ticks(self, most: int = 5) -> list[float]:
+        """Round values inside the scale: decades, or multiples of 1, 2 or 5."""
+        if self.log:
+            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            decades = [10.0**k for k in range(first, last + 1)]
+            return decades[:: -(-len(decades) // most)] if len(decades) > 1 else [self.low, self.high]
+        raw = (self.high - self.low) / most
+        unit = 10.0 ** math.floor(math.log10(raw))
+        step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
+        return [k * step for k in range(math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9) + 1)]
+
+
+def xy(value: float) -> str:
+    """A coordinate with one decimal and nothing superfluous."""
+    return (
+        f"{value:.1f}".rstrip("0").rstrip(".").replace("-0", "0")
+        if abs(value) < 0.05
+        else f"{value:.1f}".removesuffix(".0")
+    )
+
+
+def svg(width: float, height: float, label: str, body: str, name: str = "") -> str:
+    """A picture that says in words what it shows."""
+    kind = f' class="{name}"' if name else ""
+    return f'<svg{kind} viewBox="0 0 {xy(width)} {xy(height)}" role="img" aria-label="{escape(label)}">{body}</svg>'
+
+
+def rect(x: float, y: float, width: float, height: float, name: str) -> str:
+    """A rectangle; a width below nothing is none."""
+    return f'<rect class="{name}" x="{xy(x)}" y="{xy(y)}" width="{xy(max(0.0, width))}" height="{xy(height)}"/>'
+
+
+def text(x: float, y: float, words: object, name: str = "t", anchor: str = "") -> str:
+    """A line of text; anchor is nothing, middle or end."""
+    where = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{name}" x="{xy(x)}" y="{xy(y)}"{where}>{escape(words)}</text>'
+
+
+def path(where: str, name: str) -> str:
+    """A line drawn with SVG's own pen."""
+    return f'<path class="{name}" d="{where}"/>'
+
+
+def line(x1: float, y1: float, x2: float, y2: float, name: str) -> str:
+    """A straight line."""
+    return path(f"M{xy(x1)} {xy(y1)}L{xy(x2)} {xy(y2)}", name)
+
+
+def polyline(points: list[tuple[float, float]], name: str) -> str:
+    """A line through points."""
+    return f'<polyline class="{name}" points="{" ".join(f"{xy(x)},{xy(y)}" for x, y in points)}"/>'
+
+
+def circle(x: float, y: float, radius: float, name: str) -> str:
+    """A dot or, with a hollow class, a ring."""
+    return f'<circle class="{name}" cx="{xy(x)}" cy="{xy(y)}" r="{xy(radius)}"/>'
+
+
+def diamond(x: float, y: float, radius: float, name: str) -> str:
+    """A square on its corner: the mark of what was chosen."""
+    r = xy(radius)
+    return path(f"M{xy(x)} {xy(y - radius)}l{r} {r}l-{r} {r}l-{r} -{r}z", name)
+
+
+def titled(title: object, body: str) -> str:
+    """A group with a tooltip."""
+    return f"<g><title>{escape(title)}</title>{body}</g>"
+
+
+def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions near those wanted, at least `gap` apart, so that labels do not lie on each other.
+
+    >>> spread([10, 11, 50], 12, 0, 100)
+    [10, 22, 50]
+    """
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    placed = list(wanted)
+    floor = low
+    for index in order:
+        placed[index] = max(placed[index], floor)
+        floor = placed[index] + gap
+    ceiling = high
+    for index in reversed(order):
+        placed[index] = min(placed[index], ceiling)
+        ceiling = placed[index] - gap
+    return placed

@@ -1,0 +1,117 @@
+"""Words and numbers on their way into HTML, SVG and Markdown: nothing foreign leaves this file unescaped."""
+
+from __future__ import annotations
+
+import html
+import math
+import re
+from typing import Any
+
+MISSING = "–"
+# What XML forbids, and the marks that turn the direction of all text after them.
+_ILLEGAL = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]|[\u202a-\u202e\u2066-\u2069]")
+_MARKDOWN = {
+    "|": "&#124;",
+    "`": "&#96;",
+    "[": "&#91;",
+    "]": "&#93;",
+    "*": "&#42;",
+    "\\": "&#92;",
+    "~": "&#126;",
+    "$": "&#36;",
+}
+
+
+def clean(text: object) -> str:
+    """Any value as text that XML and UTF-8 can carry."""
+    return _ILLEGAL.sub("\ufffd", str(text))
+
+
+def escape(text: object) -> str:
+    """Safe between tags and inside a quoted attribute, of HTML and of SVG."""
+    return html.escape(clean(text), quote=True)
+
+
+def cell(text: object) -> str:
+    """Safe inside one cell or line of Markdown: no markup, no HTML, no new line.
+
+    >>> cell("a|b <i>")
+    'a&#124;b &lt;i&gt;'
+    """
+    flat = html.escape(" ".join(clean(text).split()), quote=False)
+    flat = "".join(_MARKDOWN.get(letter, letter) for letter in flat)
+    return re.sub(r"(?<!\w)_|_(?!\w)", "&#95;", flat)  # an underscore inside a word is no markup
+
+
+def fence(text: object, language: str = "") -> str:
+    """A code block whose fence is longer than any run of backticks inside it."""
+    body = clean(text)
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", body)), default=0))
+    return f"{ticks}{language}\n{body}\n{ticks}"
+
+
+def short(text: object, most: int) -> str:
+    """The text, cut with an ellipsis where it is longer than `most`."""
+    whole = clean(text)
+    return whole if len(whole) <= most else whole[: most - 1] + "…"
+
+
+def as_number(value: Any) -> float | None:
+    """The value where it is a finite number, else None: what comes from a dictionary may be anything."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """So many significant digits; whole numbers in full, with thousands marked.
+
+    >>> number(8192), number(18.2149), number(0.000123), number(None)
+    ('8,192', '18.21', '1.23e-04', '–')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    if value == int(value) and abs(value) < 1e15:
+        return f"{int(value):,}"
+    if abs(value) < 1e-3 or abs(value) >= 1e15:
+        return f"{value:.2e}"
+    if abs(value) >= 10_000:
+        return f"{value:,.0f}"
+    return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 10 else f"{value:.{digits}g}"
+
+
+def human(value: float | None) -> str:
+    """Like `number`, with millions and billions shortened.
+
+    >>> human(20_143_104)
+    '20.14M'
+    """
+    for size, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if value is not None and math.isfinite(value) and abs(value) >= size:
+            return f"{value / size:.4g}{suffix}"
+    return number(value)
+
+
+def relative(before: float | None, after: float | None) -> str:
+    """The change in percent, signed; a dash where it has no meaning.
+
+    >>> relative(200, 150), relative(4, 4)
+    ('−25.0%', '0.0%')
+    """
+    if before is None or after is None or before == 0:
+        return MISSING
+    text = f"{(after / before - 1) * 100:+.1f}%"
+    return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", "−")
+
+
+def words(key: str) -> str:
+    """A key such as `decode_ms_per_token` as a person would write it."""
+    known = {"kl": "KL divergence from the source", "kv": "KV"}
+    text = known.get(key, key.replace("_", " "))
+    text = re.sub(r"\bkv\b", "KV", text)
+    return text[:1].upper() + text[1:]
+
+
+def listing(items: list[str]) -> str:
+    """a, b and c."""
+    return ", ".join(items[:-1]) + " and " + items[-1] if len(items) > 1 else "".join(items)

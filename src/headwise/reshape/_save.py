@@ -1,0 +1,66 @@
+"""Two ways out: a tailored folder that brings its own code, or a portable one that stock transformers loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.errors import OutputError
+from headwise.runtime import modeling_headwise
+
+
+def save(family: ModuleType, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
+    """Write a model folder, whole or not at all, and return the model as saved (rounded to its stored dtype)."""
+    rounded = family.tailor(model)
+    stored = rounded.config.dtype
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored
+    rounded = rounded.to(stored)
+    leaving = family.to_stock(rounded) if portable else rounded
+
+    def write(target: Path) -> None:
+        leaving.save_pretrained(target)
+        tokenizer.save_pretrained(target)
+        if not portable:
+            _add_code(target, leaving)
+
+    write_folder(folder, write)
+    return rounded.float()
+
+
+def _add_code(folder: Path, model: nn.Module) -> None:
+    """Put the runtime beside the weights and name every class, so that the folder loads without headwise."""
+    source = Path(modeling_headwise.__file__)
+    shutil.copyfile(source, folder / source.name)
+    config, decoder, with_head = modeling_headwise.CLASSES[model.config.model_type.removeprefix("headwise_")]
+    classes = {"AutoConfig": config, "AutoModel": decoder, "AutoModelForCausalLM": with_head}
+    settings = json.loads((folder / "config.json").read_text())
+    settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in classes.items()}
+    settings["architectures"] = [with_head.__name__]
+    (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fill a temporary neighbour and rename it: a kill or a full disk leaves no half-written folder behind."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+    try:
+        write(temporary)
+        for path in temporary.rglob("*"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        temporary.chmod(0o755)
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+    except OSError as error:
+        raise OutputError(f"{folder} cannot be written ({error.strerror or error}); free some space or choose another --out.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

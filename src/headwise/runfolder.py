@@ -1,0 +1,169 @@
+"""One run, one folder: its settings, where each stage's result lies, and everything together as a dossier. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headwise import strategies
+from headwise.errors import HeadwiseError, OutputError
+from headwise.types import (
+    DEFAULT_UNITS,
+    Budget,
+    Dossier,
+    ModelShape,
+    Plan,
+    Readings,
+    Record,
+    Verdict,
+    write_atomically,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings(Record):
+    """What a run was asked to do. A run that was killed goes on only under the same settings."""
+
+    model: str
+    budgets: tuple[str, ...] = ()
+    data: str | None = None  # None: the standard library for the embedded model, the model's own text for others
+    eval: str | None = None  # None: held out from `data`
+    strategy: str = "exact"
+    rounds: int = 1
+    heal: str = "refit"
+    portable: bool = False
+    allow: tuple[str, ...] = DEFAULT_UNITS
+    seed: int = 0
+    device: str = "auto"
+    tokens: int = 65_536  # calibration
+    eval_tokens: int = 32_768
+    swap_tokens: int = 4_096  # 0: prices are predicted, not measured
+    length: int = 512  # of a block of text, at most what the model takes
+    trust_remote_code: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
+            if getattr(self, name) < least:
+                raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.heal not in ("none", "refit"):
+            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: none, refit.")
+
+    @property
+    def only_kv(self) -> bool:
+        """Whether nothing but the cache is limited, so that the MLP need not be looked at."""
+        return bool(self.budgets) and all(text.strip().startswith("kv") for text in self.budgets)
+
+
+class RunFolder:
+    """Paths of a run folder and what can be said about it without torch."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.settings_file = self.path / "run.json"
+        self.readings_file = self.path / "readings.json"
+        self.moments_file = self.path / "moments.safetensors"
+        self.plan_file = self.path / "plan.json"
+        self.heal_file = self.path / "heal.json"
+        self.model = self.path / "model"
+        self.proof_file = self.path / "proof.safetensors"
+        self.verdict_file = self.path / "verdict.json"
+        self.report_file = self.path / "report.html"
+        self.card_file = self.path / "report.md"
+
+    def round(self, number: int) -> RunFolder:
+        """The folder of a later round; the first round is the run folder itself."""
+        return self if number == 1 else RunFolder(self.path / "rounds" / str(number))
+
+    def claim(self, settings: Settings, source: str, overwrite: bool = False) -> None:
+        """Take the folder for a run: a new one, or one that the same run left unfinished."""
+        if Path(source).is_dir() and self.path.resolve().is_relative_to(Path(source).resolve()):
+            raise OutputError(f"{self.path} lies in the source model's folder, which is never written; choose another --out.")
+        if overwrite and self.settings_file.exists():
+            shutil.rmtree(self.path)
+        if self.path.exists() and not self.path.is_dir():
+            raise OutputError(f"{self.path} is a file; choose another --out.")
+        if self.path.exists() and any(self.path.iterdir()):
+            if not self.settings_file.exists():
+                raise OutputError(f"{self.path} is not empty and holds no run of headwise; choose another --out.")
+            if self.report_file.exists():
+                raise OutputError(f"{self.path} holds a finished run; choose another --out or add --overwrite.")
+            if Settings.read(self.settings_file) != settings:
+                raise OutputError(
+                    f"{self.path} holds an unfinished run with other settings; run it with the same ones, "
+                    "choose another --out or add --overwrite."
+                )
+            return
+        try:
+            settings.save(self.settings_file)
+        except OSError as error:
+            raise OutputError(f"{self.path} cannot be written ({error.strerror}); choose another --out.") from None
+
+    def require(self) -> Settings:
+        """The settings of an existing run."""
+        if not self.settings_file.exists():
+            raise OutputError(f"{self.path} holds no run of headwise; begin with: headwise probe MODEL --out {self.path}")
+        return Settings.read(self.settings_file)
+
+    def write_plan(self, plan: Plan) -> None:
+        """Write the plan; an older one is kept beside it."""
+        if self.plan_file.exists() and Plan.read(self.plan_file) != plan:
+            shutil.copyfile(self.plan_file, self.path / "plan.previous.json")
+        plan.save(self.plan_file)
+
+    def write_json(self, path: Path, data: dict[str, Any]) -> None:
+        """Write a plain dictionary atomically."""
+        write_atomically(path, json.dumps(data, indent=1) + "\n")
+
+    def dossier(self) -> Dossier:
+        """Everything in the folder; stages that have not run are None."""
+        settings = self.require()
+        readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
+        plan = Plan.read(self.plan_file) if self.plan_file.exists() else None
+        healing = json.loads(self.heal_file.read_text()) if self.heal_file.exists() else None
+        verdict = Verdict.read(self.verdict_file) if self.verdict_file.exists() else None
+        rivals = _baselines(readings, plan, settings) if readings and plan else ()
+        described = {**settings.to_json(), "versions": _versions()}
+        return Dossier(described, readings, plan, healing, verdict, rivals)
+
+
+def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:
+    """What other strategies would have predicted for the same budgets on the same readings."""
+    found: list[dict[str, Any]] = []
+    for name in ("uniform", "published"):
+        try:
+            other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)
+        except HeadwiseError:
+            continue
+        found.append({"strategy": name, "predicted_damage": other.predicted_damage, "spent": other.spent})
+    return tuple(found)
+
+
+def budgets_for(settings: Settings, shape: ModelShape) -> tuple[Budget, ...]:
+    """The settings' budgets, read against the source's shape."""
+    from headwise.budgets import parse
+
+    return tuple(parse(text, shape) for text in settings.budgets)
+
+
+def write_report(folder: RunFolder) -> Dossier:
+    """Write report.html and report.md from whatever the folder holds."""
+    from headwise.report import model_card, render
+
+    dossier = folder.dossier()
+    write_atomically(folder.card_file, model_card(dossier))
+    write_atomically(folder.report_file, render(dossier))
+    return dossier
+
+
+def _versions() -> dict[str, str]:
+    out = {}
+    for package in ("headwise", "torch", "transformers", "scipy"):
+        try:
+            out[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            out[package] = "not installed"
+    return out

@@ -1,0 +1,87 @@
+"""Plans, readings and verdicts in the terminal. Only the command line calls this."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from headwise.errors import HeadwiseError, PlanError
+from headwise.types import Plan, Readings, Verdict
+
+KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
+
+
+def show_file(path: Path) -> None:
+    """Draw whatever headwise wrote into a file."""
+    try:
+        kind = json.loads(path.read_text()).get("headwise")
+    except (OSError, ValueError, AttributeError) as error:
+        raise PlanError(f"{path} cannot be read ({error}); give plan.json, readings.json or verdict.json.") from None
+    if kind not in KINDS:
+        raise PlanError(f"{path} holds no {', '.join(KINDS)}; give plan.json, readings.json or verdict.json.")
+    show_record(KINDS[kind].read(path))
+
+
+def show_record(record: Plan | Readings | Verdict) -> None:
+    """Draw one record."""
+    draw: dict[type, Any] = {Plan: _plan, Readings: _readings, Verdict: _verdict}
+    draw[type(record)](record, Console())
+
+
+def _bar(after: int, before: int, width: int = 12) -> str:
+    full = round(width * after / before) if before else 0
+    return "█" * full + "░" * (width - full) + f" {after}/{before}"
+
+
+def _plan(plan: Plan, console: Console) -> None:
+    fields = ("query_heads", "kv_heads", "qk_width", "qk_dim", "v_dim", "mlp_width")
+    table = Table("layer", *fields, title=f"{plan.model}: {plan.strategy}", title_justify="left")
+    for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
+        table.add_row(str(index), *(_bar(getattr(new, name), getattr(old, name)) for name in fields))
+    console.print(table)
+    for budget in plan.budgets:
+        console.print(f"{budget.text}: {plan.spent[budget.name]:,.0f} of {budget.limit:,.0f} {budget.unit}")
+    console.print(f"predicted damage {plan.predicted_damage:.4f} nats per token, gap to the proven bound {plan.gap:.1e}")
+
+
+def _readings(readings: Readings, console: Console) -> None:
+    for reading in readings.curves:
+        longest = max(reading.ticks, key=len)
+        table = Table("layer", *map(str, longest), title=f"{reading.kind} by {reading.probe}: {reading.meaning}")
+        for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
+            cells = dict(zip(ticks, values, strict=True))
+            table.add_row(str(layer), *(f"{cells[t]:.4f}" if t in cells else "" for t in longest))
+        console.print(table)
+
+
+def _verdict(verdict: Verdict, console: Console) -> None:
+    for title, numbers in (("quality", verdict.quality), ("size", verdict.size), ("speed", verdict.speed), ("damage", verdict.damage)):
+        table = Table(title, "")
+        for name, value in numbers.items():
+            table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.5g}")
+        console.print(table)
+    for check in verdict.checks:
+        console.print(f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.observed} (expected {check.expected})")
+
+
+def show_families(as_json: bool) -> None:
+    """The table of families: types, units that can be cut, portable or not, tested versions."""
+    try:
+        from headwise import families
+    except ImportError as error:
+        raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
+    rows = [
+        {"family": f.NAME, "models": f.SUMMARY, "model_types": list(f.MODEL_TYPES), "units": list(f.UNITS), "portable": f.PORTABLE}
+        for f in families.known()
+    ]
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    table = Table("family", "models", "model types", "can be cut", "portable")
+    for row in rows:
+        table.add_row(row["family"], row["models"], ", ".join(row["model_types"]), ", ".join(row["units"]), "yes" if row["portable"] else "no")
+    Console().print(table)

@@ -1,0 +1,460 @@
+"""The report: facts that appear, text that cannot break out, pictures whose data is right."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from headwise.cost import kv_bytes_per_token, parameters
+from headwise.report import _data as data
+from headwise.report import _facts as facts
+from headwise.report import model_card, render
+from headwise.report._commands import how_to_make, run_command
+from headwise.report._svg import Scale, spread
+from headwise.report._text import cell, fence, number
+from headwise.types import (
+    Budget,
+    Check,
+    Dossier,
+    Grain,
+    LayerKeep,
+    LayerShape,
+    ModelShape,
+    Plan,
+    Point,
+    Reading,
+    Readings,
+    Sample,
+    Verdict,
+)
+
+VOID = {"meta", "br", "hr", "img", "input", "link"}
+HOSTILE = (
+    "</title></svg><script>alert('x')</script>\"'|`````\n# h1 <img src=x onerror=alert(1)>\x00\ud800\u202e ${x} &amp;"
+)
+QK, V, MLP = (64, 48, 32, 16), (64, 48, 32, 16), (1024, 768, 512, 256)
+
+
+def curve(
+    kind: str, axis: str, ticks: tuple[int, ...], layers: int, scale: float = 1e-3, probe: str = "sensitivity"
+) -> Reading:
+    values = tuple(tuple(scale * (layer + 1) * (8.0**i - 1) for i in range(len(ticks))) for layer in range(layers))
+    errors = tuple(tuple(0.2 * v for v in row) for row in values)
+    meaning = f"Predicted loss increase by {axis}."
+    return Reading(probe, f"{kind}", axis, (ticks,) * layers, values, errors, "nats per token", meaning, 4096, 0)
+
+
+def make_readings(shape: ModelShape, model: str) -> Readings:
+    n = len(shape.layers)
+    curves = (
+        curve("damage.qk_projected", "qk_dim", QK, n, 1e-5),
+        curve("damage.v", "v_dim", V, n, 2e-5),
+        curve("damage.mlp", "mlp_width", MLP, n, 4e-5),
+        curve("damage.heads", "queries_per_group", (4, 3, 2, 1), n, 1e-4),
+        curve("damage.kv_heads", "kv_heads", (4, 3, 2, 1), n, 1e-4),
+        curve("damage.qk_pairs", "qk_width", QK, n, 3e-5),
+        curve("spectrum.entropy", "direction", (0, 1, 2, 3, 4), n),
+        curve("damage.v", "v_dim", V, n, 3e-5, "swap"),
+    )
+    return Readings(model, shape.to_json(), curves, ({},) * n, 65536, 0, 41.5)
+
+
+def make_plan(layers: int, model: str) -> Plan:
+    old = LayerShape(16, 4, 64, 64, 1024, 64)
+    grain = Grain(16, 16, 256, 16, 16, 256, True, True)
+    source = ModelShape("llama", 512, 8000, True, (old,) * layers, grain, element_bytes=2)
+    plain = LayerKeep()
+    dims = (replace(old, qk_dim=48), plain)
+    wide = (replace(old, v_dim=32, mlp_width=512), LayerKeep(mlp_channels=tuple(range(0, 1024, 2))))
+    pairs = (replace(old, qk_dim=32, qk_width=32, v_dim=48), LayerKeep(rotary_pairs=(tuple(range(16)),) * 4))
+    heads = (replace(old, query_heads=12), LayerKeep(query_heads=tuple(h for h in range(16) if h % 4 != 1)))
+    groups = (replace(old, query_heads=12, kv_heads=3), LayerKeep(tuple(range(4, 16)), (1, 2, 3)))
+    menu = [(old, plain), dims, wide, pairs, heads, groups]
+    chosen = [menu[i % len(menu)] for i in range(layers)]
+    target = source.with_layers(tuple(new for new, _ in chosen))
+    full = kv_bytes_per_token(source)
+    budgets = (
+        Budget("kv", "bytes per token", 0.9 * full, 2048, "kv=90%"),
+        Budget("params", "parameters", 1e12, 2048, "params=1T"),
+    )
+    spent = {"kv": float(kv_bytes_per_token(target)), "params": float(parameters(target))}
+    frontier = tuple(Point(0.3 + 0.07 * i, 0.4 * math.exp(-i * 0.7) if i < 10 else 0.0) for i in range(11))
+    return Plan(
+        model, source, target, tuple(k for _, k in chosen), "exact", budgets, spent, 0.0123, 0, 1e-4, False, frontier
+    )
+
+
+def make_verdict(plan: Plan, text: str = "") -> Verdict:
+    size = {
+        "parameters_before": parameters(plan.source),
+        "parameters_after": parameters(plan.target),
+        "kv_bytes_per_token_before": kv_bytes_per_token(plan.source),
+        "kv_bytes_per_token_after": kv_bytes_per_token(plan.target),
+    }
+    quality = {
+        "perplexity_before": 18.2149, "perplexity_after": 18.7432,
+        "perplexity_after_low": 18.5012, "perplexity_after_high": 18.9899,
+        "loss_before": 2.9022, "loss_after": 2.9308, "kl": 0.0301, "kl_low": 0.0287, "kl_high": 0.0316,
+        "next_token_agreement": 0.9312,
+    }  # fmt: skip
+    speed = {"decode_ms_per_token_before": 3.21, "decode_ms_per_token_after": 2.87, "prompt_tokens": 256.0}
+    damage = {"predicted": 0.0123, "measured": 0.0286, "measured_low": 0.0156, "measured_high": 0.0417}
+    checks = (
+        Check(f"parameters as planned{text}", True, "4,1" + text, "4,1"),
+        Check("reloads in a fresh process", True, "relative difference 0.0e+00", "at most 1e-04"),
+    )
+    before = "there was a small house at the edge of the wood, and in it lived an old woman who"
+    samples = (Sample(f"Once upon a time{text}", before + text, before.replace("small", "little") + text),)
+    return Verdict(
+        quality,
+        size,
+        speed,
+        damage,
+        checks,
+        samples,
+        f"held out from stdlib{text}",
+        32768,
+        f"test CPU{text}",
+        "2025-01-02",
+    )
+
+
+def make_dossier(layers: int = 6, model: str = "acme/tiny-llama", text: str = "") -> Dossier:
+    plan = make_plan(layers, model)
+    settings: dict[str, Any] = {
+        "model": model, "budgets": ["kv=90%", "params=1T"], "data": None, "eval": f"eval file.txt{text}",
+        "strategy": "exact",
+        "rounds": 1, "heal": "refit", "portable": False, "allow": ["qk", "v", "mlp", "heads", "kv_heads"], "seed": 0,
+        "device": "auto",
+        "tokens": 65536, "length": 512, "versions": {"headwise": "0.1", "torch": f"2.0{text}"},
+    }  # fmt: skip
+    layer_gains = [
+        {
+            "attention": {"error_before": 0.1 / (i + 1), "error_after": 0.04 / (i + 1)},
+            "mlp": {"error_before": 0.2, "error_after": 0.15},
+        }
+        for i in range(layers)
+    ]
+    healing = {"method": f"refit{text}", "tokens": 65536, "layers": layer_gains, "seconds": 12.5}
+    full = kv_bytes_per_token(plan.source)
+    baselines = (
+        {"strategy": f"uniform{text}", "predicted_damage": 0.05, "spent": {"kv": 0.88 * full}, "measured_damage": 0.07},
+        {"strategy": "portable", "predicted_damage": 0.031, "spent": {"kv": 0.89 * full}},
+    )
+    return Dossier(settings, make_readings(plan.source, model), plan, healing, make_verdict(plan, text), baselines)
+
+
+class Stack(HTMLParser):
+    """Every tag that opens closes, in order; remembers what could load something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.ids: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        named = dict(attrs)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        bad = [
+            k
+            for k, v in attrs
+            if k.startswith("on")
+            or k in ("src", "srcset", "xlink:href")
+            or (k == "href" and not (v or "").startswith("#"))
+        ]
+        self.loads += [f"{tag} {name}" for name in bad]
+        self.loads += [tag] if tag in ("script", "link", "iframe", "object", "embed", "img", "base", "form") else []
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
+        self.open.pop()
+
+
+def check_page(page: str) -> None:
+    """What must hold for any dossier."""
+    stack = Stack()
+    stack.feed(page)
+    stack.close()
+    assert stack.open == [] and stack.loads == [] and len(stack.ids) == len(set(stack.ids))
+    assert page.encode("utf-8") and "url(" not in page and "@import" not in page
+    pictures = re.findall(r"<svg.*?</svg>", page, re.S)
+    for picture in pictures:
+        root = ElementTree.fromstring(picture)
+        assert root.get("role") == "img" and root.get("aria-label"), "every picture says in words what it shows"
+        assert "nan" not in picture and "inf" not in picture.replace("information", "")
+    assert page.count("<svg") == len(pictures) and page.count("<h1>") == 1
+
+
+MISSING = [
+    {"verdict": None},
+    {"healing": None},
+    {"readings": None},
+    {"plan": None},
+    {"baselines": ()},
+    {"plan": None, "healing": None, "verdict": None, "baselines": ()},
+    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": ()},
+    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": {}},
+]
+
+
+def test_the_answer_comes_first() -> None:
+    page = render(make_dossier())
+    check_page(page)
+    assert "http://" not in page and "https://" not in page
+    first = page[: page.index("<section")]
+    for fact in (
+        "acme/tiny-llama",
+        "18.21 to 18.74",
+        "95% interval 18.50 to 18.99",
+        "all 2 checks passed",
+        "Tailored",
+        "headwise.load",
+        "2.87",
+    ):
+        assert fact in first
+    assert "trust_remote_code=True" in first and "the portable plan predicts 0.031" in first
+    order = [
+        page.index(f'id="{name}"')
+        for name in ("map", "damage", "frontier", "baselines", "healing", "certificate", "samples", "reproduce")
+    ]
+    assert order == sorted(order)
+
+
+def test_page_and_card_hold_the_same_facts() -> None:
+    dossier = make_dossier()
+    for text in (render(dossier), model_card(dossier)):
+        for fact in (
+            "parameters as planned", "✓ pass", "0.9312", "0.0287 to 0.0316", "lies outside it", "uniform",
+            "little house",
+            "test CPU",
+            "2025-01-02", "32,768", "held out from stdlib", "headwise run acme/tiny-llama", "1024 → 512",
+            "damage of 0.0123",
+            "refit",
+        ):  # fmt: skip
+            assert fact in text, fact
+
+
+def test_a_portable_result_needs_no_custom_code() -> None:
+    dossier = make_dossier()
+    assert dossier.plan is not None
+    dossier = replace(dossier, plan=replace(dossier.plan, portable=True))
+    for text in (render(dossier), model_card(dossier)):
+        assert "Portable" in text and "no custom code" in text and "trust_remote_code" not in text
+
+
+def test_a_failed_check_is_loud_and_not_by_colour_alone() -> None:
+    dossier = make_dossier()
+    assert dossier.verdict is not None
+    bad = (*dossier.verdict.checks, Check("budget kv=90%", False, "9", "at most 8"))
+    dossier = replace(dossier, verdict=replace(dossier.verdict, checks=bad))
+    for text in (render(dossier), model_card(dossier)):
+        assert "1 of 3 checks FAILED (budget kv=90%)" in text and "✗ FAIL" in text
+    assert "✗ not verified" in render(dossier)
+    assert dossier.verdict is not None
+    unchecked = replace(dossier, verdict=replace(dossier.verdict, checks=()))
+    assert "✗ not verified" in render(unchecked) and "no checks were made" in model_card(unchecked)
+
+
+@pytest.mark.parametrize("gone", MISSING)
+def test_a_run_that_stopped_early_says_what_to_type(gone: dict[str, Any]) -> None:
+    dossier = replace(make_dossier(), **gone)
+    page, card = render(dossier), model_card(dossier)
+    check_page(page)
+    assert (
+        card.startswith("---\nlibrary_name: transformers\n")
+        and "headwise report DIR" in page
+        and "headwise report DIR" in card
+    )
+
+
+def test_missing_stages_are_made_in_order() -> None:
+    empty = Dossier({"model": "a b", "budgets": ["kv=50%"]}, None, None, None, None)
+    lines = how_to_make(empty, "verify").splitlines()
+    assert [line.split()[1] for line in lines] == ["probe", "allocate", "heal", "verify", "report"]
+    assert lines[0] == "headwise probe 'a b' --budget kv=50% --out DIR --overwrite"
+    assert how_to_make(replace(make_dossier(), verdict=None), "verify") == "headwise verify DIR\nheadwise report DIR"
+    assert "headwise reshape DIR" in how_to_make(replace(empty, settings={"heal": "none"}), "verify")
+
+
+def test_planned_sizes_stand_in_for_counted_ones() -> None:
+    dossier = replace(make_dossier(), verdict=None)
+    assert dossier.plan is not None
+    _, cache, size, time = facts.measures(dossier)
+    assert cache.planned and size.planned and time.after is None
+    assert (cache.before, cache.after) == (
+        kv_bytes_per_token(dossier.plan.source),
+        kv_bytes_per_token(dossier.plan.target),
+    )
+    assert "will need" in facts.headline(dossier) and "not been measured" in facts.headline(dossier)
+
+
+def test_any_key_of_the_verdict_may_be_missing_or_odd() -> None:
+    dossier = make_dossier()
+    assert dossier.verdict is not None
+    for odd in ({}, {"perplexity_after": float("nan")}, {"perplexity_after": 3.0, "new_thing": 7.5}):
+        verdict = replace(dossier.verdict, quality=odd, size={}, speed={}, damage={}, samples=())
+        page = render(replace(dossier, verdict=verdict, healing={"layers": [3, {"mlp": 4}]}, baselines=({"x": 1},)))
+        check_page(page)
+    assert "New thing" in page and "7.5" in page
+
+
+def test_hostile_text_stays_text() -> None:
+    dossier = make_dossier(model=HOSTILE, text=HOSTILE)
+    page = render(dossier)
+    check_page(page)
+    assert "<script" not in page and "&lt;script&gt;" in page and "<img" not in page and "\x00" not in page
+    card = model_card(dossier)
+    card.encode("utf-8")
+    assert "base_model" not in card, "what cannot be a name on the Hub stays out of the front matter"
+    widths: list[int] = []
+    block, columns = "", 0
+    for line in card.split("---\n", 2)[2].splitlines():
+        if block:
+            block = "" if line == block else block
+        elif line.startswith("```"):
+            block = re.match("`+", line).group()  # type: ignore[union-attr]
+        else:
+            assert "<" not in line and "`" not in line.replace("`folder`", "")
+            here = line.count("|") if line.startswith("| ") else 0
+            assert not (here and columns) or here == columns, "every row has as many cells as its head"
+            columns = here
+            widths.append(here)
+    assert not block and max(widths) > 5
+
+
+def test_hostile_readings_stay_text() -> None:
+    dossier = make_dossier()
+    assert dossier.readings is not None
+    odd = replace(dossier.readings.curves[0], kind=HOSTILE, axis=HOSTILE, unit=HOSTILE, meaning=HOSTILE, probe=HOSTILE)
+    page = render(replace(dossier, readings=replace(dossier.readings, curves=(odd,))))
+    check_page(page)
+    assert "<script" not in page
+
+
+def test_eighty_layers_stay_small() -> None:
+    dossier = make_dossier(80)
+    assert dossier.readings is not None
+    ticks = tuple(range(14336, 0, -64))
+    long = Reading(
+        "s",
+        "damage.mlp",
+        "mlp_width",
+        (ticks,) * 80,
+        (tuple(1e-6 * i for i in range(224)),) * 80,
+        None,
+        "nats",
+        "Long.",
+        1,
+        0,
+    )
+    page = render(replace(dossier, readings=replace(dossier.readings, curves=(*dossier.readings.curves, long))))
+    check_page(page)
+    assert len(page.encode()) < 700_000 and len(model_card(dossier).encode()) < 60_000
+
+
+def test_the_card_has_front_matter_for_the_hub() -> None:
+    head = model_card(make_dossier()).split("---\n")[1]
+    assert 'base_model: "acme/tiny-llama"' in head and "- headwise" in head and "- tailored" in head
+
+
+def test_the_map_shows_sizes_and_heads() -> None:
+    panels = {panel.size: panel for panel in data.layer_map(make_plan(6, "m"))}
+    assert set(panels) == set(data.SIZES)
+    assert [bar.after for bar in panels["qk_dim"].bars] == [64, 48, 64, 32, 64, 64]
+    assert panels["qk_dim"].bars[1].through == 64 and panels["qk_dim"].bars[3].through == 32
+    assert panels["query_heads"].bars[4].kept == tuple(h for h in range(16) if h % 4 != 1)
+    assert panels["kv_heads"].bars[5].kept == (1, 2, 3)
+    assert panels["mlp_width"].share == pytest.approx(5.5 / 6)
+    assert "kv_heads" not in {panel.size for panel in data.layer_map(make_plan(5, "m"))}, "only where some are lost"
+
+
+def test_damage_is_that_of_the_chosen_sizes() -> None:
+    dossier = make_dossier()
+    assert dossier.readings is not None and dossier.plan is not None
+    rows = data.damage_rows(dossier.readings, dossier.plan)
+    assert rows[0].parts == {} and rows[0].total == 0
+    assert rows[1].parts == {"qk": pytest.approx(2 * 7e-5)}
+    assert rows[2].parts == {"v": pytest.approx(3 * 3e-5 * 63), "mlp": pytest.approx(3 * 4e-5 * 63)}, (
+        "the later probe is believed"
+    )
+    assert rows[3].parts["qk"] == pytest.approx(4 * 3e-5 * 63), "dropped pairs are priced by their own curve"
+    assert set(rows[4].parts) == {"heads"} and set(rows[5].parts) == {"kv_heads"}
+
+
+def test_curves_describe_themselves() -> None:
+    dossier = make_dossier()
+    assert dossier.readings is not None
+    sets = {group.kind: group for group in data.curve_sets(dossier.readings, dossier.plan)}
+    assert sets["damage.v"].probe == "swap" and sets["damage.v"].earlier_probe == "sensitivity"
+    assert sets["damage.v"].curves[2].chosen == pytest.approx((32, 3 * 3e-5 * 63))
+    assert (
+        sets["damage.qk_projected"].curves[1].chosen is not None
+        and sets["damage.qk_projected"].curves[3].chosen is None
+    )
+    assert sets["damage.qk_pairs"].curves[3].chosen is not None and sets["damage.qk_pairs"].curves[1].chosen is None
+    assert not sets["spectrum.entropy"].used and "spectrum.entropy" in render(dossier)
+    low, high = sets["damage.v"].values
+    assert 0 < low < high and sets["damage.v"].log
+
+
+def test_the_frontier_has_its_marks() -> None:
+    dossier = make_dossier()
+    found = data.frontier(dossier)
+    assert found is not None and dossier.plan is not None and len(found.points) == 11 and found.budget == "kv"
+    chosen = found.marks[0]
+    assert chosen.chosen and chosen.share == pytest.approx(
+        kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
+    )
+    assert [m.strategy for m in found.marks] == ["exact", "portable", "uniform"] and found.marks[2].measured == 0.07
+    assert found.measured == (0.0156, 0.0286, 0.0417)
+    assert data.frontier(replace(dossier, plan=replace(dossier.plan, budgets=()))) is None
+
+
+def test_healing_is_read_per_part() -> None:
+    parts = data.healing_parts(make_dossier().healing or {})
+    assert set(parts) == {"attention", "mlp"} and parts["attention"][1] == data.HealRow(1, 0.05, 0.02)
+
+
+def test_the_command_can_be_pasted() -> None:
+    settings = {**make_dossier().settings, "portable": True}
+    assert run_command(settings) == (
+        "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
+        "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "
+        "--allow qk,v,mlp,heads,kv_heads --out DIR"
+    )
+    assert run_command({}) == "headwise run MODEL --budget kv=75% --out DIR"
+
+
+def test_scales_and_words() -> None:
+    assert (
+        Scale(0, 10, 0, 100)(5) == 50
+        and Scale(1, 100, 0, 10, log=True)(10) == 5
+        and Scale(1, 100, 0, 10, log=True)(0) == 0
+    )
+    assert Scale(0.001, 1, 0, 1, log=True).ticks() == pytest.approx([0.001, 0.01, 0.1, 1])
+    assert Scale(0, 1, 0, 1).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
+    placed = sorted(spread([95, 96, 97], 10, 0, 100))
+    assert all(b - a >= 10 for a, b in zip(placed, placed[1:], strict=False)) and placed[-1] <= 100
+    assert number(None) == "–" and number(12345.6) == "12,346" and number(1e-5) == "1.00e-05"
+    assert fence("a```b").startswith("````\n") and "\n" not in cell("a\nb") and "|" not in cell("a|b")
+
+
+def test_importing_the_report_does_not_import_torch() -> None:
+    code = "import sys, headwise.report; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
