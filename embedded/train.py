@@ -88,11 +88,16 @@ def loss_function(model: LlamaForCausalLM, device: str) -> Callable[[Tensor], Te
     return torch.compile(loss)
 
 
-def make_optimizer(model: nn.Module, rate: float, device: str) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves the norms alone."""
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
+def make_optimizer(model: nn.Module, rate: float, decay: float, device: str) -> torch.optim.AdamW:
+    """AdamW with a strong decay of the layers' matrices, because the text is read many times; norms are left alone."""
+    embedding = model.get_input_embeddings().weight
+    matrices = [p for p in model.parameters() if p.ndim >= 2 and p is not embedding]
     vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": decay},
+        {"params": [embedding], "weight_decay": 0.1},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), fused=device != "cpu")
 
 
@@ -146,7 +151,7 @@ class Run:
         config = LlamaConfig(**CONFIG)
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="causal").to(self.device)
         self.loss = loss_function(self.model, self.device)
-        self.optimizer = make_optimizer(self.model, options.rate, self.device)
+        self.optimizer = make_optimizer(self.model, options.rate, options.decay, self.device)
         self.micro = max(1, min(options.micro_tokens, options.batch_tokens) // LENGTH)
         self.parts = max(1, options.batch_tokens // (self.micro * LENGTH))
         self.train = torch.from_numpy(train.tokens.astype("int16")).to(self.device)
@@ -223,6 +228,7 @@ def record(run: Run, train: Part, valid: Part, loss: float) -> dict[str, object]
         "parameters": sum(p.numel() for p in run.model.parameters()),
         "minutes": options.minutes,
         "peak_rate": options.rate,
+        "weight_decay": options.decay,
         "batch_tokens": run.parts * run.micro * LENGTH,
         "sequence_length": LENGTH,
         "train_tokens": len(train.tokens),
@@ -262,6 +268,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=262_144)
     parser.add_argument("--micro-tokens", type=int, default=131_072)
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
+    parser.add_argument("--decay", type=float, default=0.8, help="weight decay of the layers' matrices")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()

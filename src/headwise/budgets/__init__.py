@@ -24,7 +24,7 @@ def parse(text: str, source: ModelShape) -> Budget:
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, at = match.groups()
     price = find("headwise.budgets", name)
-    length = _length(at) if at else DEFAULT_LENGTH
+    length = _length(at, text) if at else DEFAULT_LENGTH
     try:
         amount = float(number)
     except ValueError:
@@ -45,9 +45,15 @@ def parse(text: str, source: ModelShape) -> Budget:
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""))
 
 
-def _length(text: str) -> int:
-    thousand = text[-1] in "kK"
-    return int(float(text[:-1]) * 1024) if thousand else int(float(text))
+def _length(at: str, text: str) -> int:
+    """Tokens of context: a k is 1,024 of them."""
+    try:
+        length = int(float(at.rstrip("kK")) * (1024 if at[-1] in "kK" else 1))
+    except ValueError:
+        length = 0
+    if length < 1:
+        raise BudgetError(f"'@{at}' in the budget '{text}' is no context length. Examples: {EXAMPLES}.")
+    return length
 
 
 def price(budget: Budget, model: ModelShape) -> float:

@@ -17,7 +17,9 @@ def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple
     """Every way to give all layers the same sizes, with its total damage."""
     if len(set(source.layers)) > 1:
         raise PlanError("this model's layers have different sizes already; use --strategy exact and no --portable.")
-    tables = [{kind: {c.sizes: c for c in getattr(menu, kind)} for kind in ("heads", "qk", "v", "mlp")} for menu in offered]
+    tables = [
+        {kind: {c.sizes: c for c in getattr(menu, kind)} for kind in ("heads", "qk", "v", "mlp")} for menu in offered
+    ]
     shared = [[s for s in tables[0][kind] if all(s in t[kind] for t in tables)] for kind in ("heads", "qk", "v", "mlp")]
     for sizes in product(*shared):
         chosen: list[tuple[Choice, ...]] = [
@@ -46,6 +48,8 @@ def best_equal(
         rank = (damage, -sum(costs))
         if affordable(budgets, model) and (best is None or rank < best[:2]):
             best = (*rank, layers)
+    if best is None and float("inf") in smallest:
+        raise PlanError("no equal sizes are legal for every layer of this model; use --strategy exact and no --portable.")
     if best is None:
         raise refuse(source, budgets, smallest, allow)
     return best[2], best[0]

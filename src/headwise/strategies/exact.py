@@ -1,4 +1,4 @@
-"""The best plan there is: one integer program over all layers and all units, solved to proven optimality.
+"""The best plan there is: one integer program over all layers and all units, with a proof of how good it is.
 
 A binary variable picks one head count per layer; under each head count one picks a query/key size and one a value
 size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately.
@@ -6,7 +6,8 @@ size, so every price is linear although head counts and sizes multiply. MLP widt
 Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
 multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and says
 of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
-cannot be part of a better one; HiGHS proves the rest, usually a hundredth of the whole.
+cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes,
+not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from headwise.types import Budget, LayerShape, ModelShape, Plan, Point, Readings
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
 WAYS = ("qk_projected", "qk_pairs")
-SCALE = 1e4  # of objective and budget rows: the solver's tolerances are absolute
+SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_POINTS = 12
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
-TIME_LIMIT = 120.0  # seconds for one run of HiGHS; a plan that is not proven by then says so in its gap
+NODE_LIMIT = 4000  # of one run of HiGHS: seconds; a plan that is not proven by then says so in its gap
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -177,15 +178,14 @@ def _solve(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tu
     while True:
         keep = np.flatnonzero(excess <= reach)
         found = _branch_and_bound(program, keep, limits, gap / 2)
-        missing = float(program.damage[found[0]].sum()) - bound if found else np.inf
-        if len(keep) == len(excess) or missing <= max(reach, gap * (missing + bound)) or (found and not found[1]):
+        damage, proven = (float(program.damage[found[0]].sum()), found[1]) if found else (np.inf, np.inf)
+        whole = len(keep) == len(excess)
+        least = proven if whole else min(proven, bound + reach)  # what was left out has at least that
+        if whole or (found and (damage - least <= gap * damage or proven < bound + reach)):
             break
         # Rounding must not drop a column of the optimum; a larger program in small steps meets better plans on the way.
-        reach = min(missing + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
-    if found is None:
-        return None
-    proven = gap == 0 and found[1]
-    return found[0], 0.0 if proven else max(0.0, missing / max(missing + bound, 1e-30))
+        reach = min(damage - bound + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
+    return (found[0], max(0.0, 1.0 - least / damage) if damage > 0 else 0.0) if found else None
 
 
 def _free(program: Program) -> int:
@@ -234,24 +234,26 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
     return best
 
 
-def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], bool] | None:
-    """The best selection among the columns `keep`, and whether that is proven; None where there is none."""
+def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:
+    """The best selection among the columns `keep` and the least damage that any could have; None where there is none."""
     matrix, sides = _rows(program, keep)
     damage, price = program.damage[keep], program.price[:, keep]
-    # In whole steps the solver's tolerance cannot overspend; elsewhere the limit is held a hair lower.
-    unit = np.where(program.step > 0, program.step, np.abs(price).max(axis=1, initial=1e-30) / SCALE)
-    hair = np.where(program.step > 0, 0.0, 2e-6)
+    unit = np.abs(price).max(axis=1, initial=1e-30) / SCALE
+    hair = np.where(program.step > 0, 0.0, 2e-6)  # whole steps are larger than the solver's tolerance
     spend = [LinearConstraint(price / unit[:, None], -np.inf, limits / unit - hair)] if len(limits) else []
+    scale = SCALE / max(float(damage.max()), 1e-30)
     result = milp(
-        damage * (SCALE / max(float(damage.max()), 1e-30)),
+        damage * scale,
         constraints=[LinearConstraint(matrix, sides, sides), *spend],
         integrality=np.ones(len(keep)),
         bounds=Bounds(0, 1),
-        options={"mip_rel_gap": gap, "time_limit": TIME_LIMIT},
+        options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
     )
     if result.x is None:
         return None
-    return [int(i) for i in keep[result.x > 0.5]], result.status == 0
+    picked = [int(i) for i in keep[result.x > 0.5]]
+    total = float(program.damage[picked].sum())
+    return picked, total if result.status == 0 and gap == 0 else min(total, result.mip_dual_bound / scale)
 
 
 def _rows(program: Program, keep: Indices) -> tuple[csr_array, Floats]:

@@ -78,7 +78,7 @@ def _encode(value: Any) -> Any:
 
 def _decode(kind: Any, data: Any, where: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
+    if kind is Any or kind is object:
         return data
     if origin in (types.UnionType, typing.Union):
         if data is None and type(None) in arguments:

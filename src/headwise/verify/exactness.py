@@ -53,7 +53,7 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 
 
 @torch.no_grad()
-def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 8) -> int:
+def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored."""
     ids = torch.ones((1, length), dtype=torch.long, device=model.device)
     cache = model(ids, use_cache=True).past_key_values

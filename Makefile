@@ -1,0 +1,23 @@
+# make demo: install once, then shrink the embedded model. make test: what CI runs.
+PYTHON ?= python3
+STAMP := .venv/.installed
+
+.PHONY: demo test clean
+
+demo: $(STAMP)
+	@.venv/bin/headwise demo
+
+test: $(STAMP)
+	@.venv/bin/ruff check .
+	@.venv/bin/ruff format --check .
+	@.venv/bin/mypy
+	@.venv/bin/pytest -q
+
+$(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into .venv (a few minutes the first time)"
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

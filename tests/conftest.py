@@ -1,0 +1,115 @@
+"""What several test files share: legal shapes, and readings invented at random for planning without a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hypothesis import settings
+from hypothesis import strategies as some
+
+from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings
+
+settings.register_profile("headwise", max_examples=60, deadline=None, derandomize=True)
+settings.load_profile("headwise")
+
+GRAIN = Grain(qk_step=2, v_step=2, mlp_step=8, qk_floor=2, v_floor=2, mlp_floor=8, rotary=True, projectable=True)
+
+
+@some.composite
+def layer_shapes(draw: some.DrawFn) -> LayerShape:
+    """Any legal layer that has attention and an MLP."""
+    kv_heads, width = draw(some.integers(1, 8)), 2 * draw(some.integers(1, 32))
+    return LayerShape(
+        query_heads=kv_heads * draw(some.integers(1, 8)),
+        kv_heads=kv_heads,
+        qk_dim=draw(some.integers(1, width)),
+        v_dim=draw(some.integers(1, 64)),
+        mlp_width=draw(some.integers(1, 512)),
+        qk_width=width,
+    )
+
+
+@dataclass(frozen=True)
+class Invented:
+    """How large an invented model is and how many sizes each of its units has."""
+
+    layers: int = 3
+    kv_heads: int = 2
+    queries_per_group: int = 2
+    dim: int = 8
+    mlp_width: int = 32
+    sizes: int = 3  # of queries/keys, values and MLPs, the full one included
+
+
+def shape_of(model: Invented, rng: random.Random) -> ModelShape:
+    """A small model with equal layers; whatever plans do not decide is drawn."""
+    heads = model.kv_heads * model.queries_per_group
+    layer = LayerShape(heads, model.kv_heads, model.dim, model.dim, model.mlp_width, model.dim)
+    return ModelShape(
+        family="llama",
+        hidden_size=heads * model.dim,
+        vocab_size=rng.choice((10, 50)),
+        tied_embeddings=rng.random() < 0.5,
+        layers=(layer,) * model.layers,
+        grain=GRAIN,
+        qkv_bias=rng.random() < 0.5,
+        other_parameters=rng.randrange(100),
+    )
+
+
+def curve(rng: random.Random, kind: str, ticks: Sequence[int], layers: int) -> Reading:
+    """Damage that grows as sizes fall, by steps that differ thousandfold between layers and sizes."""
+    rows = []
+    for _ in range(layers):
+        row = [0.0]
+        for _ in ticks[1:]:
+            row.append(row[-1] + 10 ** rng.uniform(-4, -1))
+        rows.append(tuple(row))
+    return Reading(
+        probe="invented",
+        kind=f"damage.{kind}",
+        axis=kind,
+        ticks=(tuple(ticks),) * layers,
+        values=tuple(rows),
+        standard_error=None,
+        unit="nats per token",
+        meaning="Invented for a test.",
+        tokens=1,
+        seed=0,
+    )
+
+
+def invent(seed: int, model: Invented | None = None) -> Readings:
+    """Readings of a model that does not exist: every curve and every order a strategy may ask for."""
+    model, rng = model or Invented(), random.Random(seed)
+    shape = shape_of(model, rng)
+    down = range(model.sizes)
+    dims = [model.dim - 2 * i for i in down]
+    ticks = {
+        "qk_projected": dims,
+        "qk_pairs": dims,
+        "qk_pairs_shared": dims,
+        "v": dims,
+        "mlp": [model.mlp_width - 8 * i for i in down],
+        "heads": list(range(model.queries_per_group, 0, -1)),
+        "kv_heads": list(range(model.kv_heads, 0, -1)),
+    }
+
+    def order(groups: int, units: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(tuple(rng.sample(range(units), units)) for _ in range(groups))
+
+    orders = tuple(
+        {
+            "qk_pairs": order(model.kv_heads, model.dim // 2),
+            "qk_pairs_shared": order(1, model.dim // 2) * model.kv_heads,
+            "qk_pairs_power": order(model.kv_heads, model.dim // 2),
+            "mlp": order(1, model.mlp_width),
+            "heads": order(model.kv_heads, model.queries_per_group),
+            "kv_heads": order(1, model.kv_heads),
+        }
+        for _ in range(model.layers)
+    )
+    curves = tuple(curve(rng, kind, sizes, model.layers) for kind, sizes in ticks.items())
+    return Readings(model="invented", shape=shape.to_json(), curves=curves, orders=orders, tokens=1, seed=seed)

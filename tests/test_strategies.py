@@ -1,0 +1,261 @@
+"""Strategies: what each promises, and that the exact one is exact."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from conftest import Invented, invent
+
+from headwise import budgets as prices
+from headwise import strategies
+from headwise.errors import BudgetError, PlanError, UnknownNameError
+from headwise.strategies import exact
+from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
+
+EVERY = pytest.mark.parametrize("strategy", strategies.known())
+HAIR = 1 + 1e-12  # a percentage of bytes is rarely a whole number
+MIDDLING = {"exact": "80%", "uniform": "80%", "portable": "80%", "published": "80%"}
+
+
+def budgets_of(readings: Readings, *texts: str) -> tuple[Budget, ...]:
+    source = ModelShape.from_json(readings.shape)
+    return tuple(prices.parse(text, source) for text in texts)
+
+
+def plan_for(strategy: str, readings: Readings, *texts: str, allow: tuple[str, ...] = UNITS) -> Plan:
+    return strategies.allocate(readings, budgets_of(readings, *texts), strategy, allow)
+
+
+@EVERY
+@pytest.mark.parametrize("texts", [("kv=80%",), ("params=85%",), ("flops=85%@64",), ("kv=80%", "params=90%")])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_contract(strategy: str, texts: tuple[str, ...], seed: int) -> None:
+    readings = invent(seed)
+    plan = plan_for(strategy, readings, *texts)
+    for budget in plan.budgets:
+        spent = prices.price(budget, plan.target)
+        assert spent <= budget.limit * HAIR, "spends no more than it has"
+        assert plan.spent[budget.name] == spent, "and says what it spends"
+    assert plan == plan_for(strategy, readings, *texts), "same inputs, same plan"
+    assert plan.strategy == strategy, "signs its plan"
+    assert not plan.is_identity and plan.predicted_damage > 0, "has to cut, and says what that damages"
+    assert Plan.from_json(plan.to_json()) == plan, "survives its file"
+    for old, new, keep in zip(plan.source.layers, plan.target.layers, plan.keep, strict=True):
+        for name in LayerShape.__slots__:
+            assert getattr(new, name) <= getattr(old, name), "a plan only shrinks"
+        for kept, before, after in (
+            (keep.query_heads, old.query_heads, new.query_heads),
+            (keep.kv_heads, old.kv_heads, new.kv_heads),
+            (keep.mlp_channels, old.mlp_width, new.mlp_width),
+            *((pairs, old.qk_width // 2, new.qk_width // 2) for pairs in keep.rotary_pairs or ()),
+        ):
+            assert (kept is None) == (before == after), "names what stays exactly where something goes"
+            assert kept is None or (list(kept) == sorted(set(kept)) and len(kept) == after), "in order, once each"
+            assert kept is None or all(0 <= index < before for index in kept), "of what there was"
+        if keep.query_heads is not None:
+            groups = [head // old.queries_per_group for head in keep.query_heads]
+            wanted = keep.kv_heads if keep.kv_heads is not None else tuple(range(old.kv_heads))
+            assert groups == [g for g in wanted for _ in range(new.queries_per_group)], "heads stay with their group"
+
+
+@EVERY
+def test_nothing_is_cut_where_nothing_has_to_be(strategy: str) -> None:
+    plan = plan_for(strategy, invent(3), "kv=100%", "params=100%", "flops=100%")
+    assert plan.is_identity and plan.predicted_damage == 0 and plan.gap == 0
+
+
+@EVERY
+def test_only_what_is_allowed_is_cut(strategy: str) -> None:
+    plan = plan_for(strategy, invent(4), "params=90%", allow=("mlp",))
+    for old, new in zip(plan.source.layers, plan.target.layers, strict=True):
+        assert replace(new, mlp_width=old.mlp_width) == old
+
+
+@EVERY
+@pytest.mark.parametrize("text", ["kv=5%", "params=1%", "flops=2%@4k", "flops=2%@16", "kv=10B@8"])
+def test_an_unreachable_budget_names_one_that_is_reachable(strategy: str, text: str) -> None:
+    readings = invent(5)
+    with pytest.raises(BudgetError) as caught:
+        plan_for(strategy, readings, text)
+    found = re.fullmatch(
+        rf"{re.escape(text)} is out of reach: with everything that may be cut \(qk, v, mlp, heads, kv_heads\) at its "
+        r"smallest legal size, ([0-9.]+)% remains\. Try --budget (\S+)\.",
+        str(caught.value),
+    )
+    assert found, str(caught.value)
+    share, proposal = float(found[1]), found[2]
+    plan = plan_for(strategy, readings, proposal)
+    spent = plan.spent[plan.budgets[0].name] / prices.price(plan.budgets[0], plan.source)
+    assert 100 * spent == pytest.approx(share, abs=0.06), "what it named is what remains"
+    tighter = proposal.replace(found := re.search(r"=([0-9.]+)%", proposal)[0], f"={float(found[1:-1]) - 0.2:g}%")
+    with pytest.raises(BudgetError, match="is out of reach"):
+        plan_for(strategy, readings, tighter)
+
+
+@EVERY
+def test_the_refusal_says_what_else_could_be_cut(strategy: str) -> None:
+    with pytest.raises(BudgetError, match=re.escape(", or allow more with --allow mlp,qk,v,heads,kv_heads.")):
+        plan_for(strategy, invent(5), "params=1%", allow=("mlp",))
+
+
+def test_budgets_that_only_fail_together_are_refused_as_such() -> None:
+    readings = invent(6)
+    # The smallest cache needs projections, which cost parameters; the fewest parameters do without.
+    for texts in product(("kv=25%", "kv=26%"), ("params=31%", "params=32%")):
+        alone = [_feasible(readings, text) for text in texts]
+        if all(alone) and not _feasible(readings, *texts):
+            with pytest.raises(BudgetError, match=f"no plan meets {' and '.join(texts)} together, though each alone"):
+                plan_for("exact", readings, *texts)
+
+
+def _feasible(readings: Readings, *texts: str) -> bool:
+    try:
+        return bool(plan_for("exact", readings, *texts))
+    except BudgetError:
+        return False
+
+
+def test_unknown_units_and_strategies_are_named() -> None:
+    readings = invent(1)
+    with pytest.raises(PlanError) as caught:
+        plan_for("exact", readings, "kv=80%", allow=("qk", "layers"))
+    assert str(caught.value) == "'layers' is no unit that can be cut; --allow takes: qk, v, mlp, heads, kv_heads."
+    with pytest.raises(UnknownNameError, match="no strategy is called 'exat'. Did you mean 'exact'?"):
+        plan_for("exat", readings, "kv=80%")
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "portable", "published"])
+def test_equal_strategies_give_every_layer_the_same_sizes(strategy: str) -> None:
+    plan = plan_for(strategy, invent(7), "kv=70%")
+    assert len(set(plan.target.layers)) == 1
+
+
+def test_equal_strategies_refuse_a_model_with_unequal_layers() -> None:
+    readings = invent(7)
+    source = ModelShape.from_json(readings.shape)
+    uneven = source.with_layers((replace(source.layers[0], mlp_width=24), *source.layers[1:]))
+    with pytest.raises(PlanError, match="layers have different sizes already; use --strategy exact"):
+        plan_for("uniform", replace(readings, shape=uneven.to_json()), "kv=80%")
+
+
+def test_a_portable_plan_is_an_ordinary_architecture() -> None:
+    plan = strategies.allocate(invent(8), budgets_of(invent(8), "kv=75%"), portable=True, allow=("qk", "v"))
+    layer, kept = plan.target.layers[0], {pairs for keep in plan.keep for pairs in keep.rotary_pairs or ()}
+    assert plan.portable and layer.qk_dim == layer.v_dim == layer.qk_width == 6
+    assert all(len({*(keep.rotary_pairs or ())}) == 1 for keep in plan.keep) and kept, "heads share their pairs"
+
+
+# The exact strategy against brute force.
+
+
+def every_layer(source: ModelShape, readings: Readings, layer: int, allow: tuple[str, ...]) -> list[tuple]:
+    """Every form of a layer with its damage, straight from the curves."""
+    full = source.layers[layer]
+
+    def sizes(kind: str, unit: str, whole: int) -> list[tuple[int, float]]:
+        reading = readings.curve(f"damage.{kind}")
+        assert reading is not None
+        return list(zip(reading.ticks[layer], reading.values[layer], strict=True)) if unit in allow else [(whole, 0.0)]
+
+    qk = [((full.qk_width, size), d) for size, d in sizes("qk_projected", "qk", full.qk_dim)]
+    qk += [((size, size), d) for size, d in sizes("qk_pairs", "qk", full.qk_dim)]
+    return [
+        (LayerShape(g * n, g, dim, v, mlp, width), dg + dn + dq + dv + dm)
+        for (g, dg), (n, dn), ((width, dim), dq), (v, dv), (mlp, dm) in product(
+            sizes("kv_heads", "kv_heads", full.kv_heads),
+            sizes("heads", "heads", full.queries_per_group),
+            qk,
+            sizes("v", "v", full.v_dim),
+            sizes("mlp", "mlp", full.mlp_width),
+        )
+    ]
+
+
+def brute_force(readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]) -> float | None:
+    """The least damage of any plan, by trying them all; None where none is affordable."""
+    source = ModelShape.from_json(readings.shape)
+    layers = [every_layer(source, readings, i, allow) for i in range(len(source.layers))]
+    priced = [[(d, [prices.layer_price(b, source, s) for b in budgets]) for s, d in options] for options in layers]
+    fixed = [
+        prices.price(b, source) - sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets
+    ]
+    states: list[tuple[float, list[float]]] = [(0.0, fixed)]
+    for options in priced:
+        grown = [(a + d, [x + y for x, y in zip(s, p, strict=True)]) for a, s in states for d, p in options]
+        states = grown
+    affordable = [d for d, spent in states if all(s <= b.limit * HAIR for s, b in zip(spent, budgets, strict=True))]
+    return min(affordable, default=None)
+
+
+def small_case(seed: int) -> tuple[Readings, tuple[Budget, ...], tuple[str, ...]]:
+    """A random model small enough to try every plan, with one to three budgets and two or three kinds of units."""
+    rng = random.Random(seed)
+    layers = rng.choice((2, 3))
+    model = Invented(layers, rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((4, 6)), 16, 2)
+    allow = tuple(sorted(rng.sample(UNITS, 2 if layers == 3 else 4)))
+    texts = rng.sample(["kv", "params", "flops"], rng.choice((1, 2, 3)))
+    readings = invent(seed, model)
+    return readings, budgets_of(readings, *(f"{name}={rng.uniform(55, 99):.2f}%@32" for name in texts)), allow
+
+
+@pytest.mark.parametrize("core", [4, 0], ids=["as shipped", "starting from almost nothing"])
+def test_exact_equals_brute_force_on_200_small_cases(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "CORE", core)  # small programs would never be cut down otherwise
+    feasible = 0
+    for seed in range(200):
+        readings, budgets, allow = small_case(seed)
+        best = brute_force(readings, budgets, allow)
+        if best is None:
+            with pytest.raises(BudgetError):
+                strategies.allocate(readings, budgets, "exact", allow)
+            continue
+        feasible += 1
+        plan = strategies.allocate(readings, budgets, "exact", allow)
+        assert plan.predicted_damage == pytest.approx(best, rel=1e-9, abs=1e-12), f"case {seed} is not optimal"
+        assert plan.gap == 0, "and proven to be"
+        assert all(prices.price(b, plan.target) <= b.limit * HAIR for b in budgets)
+    assert feasible >= 50, "most cases should test something"
+
+
+def test_exact_is_never_worse_than_uniform() -> None:
+    compared = better = 0
+    for seed in range(200):
+        readings, budgets, allow = small_case(seed)
+        try:
+            uniform = strategies.allocate(readings, budgets, "uniform", allow)
+        except BudgetError:
+            continue
+        plan = strategies.allocate(readings, budgets, "exact", allow)
+        assert plan.predicted_damage <= uniform.predicted_damage + 1e-12
+        compared, better = compared + 1, better + (plan.predicted_damage < uniform.predicted_damage - 1e-12)
+    assert compared >= 40 and better >= 20, "and often better"
+
+
+@EVERY
+def test_no_strategy_beats_exact(strategy: str) -> None:
+    readings = invent(9)
+    best = plan_for("exact", readings, "kv=75%", "params=90%").predicted_damage
+    if strategy != "portable":  # its rotary pairs have a curve of their own
+        assert best <= plan_for(strategy, readings, "kv=75%", "params=90%").predicted_damage + 1e-12
+
+
+@pytest.mark.parametrize("texts", [("kv=70%",), ("params=80%", "kv=75%"), ("flops=80%", "params=90%", "kv=80%")])
+def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...]) -> None:
+    readings = invent(10, Invented(layers=4))
+    plan = plan_for("exact", readings, *texts)
+    shares, damages = [p.share for p in plan.frontier], [p.damage for p in plan.frontier]
+    assert len(plan.frontier) >= 2 and shares == sorted(shares) and shares[-1] == 1.0
+    assert damages == sorted(damages, reverse=True) and damages[0] > damages[-1], "more budget, less damage"
+    for point in plan.frontier[1:-1:4]:
+        name = plan.budgets[0].name
+        there = plan_for("exact", readings, f"{name}={100 * point.share:.12f}%", *texts[1:]).predicted_damage
+        assert there <= point.damage * (1 + 1e-9) and point.damage <= there * (1 + 2 * exact.FRONTIER_GAP)
+
+
+def test_without_budgets_nothing_is_cut() -> None:
+    plan = strategies.allocate(invent(1), (), "exact")
+    assert plan.is_identity and plan.frontier == ()
