@@ -22,8 +22,8 @@ import torch
 import transformers
 
 from headwise import pipeline
+from headwise.checks import quality, speed
 from headwise.runfolder import Settings
-from headwise.verify import quality, speed
 
 METHODS: dict[str, dict[str, Any]] = {
     "published": dict(strategy="published", heal="none"),
@@ -45,7 +45,9 @@ def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
             asked = replace(settings, budgets=(budget,), **METHODS[name])
             start = time.perf_counter()
             fitted = pipeline.fit(
-                asked, bench, lambda number, model, asked=asked: first if number == 1 else pipeline.probe(asked, bench, model)
+                asked,
+                bench,
+                lambda number, model, asked=asked: first if number == 1 else pipeline.probe(asked, bench, model),
             )
             seconds = time.perf_counter() - start
             found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation)
@@ -60,12 +62,23 @@ def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
         "perplexity_before": math.exp(float(found.loss_before.mean())),
         "hardware": speed.machine(bench.source.device),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "versions": {"python": sys.version.split()[0], "torch": torch.__version__, "transformers": transformers.__version__},
+        "versions": {
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
         "rows": rows,
     }
 
 
-def _row(budget: str, name: str, fitted: pipeline.Fitted, found: quality.Comparison, seconds: float, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _row(
+    budget: str,
+    name: str,
+    fitted: pipeline.Fitted,
+    found: quality.Comparison,
+    seconds: float,
+    rows: list[dict[str, Any]],
+) -> dict[str, Any]:
     damage = found.damage()
     bar = next((r["measured"] for r in rows if r["budget"] == budget and r["method"] == "published"), None)
     return {

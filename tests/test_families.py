@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headwise import families
+from headwise.checks.exactness import cache_bytes_per_token
 from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cuts import reshape, save
 from headwise.probes import gram
-from headwise.reshape import reshape, save
 from headwise.types import LayerKeep, LayerShape, Plan
-from headwise.verify.exactness import cache_bytes_per_token
 
 VARIANTS = [
     pytest.param(family, kind, changes, id=f"{kind}-{name}")
@@ -68,7 +68,11 @@ def random_plan(family, model, seed, portable=False):
             mlp_width=draw.choice(grain.mlp_sizes(shape.mlp_width)),
         )
         kept = sorted(draw.sample(range(shape.kv_heads), groups))
-        heads = [g * shape.queries_per_group + h for g in kept for h in sorted(draw.sample(range(shape.queries_per_group), per_group))]
+        heads = [
+            g * shape.queries_per_group + h
+            for g in kept
+            for h in sorted(draw.sample(range(shape.queries_per_group), per_group))
+        ]
         keeps.append(
             LayerKeep(
                 query_heads=tuple(heads),
@@ -107,13 +111,15 @@ def test_formulas_equal_what_is_counted(family, kind, changes):
 
 def masked(family, model, plan, moments):
     """The source with the same units masked: heads zeroed, dropped pairs zeroed, projected out, channels zeroed."""
+    from headwise.cuts import _select
+    from headwise.cuts._dims import pair_columns
     from headwise.linalg import balanced
-    from headwise.reshape import _select
-    from headwise.reshape._dims import pair_columns
 
     other = family.tailor(model)
     hooks = []
-    for block, old, new, keep, moment in zip(family.blocks(other), plan.source.layers, plan.target.layers, plan.keep, moments, strict=True):
+    for block, old, new, keep, moment in zip(
+        family.blocks(other), plan.source.layers, plan.target.layers, plan.keep, moments, strict=True
+    ):
         columns = pair_columns(keep.rotary_pairs, old.qk_width)
         per_group = old.queries_per_group
         eye = torch.zeros(old.kv_heads, old.qk_width, old.qk_width)
@@ -132,7 +138,11 @@ def masked(family, model, plan, moments):
         kept = torch.zeros(old.query_heads)
         kept[list(keep.query_heads)] = 1
         hooks.append(block.attention.attend.register_forward_pre_hook(mask_queries))
-        hooks.append(block.attention.attend.register_forward_hook(lambda _m, _a, out, kept=kept: (out[0] * kept[:, None], out[1])))
+        hooks.append(
+            block.attention.attend.register_forward_hook(
+                lambda _m, _a, out, kept=kept: (out[0] * kept[:, None], out[1])
+            )
+        )
         channels = torch.zeros(old.mlp_width)
         channels[list(keep.mlp_channels)] = 1
         hooks.append(block.down.register_forward_pre_hook(lambda _m, args, channels=channels: (args[0] * channels,)))
@@ -146,7 +156,9 @@ def test_cutting_equals_masking(family, kind, changes):
     moments = gram.collect(family, tailored, IDS, mlp=False)
     for seed in range(4):
         plan = random_plan(family, model, seed)
-        layers = tuple(replace(new, v_dim=old.v_dim) for old, new in zip(plan.source.layers, plan.target.layers, strict=True))
+        layers = tuple(
+            replace(new, v_dim=old.v_dim) for old, new in zip(plan.source.layers, plan.target.layers, strict=True)
+        )
         plan = replace(plan, target=plan.target.with_layers(layers))
         want = logits(masked(family, model, plan, moments))
         got = logits(reshape(family, tailored, plan, moments))
@@ -155,7 +167,7 @@ def test_cutting_equals_masking(family, kind, changes):
 
 @pytest.mark.parametrize(("family", "kind", "changes"), VARIANTS[:4])
 def test_values_at_full_rank_change_nothing(family, kind, changes):
-    from headwise.reshape._dims import cut_values
+    from headwise.cuts._dims import cut_values
 
     model = family.tailor(tiny(family, kind, changes))
     moments = gram.collect(family, model, IDS, mlp=False)
@@ -218,10 +230,11 @@ class FakeTokenizer:
         (folder / "tokenizer.json").write_text("{}")
 
 
+AUTO = "from transformers import AutoModelForCausalLM as A"
 LOADERS = {
-    "with headwise": "import headwise; from transformers import AutoModelForCausalLM as A; m = A.from_pretrained(sys.argv[1])",
-    "headwise last": "from transformers import AutoModelForCausalLM as A; import headwise; m = A.from_pretrained(sys.argv[1])",
-    "without headwise": "from transformers import AutoModelForCausalLM as A; m = A.from_pretrained(sys.argv[1], trust_remote_code=True)",
+    "with headwise": f"import headwise; {AUTO}; m = A.from_pretrained(sys.argv[1])",
+    "headwise last": f"{AUTO}; import headwise; m = A.from_pretrained(sys.argv[1])",
+    "without headwise": f"{AUTO}; m = A.from_pretrained(sys.argv[1], trust_remote_code=True)",
 }
 
 
@@ -229,13 +242,19 @@ LOADERS = {
 def test_a_saved_model_loads_in_a_fresh_process(kind, tmp_path, monkeypatch):
     family = families.known()[0]
     model = tiny(family, kind, {})
-    made = save(family, cut(family, model, random_plan(family, model, 5)), FakeTokenizer(), tmp_path / "model", portable=False)
+    made = save(
+        family, cut(family, model, random_plan(family, model, 5)), FakeTokenizer(), tmp_path / "model", portable=False
+    )
     torch.save({"ids": IDS, "logits": logits(made)}, tmp_path / "want.pt")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     for name, line in LOADERS.items():
         check = f"import sys, torch; {line}; w = torch.load(sys.argv[2]); m.config._attn_implementation = 'eager'; "
         check += "assert (m(w['ids']).logits - w['logits']).abs().max() < 1e-4"
-        done = subprocess.run([sys.executable, "-c", check, str(tmp_path / "model"), str(tmp_path / "want.pt")], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", check, str(tmp_path / "model"), str(tmp_path / "want.pt")],
+            capture_output=True,
+            text=True,
+        )
         assert done.returncode == 0, f"{kind} {name}: {done.stderr[-800:]}"
 
 

@@ -61,5 +61,5 @@ def test_messages_name_the_kind_of_plug_in(package: str, name: str, text: str) -
 def test_every_plug_in_says_its_name_and_meaning(package: str) -> None:
     for name in registry.names(package):
         module = registry.find(package, name)
-        assert module.NAME == name, "a plug-in is called like its file"
+        assert name == module.NAME, "a plug-in is called like its file"
         assert module.MEANING, "help texts come from here"

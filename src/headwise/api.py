@@ -21,7 +21,12 @@ def _texts(budget: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def run(
-    model: str, budget: str | Sequence[str], out: Path | str, overwrite: bool = False, track: Track = silently, **settings: Any
+    model: str,
+    budget: str | Sequence[str],
+    out: Path | str,
+    overwrite: bool = False,
+    track: Track = silently,
+    **settings: Any,
 ) -> Dossier:
     """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runfolder.Settings`."""
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)

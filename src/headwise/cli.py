@@ -23,7 +23,9 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or 'embedded'.")]
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]
 Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
-Budgets = Annotated[list[str], typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k; repeatable.")]
+Budgets = Annotated[
+    list[str], typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k; repeatable.")
+]
 Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
 Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
 Strategy = Annotated[str, typer.Option(help="exact, uniform or published.")]
@@ -69,8 +71,8 @@ def run(
     from headwise import api
 
     settings = dict(
-        data=data, eval=eval, strategy=strategy, rounds=rounds, heal=heal, portable=portable, allow=_units(allow), seed=seed,
-        device=device, tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
+        data=data, eval=eval, strategy=strategy, rounds=rounds, heal=heal, portable=portable, allow=_units(allow),
+        seed=seed, device=device, tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with _Bars() as track:
@@ -79,14 +81,17 @@ def run(
 
 
 @app.command()
-def demo(out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None, as_json: Json = False) -> None:
+def demo(
+    out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None,
+    as_json: Json = False,
+) -> None:
     """Halve the cache of the embedded model, on the source code of your own standard library: under two minutes."""
     from headwise import api
 
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
-    small = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
+    small: dict[str, Any] = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
     with _Bars() as track:
         dossier = api.run("embedded", "kv=50%", out, track=track, **small)
     _finish(dossier, out, as_json)
@@ -225,8 +230,9 @@ def _summary_of(verdict: Any) -> str:
     checks = f"FAILED: {', '.join(bad)}" if bad else f"all {len(verdict.checks)} checks passed"
     return (
         f"cache {kept['kv_bytes_per_token']:.1f}%, parameters {kept['parameters']:.1f}% of the source\n"
-        f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f} ({change:+.2f}%; 95% interval "
-        f"{quality['perplexity_after_low']:.3f} to {quality['perplexity_after_high']:.3f}) on {verdict.evaluation}\n{checks}"
+        f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f} ({change:+.2f}%; "
+        f"95% interval {quality['perplexity_after_low']:.3f} to {quality['perplexity_after_high']:.3f})"
+        f" on {verdict.evaluation}\n{checks}"
     )
 
 

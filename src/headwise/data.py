@@ -29,8 +29,8 @@ def documents(source: str, seed: int = 0) -> Iterator[str]:
         yield from _stdlib(seed)
     elif path.is_file():
         yield from _file(path)
-    elif path.suffix or path.is_dir():
-        raise DataError(f"{source} is not a file. Give {MEANING}.")
+    elif path.suffix and not path.is_dir():
+        raise DataError(f"{source} does not exist. Give {MEANING}.")
     else:
         yield from _dataset(source)
 
@@ -42,7 +42,9 @@ def _stdlib(seed: int) -> Iterator[str]:
     files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts[:-1])]
     files = [p for p in files if 2_000 < p.stat().st_size < 300_000]
     if not files:
-        raise DataError(f"no Python source in {root}: this interpreter has no standard library to read. Give --data FILE.")
+        raise DataError(
+            f"no Python source in {root}: this interpreter has no standard library to read. Give --data FILE."
+        )
     random.Random(seed).shuffle(files)
     for file in files:
         yield file.read_text(encoding="utf-8", errors="replace")

@@ -17,7 +17,7 @@ FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
 def _on_one_thread(function: Callable[P, R]) -> Callable[P, R]:
-    """Decompose small matrices on one CPU thread: several only wait for each other, ten times as long on a busy machine."""
+    """Decompose small matrices on one CPU thread: several only wait for each other, and long on a busy machine."""
 
     @functools.wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headwise import data, families, rounds, strategies
+from headwise.checks import exactness, quality, speed
 from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
 from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity, swap
 from headwise.probes._watch import Track, silently
-from headwise.reshape import Moments, reshape, reshape_layer, save
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.strategies._options import keep_for
 from headwise.types import Dossier, LayerShape, Plan, Readings, Verdict
-from headwise.verify import exactness, quality, speed
 
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 
@@ -54,7 +54,9 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
             verify(folder, bench, track)
         return write_report(folder)
     except OSError as error:
-        raise OutputError(f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again.") from None
+        raise OutputError(
+            f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again."
+        ) from None
 
 
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
@@ -74,19 +76,24 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         return data.blocks_of(data.documents(name, settings.seed), tokenizer, length, count, name)
 
     if settings.eval is not None:
-        calibration, evaluation = read(source, wanted[0], settings.seed), read(settings.eval, wanted[1], settings.seed + 1)
+        calibration, evaluation = (
+            read(source, wanted[0], settings.seed),
+            read(settings.eval, wanted[1], settings.seed + 1),
+        )
         described = settings.eval
     else:
         both = read(source, sum(wanted), settings.seed)
         if len(both) < 2:
             raise HeadwiseError(f"{source} has text for one block only; give a longer --data, or --eval.")
-        split = min(wanted[0], max(1, len(both) * 3 // 4))
+        split = max(1, len(both) * wanted[0] // sum(wanted))
         calibration, evaluation = both[:split], both[split:]
         described = f"held out from {source}"
     return Workbench(family, family.tailor(model), tokenizer, calibration, evaluation, described)
 
 
-def probe(settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently) -> tuple[Readings, list[Moments]]:
+def probe(
+    settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently
+) -> tuple[Readings, list[Moments]]:
     """Everything that allocation and reshaping need to know about a tailored model."""
     start = time.perf_counter()
     family, mlp = bench.family, not settings.only_kv and "mlp" in settings.allow
@@ -138,7 +145,9 @@ def _swaps(settings: Settings) -> dict[str, Any]:
     return found
 
 
-def probed(settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track) -> tuple[Readings, list[Moments]]:
+def probed(
+    settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track
+) -> tuple[Readings, list[Moments]]:
     """Probe, or read what an earlier probing of the same run left in the folder."""
     if folder.readings_file.exists() and folder.moments_file.exists():
         return Readings.read(folder.readings_file), read_moments(folder, model)
@@ -204,7 +213,9 @@ def fit(
     return Fitted(model, total, healings)
 
 
-def build(settings: Settings, folder: RunFolder, bench: Workbench, track: Track = silently, plan: Plan | None = None) -> None:
+def build(
+    settings: Settings, folder: RunFolder, bench: Workbench, track: Track = silently, plan: Plan | None = None
+) -> None:
     """Probe, allocate, reshape, heal and save; with a given plan, carry out that one."""
 
     def look(number: int, model: nn.Module) -> tuple[Readings, list[Moments]]:
@@ -228,7 +239,9 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
     if not plan.portable and bench.family.shape_of(cut.config).layers != plan.target.layers:
-        raise PlanError(f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again.")
+        raise PlanError(
+            f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
+        )
     found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track)
     checks = exactness.count_checks(bench.family, cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))

@@ -20,7 +20,9 @@ def allocate_in(
     if not budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
     if not folder.readings_file.exists():
-        raise PlanError(f"{folder.path} has no readings yet; begin with: headwise probe MODEL --out {folder.path} --overwrite")
+        raise PlanError(
+            f"{folder.path} has no readings yet; begin with: headwise probe MODEL --out {folder.path} --overwrite"
+        )
     readings = Readings.read(folder.readings_file)
     shape = ModelShape.from_json(readings.shape, "readings.shape")
     plan = strategies.allocate(readings, tuple(parse(t, shape) for t in budgets), strategy, allow, portable, seed)

@@ -1,4 +1,4 @@
-"""Cutting in rounds: damage adds up across layers only while it is small, so go part of the way, probe and solve again."""
+"""Cutting in rounds: damage adds up only while it is small, so go part of the way, probe and solve again."""
 
 from __future__ import annotations
 

@@ -81,7 +81,9 @@ class RunFolder:
     def claim(self, settings: Settings, source: str, overwrite: bool = False) -> None:
         """Take the folder for a run: a new one, or one that the same run left unfinished."""
         if Path(source).is_dir() and self.path.resolve().is_relative_to(Path(source).resolve()):
-            raise OutputError(f"{self.path} lies in the source model's folder, which is never written; choose another --out.")
+            raise OutputError(
+                f"{self.path} lies in the source model's folder, which is never written; choose another --out."
+            )
         if overwrite and self.settings_file.exists():
             shutil.rmtree(self.path)
         if self.path.exists() and not self.path.is_dir():
@@ -105,7 +107,9 @@ class RunFolder:
     def require(self) -> Settings:
         """The settings of an existing run."""
         if not self.settings_file.exists():
-            raise OutputError(f"{self.path} holds no run of headwise; begin with: headwise probe MODEL --out {self.path}")
+            raise OutputError(
+                f"{self.path} holds no run of headwise; begin with: headwise probe MODEL --out {self.path}"
+            )
         return Settings.read(self.settings_file)
 
     def write_plan(self, plan: Plan) -> None:

@@ -45,7 +45,9 @@ def _plan(plan: Plan, console: Console) -> None:
     console.print(table)
     for budget in plan.budgets:
         console.print(f"{budget.text}: {plan.spent[budget.name]:,.0f} of {budget.limit:,.0f} {budget.unit}")
-    console.print(f"predicted damage {plan.predicted_damage:.4f} nats per token, gap to the proven bound {plan.gap:.1e}")
+    console.print(
+        f"predicted damage {plan.predicted_damage:.4f} nats per token, gap to the proven bound {plan.gap:.1e}"
+    )
 
 
 def _readings(readings: Readings, console: Console) -> None:
@@ -59,13 +61,20 @@ def _readings(readings: Readings, console: Console) -> None:
 
 
 def _verdict(verdict: Verdict, console: Console) -> None:
-    for title, numbers in (("quality", verdict.quality), ("size", verdict.size), ("speed", verdict.speed), ("damage", verdict.damage)):
+    for title, numbers in (
+        ("quality", verdict.quality),
+        ("size", verdict.size),
+        ("speed", verdict.speed),
+        ("damage", verdict.damage),
+    ):
         table = Table(title, "")
         for name, value in numbers.items():
             table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.5g}")
         console.print(table)
     for check in verdict.checks:
-        console.print(f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.observed} (expected {check.expected})")
+        console.print(
+            f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.observed} (expected {check.expected})"
+        )
 
 
 def show_families(as_json: bool) -> None:
@@ -75,7 +84,13 @@ def show_families(as_json: bool) -> None:
     except ImportError as error:
         raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
     rows = [
-        {"family": f.NAME, "models": f.SUMMARY, "model_types": list(f.MODEL_TYPES), "units": list(f.UNITS), "portable": f.PORTABLE}
+        {
+            "family": f.NAME,
+            "models": f.SUMMARY,
+            "model_types": list(f.MODEL_TYPES),
+            "units": list(f.UNITS),
+            "portable": f.PORTABLE,
+        }
         for f in families.known()
     ]
     if as_json:
@@ -83,5 +98,11 @@ def show_families(as_json: bool) -> None:
         return
     table = Table("family", "models", "model types", "can be cut", "portable")
     for row in rows:
-        table.add_row(row["family"], row["models"], ", ".join(row["model_types"]), ", ".join(row["units"]), "yes" if row["portable"] else "no")
+        table.add_row(
+            row["family"],
+            row["models"],
+            ", ".join(row["model_types"]),
+            ", ".join(row["units"]),
+            "yes" if row["portable"] else "no",
+        )
     Console().print(table)

@@ -40,7 +40,9 @@ def parse(text: str, source: ModelShape) -> Budget:
         limit = amount * units[suffix.lower()]
         if price.PER_LENGTH:
             if not at:
-                raise BudgetError(f"{text}: say for how many tokens, as in {name}={number}{suffix}@32k, or give a percentage.")
+                raise BudgetError(
+                    f"{text}: say for how many tokens, as in {name}={number}{suffix}@32k, or give a percentage."
+                )
             limit /= length
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""))
 

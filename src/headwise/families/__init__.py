@@ -66,12 +66,15 @@ def load(model: str, device: str = "cpu", trust_remote_code: bool = False) -> tu
         family_of(config)
         stored = config.dtype or torch.float32
         loader = {} if extra else {"use_safetensors": True}
-        found, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, dtype=torch.float32, output_loading_info=True, **options, **loader
         )
+        found, info = loaded
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
     if lost := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
-        raise ModelError(f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again.")
+        raise ModelError(
+            f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
+        )
     found.config.dtype = stored
     return found.eval().to(device), tokenizer
 

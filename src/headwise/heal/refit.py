@@ -81,7 +81,9 @@ class _LayerRefit:
             q, k, _ = self._heads(self.ours, row.cut)
             q0, k0 = theirs.project(*self._heads(self.theirs, row.source)[:2])
             k, k0 = (t - t.mean(2, keepdim=True) for t in (k, k0))  # softmax ignores the mean key
-            q, q0, k, k0 = (t.transpose(0, 1).unflatten(0, (ours.kv_heads, -1)).flatten(1, 3).double() for t in (q, q0, k, k0))
+            q, q0, k, k0 = (
+                t.transpose(0, 1).unflatten(0, (ours.kv_heads, -1)).flatten(1, 3).double() for t in (q, q0, k, k0)
+            )
             parts = [q.mT @ q, q.mT @ q0, k.mT @ k, k.mT @ k0]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
         qq, qq0, kk, kk0 = sums

@@ -20,7 +20,7 @@ def silently(items: Sequence[T], label: str) -> Iterable[T]:
 @contextmanager
 def watching(
     blocks: list[Any],
-    attention: Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None,
+    attention: Callable[..., None] | None = None,
     channels: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[None]:
     """Call `attention(layer, q, k, v, z)` after every softmax and `channels(layer, h)` before every down projection."""

@@ -34,7 +34,9 @@ def collect(
         q, k = _by_group(q, k.shape[1]), k.transpose(0, 1)
         centred = (k - k.mean(2, keepdim=True)).flatten(1, 2)
         z_HNV = z.permute(2, 0, 1, 3).flatten(1, 2)
-        add(layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV)
+        add(
+            layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV
+        )
 
     def channels(layer: int, h: torch.Tensor) -> None:
         flat = h.flatten(0, 1)

@@ -2,8 +2,8 @@
 
 An activation times its gradient, summed over a unit's coordinates, is the first-order change `a` of the loss when the
 unit goes. With the Fisher approximation of the Hessian the removal of a set costs `1/2 E[(sum of a over the set)^2]`,
-cross terms included. Directions are ordered, so one cumulative sum prices every size; pairs, channels and heads are not,
-so their cross moments `A = E[a a']` are kept and units are eliminated greedily.
+cross terms included. Directions are ordered, so one cumulative sum prices every size; pairs, channels and heads are
+not, so their cross moments `A = E[a a']` are kept and units are eliminated greedily.
 """
 
 from __future__ import annotations
@@ -78,7 +78,9 @@ class Sensitivity:
         z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
         a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
         self.sums[layer].add_tail("v", a_BGTC.sum(1))
-        self.sums[layer].add_cross("heads", (z * grad).sum(-1).permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
+        self.sums[layer].add_cross(
+            "heads", (z * grad).sum(-1).permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0)
+        )
 
     def run(self, tokens: torch.Tensor, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
@@ -92,7 +94,9 @@ class Sensitivity:
                     stream = self.family.embed(self.model, batch).requires_grad_()
                     logits = self.family.run(self.model, batch, stream)[:, :-1]
                     # The mean loss of a token times the tokens: gradients of the summed loss, one row per sequence.
-                    nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum").backward()
+                    nn.functional.cross_entropy(
+                        logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
+                    ).backward()
                     self.tokens += batch.numel()
         finally:
             for parameter in wanted:
@@ -140,15 +144,13 @@ def measure(
     return [_reading(name, rows, tokens.numel(), seed) for name, rows in curves.items()], orders
 
 
-def _share_pairs(
-    probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain
-) -> list[Row]:
+def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:
     """One order of rotary pairs for the whole model, and what it costs each layer; nothing where layers differ."""
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
-    if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):  # type: ignore[union-attr]
+    if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
         return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
     per_layer = [c.sum(0) / probe.tokens for c in crosses if c is not None]
-    gone, _ = elimination_order(sum(per_layer))  # type: ignore[arg-type]
+    gone, _ = elimination_order(sum(per_layer))
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
         order["qk_pairs_shared"] = (tuple(reversed(gone)),) * shape.kv_heads

@@ -146,7 +146,8 @@ def _tailor(model: nn.Module) -> None:
             mlp.gate_proj = nn.Linear(model.config.hidden_size, width, bias=bias)
             mlp.up_proj = nn.Linear(model.config.hidden_size, width, bias=bias)
             mlp.down_proj = nn.Linear(width, model.config.hidden_size, bias=bias)
-    model._can_record_outputs = {"hidden_states": type(model.layers[0]), "attentions": TailoredAttention}
+    recorded: Any = {"hidden_states": type(model.layers[0]), "attentions": TailoredAttention}
+    model._can_record_outputs = recorded
 
 
 class _Decoder:
@@ -154,7 +155,7 @@ class _Decoder:
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)  # type: ignore[call-arg]
-        _tailor(self)  # type: ignore[arg-type]
+        _tailor(self)
 
 
 class _DecoderWithHead:
@@ -169,7 +170,7 @@ class HeadwiseLlamaConfig(LlamaConfig):
     """Llama with sizes per layer: `headwise["layers"][i]` holds them."""
 
     model_type = "headwise_llama"
-    headwise: dict | None = None
+    headwise: dict[str, Any] | None = None
 
 
 class HeadwiseLlamaModel(_Decoder, LlamaModel):
@@ -188,7 +189,7 @@ class HeadwiseMistralConfig(MistralConfig):
     """Mistral with sizes per layer."""
 
     model_type = "headwise_mistral"
-    headwise: dict | None = None
+    headwise: dict[str, Any] | None = None
 
 
 class HeadwiseMistralModel(_Decoder, MistralModel):
@@ -207,7 +208,7 @@ class HeadwiseQwen2Config(Qwen2Config):
     """Qwen2 with sizes per layer."""
 
     model_type = "headwise_qwen2"
-    headwise: dict | None = None
+    headwise: dict[str, Any] | None = None
 
 
 class HeadwiseQwen2Model(_Decoder, Qwen2Model):
@@ -222,7 +223,7 @@ class HeadwiseQwen2ForCausalLM(_DecoderWithHead, Qwen2ForCausalLM):
     config_class = HeadwiseQwen2Config
 
 
-CLASSES: dict[str, tuple[type, type, type]] = {  # stock model_type -> configuration, bare decoder, with head
+CLASSES: dict[str, tuple[Any, Any, Any]] = {  # stock model_type -> configuration, bare decoder, with head
     "llama": (HeadwiseLlamaConfig, HeadwiseLlamaModel, HeadwiseLlamaForCausalLM),
     "mistral": (HeadwiseMistralConfig, HeadwiseMistralModel, HeadwiseMistralForCausalLM),
     "qwen2": (HeadwiseQwen2Config, HeadwiseQwen2Model, HeadwiseQwen2ForCausalLM),

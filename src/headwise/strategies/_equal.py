@@ -49,7 +49,7 @@ def best_equal(
         if affordable(budgets, model) and (best is None or rank < best[:2]):
             best = (*rank, layers)
     if best is None and float("inf") in smallest:
-        raise PlanError("no equal sizes are legal for every layer of this model; use --strategy exact and no --portable.")
+        raise PlanError("no equal sizes are legal in every layer; use --strategy exact and no --portable.")
     if best is None:
         raise refuse(source, budgets, smallest, allow)
     return best[2], best[0]

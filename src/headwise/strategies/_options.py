@@ -30,6 +30,16 @@ class LayerMenu:
     mlp: tuple[Choice, ...]
 
 
+def ways(readings: Readings) -> tuple[str, ...]:
+    """The query/key curves that may compete: rotary pairs only where they were priced by the same probe.
+
+    A measured price beside a merely predicted one would favour whichever probe is the more hopeful.
+    """
+    projected, pairs = (readings.curve(f"damage.{name}") for name in ("qk_projected", "qk_pairs"))
+    comparable = projected is None or pairs is None or projected.probe == pairs.probe
+    return ("qk_projected", "qk_pairs") if comparable else ("qk_projected",)
+
+
 def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str]) -> list[LayerMenu]:
     """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs."""
     allowed, ways = set(allow), tuple(ways)

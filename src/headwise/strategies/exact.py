@@ -4,10 +4,10 @@ A binary variable picks one head count per layer; under each head count one pick
 size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately.
 
 Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
-multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and says
-of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
-cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes,
-not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
+multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and
+says of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
+cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by
+nodes, not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array, hstack
 
 from headwise import budgets as prices
-from headwise.strategies._options import Choice, LayerMenu, finish, menus, refuse, with_choices
+from headwise.strategies._options import Choice, LayerMenu, finish, menus, refuse, ways, with_choices
 from headwise.types import Budget, LayerShape, ModelShape, Plan, Point, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
-WAYS = ("qk_projected", "qk_pairs")
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_POINTS = 12
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
@@ -41,7 +40,7 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The plan of least predicted damage that meets every budget."""
-    offered = menus(source, readings, allow, WAYS)
+    offered = menus(source, readings, allow, ways(readings))
     program = build(source, offered, budgets)
     full = np.array([prices.price(budget, source) for budget in budgets])
     fixed = full - [sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets]
@@ -235,7 +234,7 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
 
 
 def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:
-    """The best selection among the columns `keep` and the least damage that any could have; None where there is none."""
+    """The best selection among the columns `keep` and the least damage that any has; None where there is none."""
     matrix, sides = _rows(program, keep)
     damage, price = program.damage[keep], program.price[:, keep]
     unit = np.abs(price).max(axis=1, initial=1e-30) / SCALE

@@ -1,4 +1,4 @@
-"""One size for all layers and one set of rotary pairs: an ordinary architecture that stock code loads (`--portable`)."""
+"""One size for all layers and one set of rotary pairs: an ordinary model that stock code loads (`--portable`)."""
 
 from __future__ import annotations
 

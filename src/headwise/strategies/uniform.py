@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headwise.strategies._equal import best_equal
-from headwise.strategies._options import finish, menus
+from headwise.strategies._options import finish, menus, ways
 from headwise.types import Budget, ModelShape, Plan, Readings
 
 NAME = "uniform"
@@ -14,6 +14,6 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The best plan among those that treat all layers alike."""
-    offered = menus(source, readings, allow, ("qk_projected", "qk_pairs"))
+    offered = menus(source, readings, allow, ways(readings))
     layers, damage = best_equal(source, offered, budgets, allow)
     return finish(source, readings, layers, damage, NAME, budgets, seed)

@@ -17,7 +17,7 @@ VERSION = 1  # of every JSON file that Headwise writes; raised when an old reade
 
 
 class Record:
-    """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file says what it holds and its version."""
+    """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file names its kind and version."""
 
     __slots__ = ()
 
@@ -48,7 +48,9 @@ class Record:
             raise PlanError(f"{path} does not hold a {cls.__name__}; give the file that headwise wrote.")
         version = data.pop("version", None)
         if not isinstance(version, int) or version > VERSION:
-            raise PlanError(f"{path} has format version {version}, this headwise reads up to {VERSION}; upgrade headwise.")
+            raise PlanError(
+                f"{path} has format version {version}, this headwise reads up to {VERSION}; upgrade headwise."
+            )
         return cls.from_json(data, Path(path).name)
 
 

@@ -76,13 +76,17 @@ class Plan(Record):
 def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep) -> None:
     for name in LayerShape.__slots__:
         if getattr(new, name) > getattr(old, name):
-            raise PlanError(f"{where}: {name} grows from {getattr(old, name)} to {getattr(new, name)}; plans only shrink.")
+            raise PlanError(
+                f"{where}: {name} grows from {getattr(old, name)} to {getattr(new, name)}; plans only shrink."
+            )
     _check_indices(where, "query_heads", keep.query_heads, old.query_heads, new.query_heads)
     _check_indices(where, "kv_heads", keep.kv_heads, old.kv_heads, new.kv_heads)
     _check_indices(where, "mlp_channels", keep.mlp_channels, old.mlp_width, new.mlp_width)
     if keep.rotary_pairs is not None:
         if len(keep.rotary_pairs) != new.kv_heads:
-            raise PlanError(f"{where}: keep.rotary_pairs has {len(keep.rotary_pairs)} lists for {new.kv_heads} kv_heads.")
+            raise PlanError(
+                f"{where}: keep.rotary_pairs has {len(keep.rotary_pairs)} lists for {new.kv_heads} kv_heads."
+            )
         for pairs in keep.rotary_pairs:
             _check_indices(where, "rotary_pairs", pairs, old.qk_width // 2, new.qk_width // 2)
     elif new.qk_width != old.qk_width:
@@ -92,7 +96,9 @@ def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep) 
 def _check_indices(where: str, name: str, kept: tuple[int, ...] | None, before: int, after: int) -> None:
     if kept is None:
         if before != after:
-            raise PlanError(f"{where}: {name} falls from {before} to {after} but keep.{name} is missing; allocate again.")
+            raise PlanError(
+                f"{where}: {name} falls from {before} to {after} but keep.{name} is missing; allocate again."
+            )
         return
     if len(kept) != after or len(set(kept)) != after or not all(0 <= index < before for index in kept):
         raise PlanError(f"{where}: keep.{name} must name {after} different indices below {before}.")

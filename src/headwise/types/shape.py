@@ -34,7 +34,9 @@ class LayerShape(Record):
         if self.qk_dim == 0 or self.v_dim == 0:
             raise ShapeError("qk_dim and v_dim must be at least 1 where there are heads; set query_heads to 0 instead.")
         if self.qk_dim > self.qk_width:
-            raise ShapeError(f"qk_dim {self.qk_dim} is larger than qk_width {self.qk_width}; a projection only shrinks.")
+            raise ShapeError(
+                f"qk_dim {self.qk_dim} is larger than qk_width {self.qk_width}; a projection only shrinks."
+            )
 
     @property
     def queries_per_group(self) -> int:

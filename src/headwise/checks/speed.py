@@ -13,7 +13,9 @@ from torch import nn
 
 
 @torch.no_grad()
-def measure(source: nn.Module, cut: nn.Module, prompt: int = 256, steps: int = 24, repeats: int = 3) -> dict[str, float]:
+def measure(
+    source: nn.Module, cut: nn.Module, prompt: int = 256, steps: int = 24, repeats: int = 3
+) -> dict[str, float]:
     """Median milliseconds per token of prefill and decode; the models take turns, so that both see the same machine."""
     times: dict[str, list[float]] = {}
     limit = int(source.config.max_position_embeddings)

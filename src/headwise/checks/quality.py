@@ -85,14 +85,18 @@ def compare(
 
 
 @torch.no_grad()
-def samples(source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3) -> tuple[Sample, ...]:
+def samples(
+    source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
+) -> tuple[Sample, ...]:
     """The same beginnings of held-out text, continued greedily by both models."""
     out = []
     step = max(1, len(tokens) // count)
     for row in tokens[::step][:count]:
         prompt = row[: min(32, len(row) // 2)].unsqueeze(0).to(source.device)
         texts = [
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0)
+            model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
+            )
             for model in (source, cut)
         ]
         decode = tokenizer.decode  # type: ignore[attr-defined]

@@ -61,6 +61,8 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
             shutil.rmtree(folder)
         os.replace(temporary, folder)
     except OSError as error:
-        raise OutputError(f"{folder} cannot be written ({error.strerror or error}); free some space or choose another --out.") from None
+        raise OutputError(
+            f"{folder} cannot be written ({error.strerror or error}); free some space or choose another --out."
+        ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from headwise.cuts._heads import Tensors, rows_of
 from headwise.linalg import balanced, value_basis
-from headwise.reshape._heads import Tensors, rows_of
 from headwise.types import LayerShape
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from headwise.cuts._heads import Tensors
 from headwise.linalg import ridge
-from headwise.reshape._heads import Tensors
 
 
-def keep_channels(tensors: Tensors, channels: tuple[int, ...], gram: torch.Tensor | None, strength: float = 1e-3) -> Tensors:
+def keep_channels(
+    tensors: Tensors, channels: tuple[int, ...], gram: torch.Tensor | None, strength: float = 1e-3
+) -> Tensors:
     """The same layer with only the named channels; with their second moments the down projection absorbs the rest."""
     out, kept = dict(tensors), list(channels)
     for name in ("gate", "up"):

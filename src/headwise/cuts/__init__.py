@@ -8,11 +8,11 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from headwise.cuts._dims import cut_values, keep_pairs, pair_columns, project
+from headwise.cuts._heads import Tensors, keep_heads
+from headwise.cuts._mlp import keep_channels
+from headwise.cuts._save import save, write_folder
 from headwise.errors import PlanError
-from headwise.reshape._dims import cut_values, keep_pairs, pair_columns, project
-from headwise.reshape._heads import Tensors, keep_heads
-from headwise.reshape._mlp import keep_channels
-from headwise.reshape._save import save, write_folder
 from headwise.types import LayerKeep, LayerShape, Plan
 
 __all__ = ["Moments", "cut_layer", "reshape", "reshape_layer", "save", "write_folder"]
@@ -28,7 +28,9 @@ def reshape(family: ModuleType, model: nn.Module, plan: Plan, moments: list[Mome
     tensors = family.state_of(model)
     for index, target in enumerate(plan.target.layers):
         layer = family.take_layer(tensors, index)
-        family.put_layer(tensors, index, cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index]))
+        family.put_layer(
+            tensors, index, cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index])
+        )
     return family.build(model, plan.target.layers, tensors)
 
 
