@@ -196,7 +196,11 @@ def test_text_of_any_kind_calibrates(folder, tmp_path):
     for source in (str(lines), "self"):
         settings = Settings(model=str(folder), data=source, tokens=512, eval_tokens=128, length=32, device="cpu")
         bench = pipeline.workbench(settings)
-        assert bench.calibration.shape == (16, 32) and bench.evaluation.shape == (4, 32)
+        assert (
+            bench.calibration.shape == (14, 32)
+            and bench.rehearsal.shape == (2, 32)
+            and bench.evaluation.shape == (4, 32)
+        )
 
 
 def test_a_datasets_folder_calibrates(folder, tmp_path):
@@ -207,7 +211,7 @@ def test_a_datasets_folder_calibrates(folder, tmp_path):
     settings = Settings(
         model=str(folder), data=str(tmp_path / "set"), tokens=512, eval_tokens=128, length=32, device="cpu"
     )
-    assert len(pipeline.workbench(settings).calibration) == 16
+    assert len(pipeline.workbench(settings).calibration) == 14
 
 
 def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):

@@ -19,7 +19,9 @@ from headwise.errors import DataError
 
 SEPARATOR = "<|endoftext|>"
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-MEANING = "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib' or 'self'"
+MEANING = (
+    "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
+)
 
 
 def documents(source: str, seed: int = 0) -> Iterator[str]:
@@ -110,7 +112,7 @@ def blocks_of(
 
 
 @torch.no_grad()
-def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 32) -> torch.Tensor:
+def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 128) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
     start = model.config.bos_token_id
     start = start if isinstance(start, int) else 0

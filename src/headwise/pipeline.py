@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,6 +37,7 @@ class Workbench(NamedTuple):
     source: nn.Module
     tokenizer: Any
     calibration: torch.Tensor
+    rehearsal: torch.Tensor  # of the calibration's source, kept from every fit: predicts the damage before evaluation
     evaluation: torch.Tensor
     described: str
 
@@ -71,6 +73,9 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
 
     def read(name: str, count: int, seed: int) -> torch.Tensor:
+        if name.endswith("+self"):  # what there is, topped up by the model's own text
+            own = read(name.removesuffix("+self"), count, seed)
+            return torch.cat((own, read("self", count - len(own), seed))) if len(own) < count else own
         if name == "self":
             return data.written_by(model, count, length, seed)
         return data.blocks_of(data.documents(name, settings.seed), tokenizer, length, count, name)
@@ -88,7 +93,9 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         split = max(1, len(both) * wanted[0] // sum(wanted))
         calibration, evaluation = both[:split], both[split:]
         described = f"held out from {source}"
-    return Workbench(family, family.tailor(model), tokenizer, calibration, evaluation, described)
+    rest = max(1, len(calibration) * 7 // 8)
+    rehearsal = calibration[rest:] if rest < len(calibration) else calibration
+    return Workbench(family, family.tailor(model), tokenizer, calibration[:rest], rehearsal, evaluation, described)
 
 
 def probe(
@@ -176,6 +183,7 @@ class Fitted(NamedTuple):
     model: nn.Module
     plan: Plan
     healings: list[dict[str, Any]]
+    rehearsed: dict[str, float]  # damage on text of the calibration's kind that nothing was fitted to
 
 
 def fit(
@@ -210,7 +218,8 @@ def fit(
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    return Fitted(model, total, healings)
+    rehearsed = quality.compare(bench.family, bench.source, model, bench.rehearsal).damage(settings.seed)
+    return Fitted(model, total, healings, {name.replace("measured", "rehearsed"): v for name, v in rehearsed.items()})
 
 
 def build(
@@ -224,8 +233,8 @@ def build(
     fitted = fit(settings, bench, look, plan, track)
     if plan is None:
         folder.write_plan(fitted.plan)
-    if fitted.healings:
-        folder.write_json(folder.heal_file, {**fitted.healings[-1], "rounds": fitted.healings[:-1]})
+    last = fitted.healings[-1] if fitted.healings else {"method": "none"}
+    folder.write_json(folder.heal_file, {**last, **fitted.rehearsed, "rounds": fitted.healings[:-1]})
     with families.quietly():
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
@@ -255,7 +264,11 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
             "kv_bytes_per_token_after": exactness.cache_bytes_per_token(cut, source_shape.element_bytes),
         },
         speed=speed.measure(bench.source, cut),
-        damage={"predicted": plan.predicted_damage, **found.damage(settings.seed)},
+        damage={
+            "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
+            "sum_of_prices": plan.predicted_damage,
+            **found.damage(settings.seed),
+        },
         checks=tuple(checks),
         samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation),
         evaluation=bench.described,

@@ -1,8 +1,8 @@
 """Refit in sequence: walk the cut model from the first layer to the last and let each make up for what went before.
 
-At every layer three least-squares problems are solved from moments of the cut model's own activations: the projections
-of queries and keys, so that logits come out as the source's; the output projection, so that the residual stream after
-attention does; and the down projection, so that the stream after the MLP does.
+At every layer least-squares problems are solved from moments of the cut model's own activations: the projections of
+queries and keys, so that logits come out as the source's; the value directions and the output projection, so that the
+residual stream after attention does; and the down projection, so that the stream after the MLP does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.linalg import balanced, ridge
+from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, silently
 
 NAME = "refit"
@@ -50,20 +50,23 @@ def refit(
     for index in track(range(len(ours)), "refit"):
         worker = _LayerRefit(ours[index], theirs[index], contexts[index], rows, strength)
         worker.queries_and_keys()
+        worker.values()
         gains.append({"attention": worker.output(), "mlp": worker.down()})
     return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
 
 
 class _LayerRefit:
-    """The three refits of one layer; moves both residual streams past it."""
+    """The refits of one layer; moves both residual streams past it."""
 
     def __init__(self, ours: Any, theirs: Any, context: dict[str, Any], rows: list[_Rows], strength: float) -> None:
         self.ours, self.theirs, self.rows, self.strength = ours, theirs, rows, strength
         self.positions = context["position_embeddings"]
         self.context = {k: v for k, v in context.items() if k not in ("position_embeddings", "position_ids")}
 
-    def _heads(self, block: Any, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads: tuple[torch.Tensor, ...] = block.attention.heads(block.attention_norm(stream), self.positions)
+    def _heads(
+        self, block: Any, stream: torch.Tensor, norm: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads: tuple[torch.Tensor, ...] = block.attention.heads((norm or block.attention_norm)(stream), self.positions)
         return heads  # type: ignore[return-value]
 
     def _outputs(self, block: Any, stream: torch.Tensor) -> torch.Tensor:
@@ -92,6 +95,34 @@ class _LayerRefit:
         p_q, p_k, _ = balanced(qq, kk, core)
         ours.q_down_GWK.copy_(p_q[..., : ours.qk_dim])
         ours.k_down_GWK.copy_(p_k[..., : ours.qk_dim])
+
+    def values(self) -> None:
+        """Value directions anew, from the source's values under the cut model's attention, with the output they want.
+
+        The wanted output projection at full width says what each direction is worth; the best directions of every
+        key/value head stay, and their output projection starts as the full one seen through them.
+        """
+        ours, theirs = self.ours.attention, self.theirs.attention
+        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads:
+            return
+        problem = _LeastSquares(theirs.o_proj)
+        for row in self.rows:
+            q, k, _ = self._heads(self.ours, row.cut)
+            v = self._heads(self.theirs, row.cut, self.ours.attention_norm)[2]
+            z = ours.attend(*ours.project(q, k), v, **self.context)[0].flatten(2)
+            wanted = row.source + theirs.o_proj(self._outputs(self.theirs, row.source)) - row.cut
+            problem.add(z, wanted)
+        full = problem.solution(self.strength)
+        heads, width, groups = theirs.query_heads, theirs.v_dim, ours.kv_heads
+        per_head = problem.xx.view(heads, width, heads, width)
+        gram = torch.stack([per_head[h, :, h] for h in range(heads)])
+        p = value_basis(gram, full.mT, groups)[0][..., : ours.v_dim]
+        ours.v_proj.weight.copy_((p.mT @ theirs.v_proj.weight.double().view(groups, width, -1)).flatten(0, 1))
+        if ours.v_proj.bias is not None:
+            ours.v_proj.bias.copy_((p.mT @ theirs.v_proj.bias.double().view(groups, width, 1)).flatten())
+        p_head = p.repeat_interleave(heads // groups, dim=0)
+        readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
+        ours.o_proj.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
 
     def output(self) -> dict[str, float]:
         """Output projection: the stream after attention becomes the source's, as far as it can."""
@@ -141,8 +172,12 @@ class _LeastSquares:
         error = self.yy - 2 * (weight * self.xy).sum() + (weight * (self.xx @ weight)).sum()
         return float(error / max(self.yy, 1e-30))
 
+    def solution(self, strength: float) -> torch.Tensor:
+        """The best weight (inputs, outputs), held near the present one."""
+        return ridge(self.xx, self.xy, self.linear.weight.mT, strength)
+
     def solve(self, strength: float) -> dict[str, float]:
-        before = self.linear.weight.mT.double()
-        after = ridge(self.xx, self.xy, before, strength)
+        """Set the best weight; returns what it gained."""
+        before, after = self.linear.weight.mT.double(), self.solution(strength)
         self.linear.weight.copy_(after.mT)
         return {"error_before": self._error(before), "error_after": self._error(after)}

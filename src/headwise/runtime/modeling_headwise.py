@@ -36,11 +36,11 @@ def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor
 class SoftmaxAttention(nn.Module):
     """Softmax attention by whatever kernel the configuration names. A module of its own, so that hooks can look in."""
 
-    def __init__(self, stock: nn.Module, query_heads: int, kv_heads: int, qk_dim: int, v_dim: int) -> None:
+    def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, stock.layer_idx, True
         self.scaling, self.dropout = stock.scaling, stock.attention_dropout  # the scale of the original dimension
-        self.num_key_value_groups, self.qk_dim, self.v_dim = query_heads // kv_heads, qk_dim, v_dim
+        self.num_key_value_groups = sharing  # query heads that share one key/value head
         self.sliding_window = getattr(stock, "sliding_window", None)
         if stock.config.model_type.endswith("mistral"):
             self.sliding_window = stock.config.sliding_window
@@ -51,8 +51,9 @@ class SoftmaxAttention(nn.Module):
         """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them."""
         name = self.config._attn_implementation
         # The fused CPU kernel wants equal dimensions: zeros at the end of the smaller one change nothing.
-        if name == "sdpa" and q_BHTK.device.type == "cpu" and q_BHTK.shape[2] > 1 and self.qk_dim != self.v_dim:
-            width = max(self.qk_dim, self.v_dim)
+        qk_dim, v_dim = q_BHTK.shape[-1], v_BGTV.shape[-1]
+        if name == "sdpa" and q_BHTK.device.type == "cpu" and q_BHTK.shape[2] > 1 and qk_dim != v_dim:
+            width = max(qk_dim, v_dim)
             q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q_BHTK, k_BGTK, v_BGTV))
         z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)(
             self,
@@ -65,7 +66,7 @@ class SoftmaxAttention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
-        return z_BTHV[..., : self.v_dim], weights
+        return z_BTHV[..., :v_dim], weights
 
 
 class TailoredAttention(nn.Module):
@@ -81,7 +82,7 @@ class TailoredAttention(nn.Module):
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=stock.k_proj.bias is not None)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=stock.v_proj.bias is not None)
         self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=stock.o_proj.bias is not None)
-        self.attend = SoftmaxAttention(stock, self.query_heads, self.kv_heads, self.qk_dim, self.v_dim)
+        self.attend = SoftmaxAttention(stock, self.query_heads // self.kv_heads)
         if self.qk_width < self.head_dim:
             self.register_buffer("pairs_GP", torch.zeros(self.kv_heads, self.qk_width // 2, dtype=torch.long))
         if self.qk_dim < self.qk_width:
