@@ -265,3 +265,23 @@ def test_unknown_models_are_refused_with_the_list():
 
     with pytest.raises(ModelError, match="type 'opt' are not supported. Supported types: llama, mistral, qwen2"):
         families.family_of(OPTConfig())
+
+
+@pytest.mark.parametrize("kind", families.known()[0].MODEL_TYPES)
+def test_a_single_cut_layer_equals_the_layer_of_a_cut_model(kind):
+    from headwise.cuts import reshape_layer
+
+    family = families.known()[0]
+    model = family.tailor(tiny(family, kind, {}))
+    moments = gram.collect(family, model, IDS, mlp=False)
+    plan = random_plan(family, model, 7)
+    layers = list(plan.source.layers)
+    layers[1] = plan.target.layers[1]
+    keep = tuple(plan.keep[1] if index == 1 else LayerKeep() for index in range(len(layers)))
+    want = logits(
+        reshape(family, model, replace(plan, target=plan.target.with_layers(tuple(layers)), keep=keep), moments)
+    )
+    before = logits(model)
+    with family.replaced(model, 1, reshape_layer(family, model, 1, layers[1], keep[1], moments[1])):
+        assert torch.equal(logits(model), want)
+    assert torch.equal(logits(model), before), "the model's own layer is back"

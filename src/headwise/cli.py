@@ -85,7 +85,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Halve the cache of the embedded model, on the source code of your own standard library: under two minutes."""
+    """Cut a quarter of the embedded model's cache, on the source code of your own standard library."""
     from headwise import api
 
     if out is None:
@@ -93,7 +93,7 @@ def demo(
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
     small: dict[str, Any] = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
     with _Bars() as track:
-        dossier = api.run("embedded", "kv=50%", out, track=track, **small)
+        dossier = api.run("embedded", "kv=75%", out, track=track, **small)
     _finish(dossier, out, as_json)
 
 

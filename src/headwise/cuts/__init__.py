@@ -37,13 +37,10 @@ def reshape(family: ModuleType, model: nn.Module, plan: Plan, moments: list[Mome
 def reshape_layer(
     family: ModuleType, model: nn.Module, index: int, target: LayerShape, keep: LayerKeep, moments: Moments
 ) -> nn.Module:
-    """The model with one layer cut; all other tensors are shared with `model`, so this is cheap."""
-    shapes = list(family.shape_of(model.config).layers)
-    tensors = family.state_of(model, clone=False)
-    layer = family.take_layer(tensors, index)
-    family.put_layer(tensors, index, cut_layer(layer, shapes[index], target, keep, moments))
-    shapes[index] = target
-    return family.build(model, tuple(shapes), tensors)
+    """One layer of the model, cut."""
+    layer = family.take_layer(family.state_of(model, clone=False), index)
+    shape = family.shape_of(model.config).layers[index]
+    return family.build_layer(model, index, target, cut_layer(layer, shape, target, keep, moments))
 
 
 def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments) -> Tensors:

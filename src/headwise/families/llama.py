@@ -211,11 +211,23 @@ def run_layer(model: nn.Module, index: int, stream: torch.Tensor, context: dict[
     return out
 
 
+def build_layer(model: nn.Module, index: int, shape: LayerShape, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
+    layer = copy.deepcopy(model.model.layers[index])
+    with torch.device("meta"):
+        layer.self_attn = TailoredAttention(model.model.layers[index].self_attn, shape.to_json())
+        for name in ("gate", "up", "down"):
+            rows, columns = tensors[f"{name}.weight"].shape
+            setattr(layer.mlp, f"{name}_proj", nn.Linear(columns, rows, bias=f"{name}.bias" in tensors))
+    layer.load_state_dict({TENSORS[name]: tensor for name, tensor in tensors.items()}, assign=True, strict=False)
+    return layer.train(model.training)
+
+
 @contextmanager
-def replaced(model: nn.Module, index: int, other: nn.Module) -> Iterator[None]:
-    """Borrow layer `index` of another model; the model's own layer is put back in any case."""
+def replaced(model: nn.Module, index: int, layer: nn.Module) -> Iterator[None]:
+    """Put another layer in a layer's place; the model's own is put back in any case."""
     own = model.model.layers[index]
-    model.model.layers[index] = other.model.layers[index]
+    model.model.layers[index] = layer
     try:
         yield
     finally:

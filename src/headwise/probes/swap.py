@@ -17,7 +17,7 @@ from headwise.probes._watch import Track, batches, silently
 from headwise.types import LayerShape, Reading
 
 NAME = "swap"
-Cut = Callable[[int, LayerShape], nn.Module]  # the model with one layer cut
+Cut = Callable[[int, LayerShape], nn.Module]  # a layer, cut
 
 
 class Swapper:
@@ -42,10 +42,10 @@ class Swapper:
             self.reference.append(self.family.logits(self.model, stream).log_softmax(-1))
 
     @torch.no_grad()
-    def damage(self, layer: int, other: nn.Module) -> tuple[float, float]:
-        """Mean KL in nats per token with one layer taken from `other`, and its standard error over sequences."""
+    def damage(self, layer: int, option: nn.Module) -> tuple[float, float]:
+        """Mean KL in nats per token with one layer replaced by `option`, and its standard error over sequences."""
         rows = []
-        with self.family.replaced(self.model, layer, other):
+        with self.family.replaced(self.model, layer, option):
             for seen, reference in zip(self.streams, self.reference, strict=True):
                 stream = seen[layer]
                 for index in range(layer, len(self.contexts)):
@@ -79,8 +79,8 @@ def measure(
     ]
     found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
     for reading, layer, size in track(jobs, "measured damage"):
-        other = cut(layer, options[reading.kind](shapes[layer], size))
-        found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, other)
+        option = cut(layer, options[reading.kind](shapes[layer], size))
+        found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
     return [_corrected(reading, found, tokens.numel(), seed) for reading in predicted if reading.kind in options]
 
 

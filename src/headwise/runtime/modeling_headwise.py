@@ -39,10 +39,10 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, stock.layer_idx, True
-        self.scaling, self.dropout = stock.scaling, stock.attention_dropout  # the scale of the original dimension
+        self.scaling, self.attention_dropout = stock.scaling, stock.attention_dropout  # the scale stays the original's
         self.num_key_value_groups = sharing  # query heads that share one key/value head
         self.sliding_window = getattr(stock, "sliding_window", None)
-        if stock.config.model_type.endswith("mistral"):
+        if stock.config.model_type.endswith("mistral"):  # stock Mistral keeps it in the configuration alone
             self.sliding_window = stock.config.sliding_window
 
     def forward(
@@ -61,7 +61,7 @@ class SoftmaxAttention(nn.Module):
             k_BGTK,
             v_BGTV,
             attention_mask,
-            dropout=self.dropout if self.training else 0.0,
+            dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **kwargs,
@@ -70,19 +70,22 @@ class SoftmaxAttention(nn.Module):
 
 
 class TailoredAttention(nn.Module):
-    """Attention with rotary positions and its own sizes; a drop-in for the stock attention of a decoder layer."""
+    """Attention with rotary positions and its own sizes; a drop-in for the stock attention of a decoder layer.
+
+    `stock` is the attention that it replaces, stock or tailored: everything but the sizes is taken from there.
+    """
 
     def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
         super().__init__()
         self.layer_idx, self.head_dim = stock.layer_idx, stock.head_dim
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
-        hidden = stock.config.hidden_size
+        hidden = stock.q_proj.in_features
         self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=stock.q_proj.bias is not None)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=stock.k_proj.bias is not None)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=stock.v_proj.bias is not None)
         self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=stock.o_proj.bias is not None)
-        self.attend = SoftmaxAttention(stock, self.query_heads // self.kv_heads)
+        self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
         if self.qk_width < self.head_dim:
             self.register_buffer("pairs_GP", torch.zeros(self.kv_heads, self.qk_width // 2, dtype=torch.long))
         if self.qk_dim < self.qk_width:

@@ -1,0 +1,101 @@
+"""Writes the README's table and picture from committed results, so that no figure is typed by hand.
+
+python benchmarks/tables.py          # rewrite README.md and docs/allocation.svg
+python benchmarks/tables.py --check  # exit 1 if they are not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+MODELS = {  # result file -> how the README calls the model
+    "quality-embedded.json": "embedded (6.6M, Python code)",
+    "quality-stories15M.json": "stories15M (TinyStories)",
+    "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
+    "quality-smollm2-shifted.json": "the same, calibrated on another kind of text",
+}
+METHODS = ["published", "uniform + refit", "exact", "exact + refit", "exact + refit, 3 rounds"]
+START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
+
+
+def results() -> dict[str, dict[str, Any]]:
+    """The committed results, by the name of their model."""
+    return {
+        name: json.loads((RESULTS / file).read_text()) for file, name in MODELS.items() if (RESULTS / file).exists()
+    }
+
+
+def table() -> str:
+    """Increase of perplexity per model, budget and method, with half the width of the 95% interval."""
+    lines = [
+        f"| model, KV cache kept | {' | '.join(METHODS)} |",
+        f"| --- |{' --- |' * len(METHODS)}",
+    ]
+    notes = []
+    for name, result in results().items():
+        for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
+            rows = {row["method"]: row for row in result["rows"] if row["budget"] == budget}
+            cells = [_cell(rows[method]) if method in rows else "" for method in METHODS]
+            lines.append(f"| {name}, {budget.removeprefix('kv=')} | {' | '.join(cells)} |")
+        notes.append(
+            f"{name}: {result['evaluation_tokens']:,} evaluation tokens, perplexity {result['perplexity_before']:.2f} "
+            f"before, {result['calibration_tokens']:,} calibration tokens, {result['hardware']}, {result['date']}."
+        )
+    return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
+
+
+def _cell(row: dict[str, Any]) -> str:
+    change = math.expm1(row["measured"]) * 100
+    half = (math.expm1(row["measured_high"]) - math.expm1(row["measured_low"])) * 50
+    return f"+{change:.1f}% ± {half:.1f}"
+
+
+def picture() -> str:
+    """Key and value dimensions per layer of the embedded model at 75%: what stays of the 64 that each layer had."""
+    rows = results()[MODELS["quality-embedded.json"]]["rows"]
+    sizes = next(r["sizes"] for r in rows if r["method"] == "exact + refit" and r["budget"] == "kv=75%")
+    parts = []
+    for layer, (_, qk_dim, v_dim) in enumerate(sizes):
+        y = 46 + 24 * layer
+        parts.append(f'<text x="8" y="{y + 13}">layer {layer}</text>')
+        for x, kept, colour in ((80, qk_dim, "#0b62a8"), (400, v_dim, "#d98b00")):
+            parts.append(f'<rect x="{x}" y="{y}" width="256" height="16" fill="#d9dce1"/>')
+            parts.append(f'<rect x="{x}" y="{y}" width="{4 * kept}" height="16" fill="{colour}"/>')
+            parts.append(f'<text x="{x + 262}" y="{y + 13}">{kept}</text>')
+    height = 54 + 24 * len(sizes)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="720" height="{height}" viewBox="0 0 720 {height}" role="img" '
+        'font-family="system-ui, sans-serif" font-size="13" fill="#333">'
+        "<title>What the solver keeps of every layer at 75% of the cache</title>"
+        f'<rect width="720" height="{height}" fill="#fff"/>'
+        '<text x="80" y="28" font-weight="bold">query/key dimensions kept of 64</text>'
+        '<text x="400" y="28" font-weight="bold">value dimensions kept of 64</text>'
+        f"{''.join(parts)}</svg>\n"
+    )
+
+
+def main() -> None:
+    """Rewrite or check."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    check = parser.parse_args().check
+    readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
+    old = readme.read_text()
+    new = f"{old.partition(START)[0]}{START}\n\n{table()}\n\n{END}{old.partition(END)[2]}"
+    if check:
+        sys.exit(0 if new == old and drawing.read_text() == picture() else "README.md or docs/allocation.svg is stale")
+    readme.write_text(new)
+    drawing.parent.mkdir(exist_ok=True)
+    drawing.write_text(picture())
+    print(table())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Makes the benchmarks' calibration and evaluation texts from a folder of public data sets.
+
+    python benchmarks/texts.py DATA OUT
+
+DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, novels), `glue/` and `zero-shot/`. Written:
+`wikitext-eval.txt` (the second half of WikiText-2's articles), `mix.txt` (the first half among seven kinds of text),
+`prose.txt` (novels and reviews only: another kind of text than the evaluation's), `stories-cal.txt` and
+`stories-eval.txt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bz2
+import lzma
+import random
+import re
+import sysconfig
+from pathlib import Path
+
+END = "<|endoftext|>"
+CHARACTERS = {  # of each kind in the mix
+    "wiki": 400_000, "novels": 250_000, "reviews": 250_000, "news": 300_000, "howto": 250_000, "stories": 60_000,
+    "code": 120_000,
+}  # fmt: skip
+
+
+def unpacked(path: Path) -> str:
+    """The text of an xz file."""
+    return lzma.decompress(path.read_bytes()).decode()
+
+
+def chunks(text: str, size: int) -> list[str]:
+    """A long text in pieces."""
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+def columns(path: Path, wanted: list[int]) -> list[str]:
+    """The longer sentences of some columns of a tab-separated file."""
+    rows = [line.split("\t") for line in path.read_text(errors="replace").split("\n")[1:]]
+    return [row[c] for row in rows for c in wanted if c < len(row) and len(row[c]) > 40]
+
+
+def howto(path: Path) -> list[str]:
+    """HellaSwag contexts with their right ending: six lines an item (context, label, four endings)."""
+    lines = bz2.decompress(path.read_bytes()).decode().split("\n")
+    items = [lines[i : i + 6] for i in range(0, len(lines) - 5, 6)]
+    return [f"{item[0]} {item[2 + int(item[1])]}" for item in items if item[1].isdigit()]
+
+
+def grouped(sentences: list[str], count: int) -> list[str]:
+    """Short texts put together into longer ones."""
+    return ["\n".join(sentences[i : i + count]) for i in range(0, len(sentences), count)]
+
+
+def stories(path: Path) -> list[str]:
+    """Stories with single newlines, as the stories models were trained."""
+    return [story.strip().replace("\n\n", "\n") for story in path.read_text().split(END)]
+
+
+def kinds(data: Path, articles: list[str], tales: list[str]) -> dict[str, list[str]]:
+    """The documents of every kind of text."""
+    reviews = unpacked(data / "text" / "imdb-reviews.txt.xz")[:30_000_000].split("\n")
+    news = columns(data / "glue" / "RTE" / "train.tsv", [1]) + columns(data / "glue" / "MRPC" / "train.tsv", [3, 4])
+    news += columns(data / "glue" / "STS-B" / "train.tsv", [7, 8])
+    library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return {
+        "wiki": articles,
+        "novels": chunks(unpacked(data / "text" / "gutenberg-24-novels.txt.xz"), 6000),
+        "reviews": ["\n\n".join(reviews[i : i + 5]) for i in range(0, len(reviews) - 5, 200)],
+        "news": grouped(news, 30),
+        "howto": grouped(howto(data / "zero-shot" / "hellaswag_val_full.txt.bz2"), 20),
+        "stories": tales,
+        "code": [path.read_text(errors="replace")[:6000] for path in library],
+    }
+
+
+def main() -> None:
+    """Write the five texts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    data, out = parser.parse_args().data, parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    draw = random.Random(0)
+    articles = re.split(r"\n(?= = [^=]+ = \n)", (data / "text" / "wikitext2-valid.txt").read_text())
+    half = len(articles) // 2
+    tales = stories(data / "text" / "tinystories-sample.txt")
+    most = int(len(tales) * 0.7)
+    found = kinds(data, articles[:half], tales[:most])
+    mixed = []
+    for kind, documents in found.items():
+        draw.shuffle(documents)
+        size = 0
+        for document in documents:
+            if size >= CHARACTERS[kind]:
+                break
+            mixed.append(document)
+            size += len(document)
+    draw.shuffle(mixed)
+    prose = [text for pair in zip(found["novels"], found["reviews"], strict=False) for text in pair]
+    written = {
+        "wikitext-eval": articles[half:], "mix": mixed, "prose": prose[:400], "stories-cal": tales[:most],
+        "stories-eval": tales[most:],
+    }  # fmt: skip
+    for name, documents in written.items():
+        (out / f"{name}.txt").write_text(END.join(documents))
+        print(f"{name}: {len(documents)} documents, {sum(map(len, documents)):,} characters")
+
+
+if __name__ == "__main__":
+    main()
