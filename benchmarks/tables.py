@@ -19,9 +19,8 @@ MODELS = {  # result file -> how the README calls the model
     "quality-embedded.json": "embedded (6.6M, Python code)",
     "quality-stories15M.json": "stories15M (TinyStories)",
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
-    "quality-smollm2-shifted.json": "the same, calibrated on another kind of text",
 }
-METHODS = ["published", "uniform + refit", "exact", "exact + refit", "exact + refit, 3 rounds"]
+METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
 START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
 
 

@@ -214,6 +214,16 @@ def test_a_datasets_folder_calibrates(folder, tmp_path):
     assert len(pipeline.workbench(settings).calibration) == 14
 
 
+def test_probing_leaves_the_model_as_it_was(folder):
+    settings = Settings(str(folder), ("kv=75%",), data="stdlib", tokens=512, swap_tokens=64, length=32, device="cpu")
+    bench = pipeline.workbench(settings)
+    before = {name: tensor.clone() for name, tensor in bench.source.state_dict().items()}
+    pipeline.probe(settings, bench, bench.source)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bench.source.state_dict().items())
+    assert all(p.requires_grad for p in bench.source.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.source.modules()), "no hook stays behind"
+
+
 def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):
     assert call("run", folder, *RUN, "--out", tmp_path / "twin") == 0
     assert (tmp_path / "twin" / "plan.json").read_bytes() == (finished / "plan.json").read_bytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -254,8 +255,18 @@ class _Bars:
         self.progress.stop()
 
 
+def _keep_stdout_clean() -> None:
+    """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)
+
+
 def main() -> None:
     """Entry point: input errors end in one line and code 2, an interrupt in 130."""
+    _keep_stdout_clean()
     try:
         app()
     except HeadwiseError as error:

@@ -20,7 +20,7 @@ from headwise.checks import exactness, quality, speed
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
-from headwise.heal.refit import refit
+from headwise.heal.refit import LayerHealer, refit
 from headwise.probes import gram, sensitivity, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
@@ -112,10 +112,15 @@ def probe(
         rows = max(2, settings.swap_tokens // bench.calibration.shape[1])
         few = bench.calibration[:: max(1, len(bench.calibration) // rows)][:rows]
         shapes = family.shape_of(model.config).layers
+        healer = None
+        if settings.heal == "refit":  # on other rows than those that are measured
+            rest = bench.calibration[1 :: max(1, len(bench.calibration) // (2 * rows))][: 2 * rows]
+            healer = LayerHealer(family, model, rest if len(rest) else bench.calibration)
 
         def cut(index: int, target: LayerShape) -> nn.Module:
             keep = keep_for(shapes[index], target, orders[index])
-            return reshape_layer(family, model, index, target, keep, moments[index])
+            layer = reshape_layer(family, model, index, target, keep, moments[index])
+            return layer if healer is None else healer.heal(index, layer)
 
         curves += swap.measure(family, model, few, curves, _swaps(settings), cut, settings.seed, track)
     readings = Readings(

@@ -125,20 +125,22 @@ def tailor(model: nn.Module) -> nn.Module:
     return build(model, shape_of(model.config).layers, state_of(model))
 
 
+def block(layer: nn.Module) -> Block:
+    """The parts of one layer of a tailored model."""
+    return Block(
+        attention=layer.self_attn,
+        gate=layer.mlp.gate_proj,
+        up=layer.mlp.up_proj,
+        down=layer.mlp.down_proj,
+        attention_norm=layer.input_layernorm,
+        mlp_norm=layer.post_attention_layernorm,
+        activation=layer.mlp.act_fn,
+    )
+
+
 def blocks(model: nn.Module) -> list[Block]:
     """The layers of a tailored model."""
-    return [
-        Block(
-            attention=layer.self_attn,
-            gate=layer.mlp.gate_proj,
-            up=layer.mlp.up_proj,
-            down=layer.mlp.down_proj,
-            attention_norm=layer.input_layernorm,
-            mlp_norm=layer.post_attention_layernorm,
-            activation=layer.mlp.act_fn,
-        )
-        for layer in model.model.layers
-    ]
+    return [block(layer) for layer in model.model.layers]
 
 
 TENSORS = {  # our name of a layer's tensor -> where it is below the layer
@@ -219,7 +221,8 @@ def build_layer(model: nn.Module, index: int, shape: LayerShape, tensors: dict[s
         for name in ("gate", "up", "down"):
             rows, columns = tensors[f"{name}.weight"].shape
             setattr(layer.mlp, f"{name}_proj", nn.Linear(columns, rows, bias=f"{name}.bias" in tensors))
-    layer.load_state_dict({TENSORS[name]: tensor for name, tensor in tensors.items()}, assign=True, strict=False)
+    copies = {TENSORS[name]: tensor.clone() for name, tensor in tensors.items()}  # the model keeps its own
+    layer.load_state_dict(copies, assign=True, strict=False)
     return layer.train(model.training)
 
 

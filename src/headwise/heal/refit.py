@@ -55,6 +55,36 @@ def refit(
     return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
 
 
+class LayerHealer:
+    """Heals single cut layers among whole ones, so that an option can be priced as it will end up.
+
+    An uneven cut looks cheaper than it is before healing: what one layer lost whole, no refit brings back.
+    """
+
+    def __init__(self, family: ModuleType, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
+        self.family, self.strength = family, strength
+        self.whole = family.blocks(model)
+        self.contexts = family.layer_contexts(model, tokens[:1].to(model.device))
+        self.streams: list[list[torch.Tensor]] = [[] for _ in self.whole]
+        with torch.no_grad():
+            for part in batches(tokens):
+                stream = family.embed(model, part.to(model.device))
+                for index, context in enumerate(self.contexts):
+                    self.streams[index].append(stream)
+                    stream = family.run_layer(model, index, stream, context)
+
+    @torch.no_grad()
+    def heal(self, index: int, layer: nn.Module) -> nn.Module:
+        """The layer with values, output and down projection refitted; changes and returns `layer`."""
+        rows = [_Rows(stream, stream) for stream in self.streams[index]]
+        ours = self.family.block(layer)
+        worker = _LayerRefit(ours, self.whole[index], self.contexts[index], rows, self.strength)
+        worker.values()
+        worker.output()
+        worker.down()
+        return layer
+
+
 class _LayerRefit:
     """The refits of one layer; moves both residual streams past it."""
 
