@@ -215,7 +215,7 @@ def run_layer(model: nn.Module, index: int, stream: torch.Tensor, context: dict[
 
 def build_layer(model: nn.Module, index: int, shape: LayerShape, tensors: dict[str, torch.Tensor]) -> nn.Module:
     """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
-    layer = copy.deepcopy(model.model.layers[index])
+    layer: Any = copy.deepcopy(model.model.layers[index])
     with torch.device("meta"):
         layer.self_attn = TailoredAttention(model.model.layers[index].self_attn, shape.to_json())
         for name in ("gate", "up", "down"):
