@@ -229,12 +229,13 @@ def build_layer(model: nn.Module, index: int, shape: LayerShape, tensors: dict[s
 @contextmanager
 def replaced(model: nn.Module, index: int, layer: nn.Module) -> Iterator[None]:
     """Put another layer in a layer's place; the model's own is put back in any case."""
-    own = model.model.layers[index]
-    model.model.layers[index] = layer
+    layers: nn.ModuleList = model.model.layers
+    own = layers[index]
+    layers[index] = layer
     try:
         yield
     finally:
-        model.model.layers[index] = own
+        layers[index] = own
 
 
 def to_stock(model: nn.Module) -> nn.Module:
