@@ -229,7 +229,7 @@ def build_layer(model: nn.Module, index: int, shape: LayerShape, tensors: dict[s
 @contextmanager
 def replaced(model: nn.Module, index: int, layer: nn.Module) -> Iterator[None]:
     """Put another layer in a layer's place; the model's own is put back in any case."""
-    layers: nn.ModuleList = model.model.layers
+    layers: Any = model.model.layers
     own = layers[index]
     layers[index] = layer
     try:
