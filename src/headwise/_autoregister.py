@@ -46,6 +46,8 @@ class _WaitForAuto(MetaPathFinder):
 
 
 def _register() -> None:
+    if "headwise.runtime.modeling_headwise" in sys.modules:
+        return  # our models are what is being imported: whoever imports them registers them
     from headwise.runtime import register
 
     register()

@@ -19,8 +19,10 @@ EMBEDDED = "embedded"  # the name of the model that the package carries
 
 
 def known() -> list[ModuleType]:
-    """All families."""
-    return [find("headwise.families", name) for name in names("headwise.families")]
+    """All families; their tailored models are known to transformers from then on."""
+    found = [find("headwise.families", name) for name in names("headwise.families")]
+    register()
+    return found
 
 
 def family_of(config: Any) -> ModuleType:
