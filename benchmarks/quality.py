@@ -86,7 +86,7 @@ def _row(
         "method": name,
         **damage,
         "kl": float(found.kl.mean()),
-        "predicted": fitted.rehearsed["rehearsed"],
+        "predicted": fitted.rehearsed,
         "sum_of_prices": fitted.plan.predicted_damage,
         "of_published": damage["measured"] / bar if bar else None,
         "next_token_agreement": float(found.agreement.mean()),

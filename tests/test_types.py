@@ -347,7 +347,7 @@ def test_a_reading_with_ragged_tables_is_refused(field: str) -> None:
 
 def test_readings_are_found_beside_their_run(tmp_path: Path) -> None:
     invent(1).save(tmp_path / "readings.json")
-    assert Readings.beside(tmp_path) == invent(1)
+    assert Readings.read(tmp_path / "readings.json") == invent(1)
 
 
 class FullDisk:

@@ -12,7 +12,7 @@ from torch import nn
 from headwise import families, pipeline
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, write_report
+from headwise.runfolder import RunFolder, Settings
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 
 
@@ -67,11 +67,6 @@ def verify(out: Path | str, track: Track = silently) -> Verdict:
     folder = RunFolder(out)
     bench = pipeline.workbench(folder.require(), track)
     return pipeline.verify(folder, bench, track)
-
-
-def report(out: Path | str) -> Dossier:
-    """Write report.html and report.md of a run folder."""
-    return write_report(RunFolder(out))
 
 
 def load(folder: Path | str, device: str = "cpu") -> nn.Module:

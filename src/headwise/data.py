@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bz2
 import gzip
-import hashlib
 import json
 import lzma
 import random
@@ -133,8 +132,3 @@ def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 
         )
         rows.append(made.cpu())
     return torch.cat(rows)[:count]
-
-
-def fingerprint(blocks: torch.Tensor) -> str:
-    """A short name of exactly these tokens, so that a resumed run can tell that its data are the same."""
-    return hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:16]

@@ -27,6 +27,7 @@ from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.strategies._options import keep_for
 from headwise.types import Dossier, LayerShape, Plan, Readings, Verdict
 
+HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 
 
@@ -93,9 +94,9 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         split = max(1, len(both) * wanted[0] // sum(wanted))
         calibration, evaluation = both[:split], both[split:]
         described = f"held out from {source}"
-    rest = max(1, len(calibration) * 7 // 8)
-    rehearsal = calibration[rest:] if rest < len(calibration) else calibration
-    return Workbench(family, family.tailor(model), tokenizer, calibration[:rest], rehearsal, evaluation, described)
+    kept = torch.arange(len(calibration)) % 8 != 7  # every eighth block is for the rehearsal
+    rehearsal = calibration[~kept] if len(calibration) >= 8 else calibration
+    return Workbench(family, family.tailor(model), tokenizer, calibration[kept], rehearsal, evaluation, described)
 
 
 def probe(
@@ -109,13 +110,9 @@ def probe(
     stride = max(1, len(bench.calibration) // rows)
     curves, orders = sensitivity.measure(family, model, bench.calibration[::stride], moments, mlp, settings.seed, track)
     if settings.swap_tokens:
-        rows = max(2, settings.swap_tokens // bench.calibration.shape[1])
-        few = bench.calibration[:: max(1, len(bench.calibration) // rows)][:rows]
+        few, others = _measured_and_others(bench.calibration, settings.swap_tokens)
         shapes = family.shape_of(model.config).layers
-        healer = None
-        if settings.heal == "refit":  # on other rows than those that are measured
-            rest = bench.calibration[1 :: max(1, len(bench.calibration) // (2 * rows))][: 2 * rows]
-            healer = LayerHealer(family, model, rest if len(rest) else bench.calibration)
+        healer = LayerHealer(family, model, others) if settings.heal == "refit" else None
 
         def cut(index: int, target: LayerShape) -> nn.Module:
             keep = keep_for(shapes[index], target, orders[index])
@@ -133,6 +130,18 @@ def probe(
         seconds=time.perf_counter() - start,
     )
     return readings, moments
+
+
+def _measured_and_others(tokens: torch.Tensor, measured: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
+
+    def spread(rows: list[int], count: int) -> list[int]:
+        return rows[:: max(1, len(rows) // count)][:count]
+
+    length = tokens.shape[1]
+    few = spread(list(range(len(tokens))), max(2, measured // length))
+    rest = [row for row in range(len(tokens)) if row not in set(few)] or few
+    return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, HEALING_TOKENS // length))]
 
 
 def _swaps(settings: Settings) -> dict[str, Any]:
@@ -188,7 +197,7 @@ class Fitted(NamedTuple):
     model: nn.Module
     plan: Plan
     healings: list[dict[str, Any]]
-    rehearsed: dict[str, float]  # damage on text of the calibration's kind that nothing was fitted to
+    rehearsed: float  # damage to expect, from text of the calibration's kind that nothing was fitted to
 
 
 def fit(
@@ -223,8 +232,8 @@ def fit(
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    rehearsed = quality.compare(bench.family, bench.source, model, bench.rehearsal).damage(settings.seed)
-    return Fitted(model, total, healings, {name.replace("measured", "rehearsed"): v for name, v in rehearsed.items()})
+    rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal)
+    return Fitted(model, total, healings, rehearsal.expected_damage())
 
 
 def build(
@@ -239,7 +248,7 @@ def build(
     if plan is None:
         folder.write_plan(fitted.plan)
     last = fitted.healings[-1] if fitted.healings else {"method": "none"}
-    folder.write_json(folder.heal_file, {**last, **fitted.rehearsed, "rounds": fitted.healings[:-1]})
+    folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
     with families.quietly():
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
@@ -257,7 +266,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
     found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track)
-    checks = exactness.count_checks(bench.family, cut, plan)
+    checks = exactness.count_checks(cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     source_shape = plan.source
     verdict = Verdict(

@@ -7,14 +7,13 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from headwise.cost import kv_bytes_per_token, parameters
-from headwise.types import Check, ModelShape, Plan
+from headwise.types import Check, Plan
 
 TOLERANCE = 1e-4  # relative, in float32: the same weights on the same kind of kernel
 RELOAD = """
@@ -61,7 +60,7 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     return int(numbers // length * element_bytes)
 
 
-def count_checks(family: ModuleType, model: nn.Module, plan: Plan) -> list[Check]:
+def count_checks(model: nn.Module, plan: Plan) -> list[Check]:
     """Parameters and cache of the real object against the plan's."""
     target = plan.target
     counted = sum(p.numel() for p in model.parameters())
@@ -69,11 +68,11 @@ def count_checks(family: ModuleType, model: nn.Module, plan: Plan) -> list[Check
     return [
         _equal("parameters as planned", counted, parameters(target)),
         _equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)),
-        *budget_checks(plan, target),
+        *budget_checks(plan),
     ]
 
 
-def budget_checks(plan: Plan, target: ModelShape) -> list[Check]:
+def budget_checks(plan: Plan) -> list[Check]:
     """Every budget is met."""
     return [
         Check(

@@ -14,6 +14,7 @@ from headwise.probes._watch import Track, batches, silently
 from headwise.types import Sample
 
 RESAMPLES = 2000
+KL_TRUST = 0.4
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,18 @@ class Comparison:
         damage = self.loss_after - self.loss_before
         low, high = interval(damage, seed)
         return {"measured": float(damage.mean()), "measured_low": low, "measured_high": high}
+
+    def expected_damage(self) -> float:
+        """What this text lets one expect on other text: loss and KL, weighted by how well each is known.
+
+        The increase of the loss is unbiased but noisy on little text; the KL is what it would be if the source
+        predicted its text perfectly: hardly noisy, but off by up to about `KL_TRUST` of itself.
+        """
+        damage = self.loss_after - self.loss_before
+        kl = float(self.kl.mean())
+        noise = float(damage.std() / math.sqrt(max(1, len(damage) - 1)))
+        share = (KL_TRUST * kl) ** 2 / max((KL_TRUST * kl) ** 2 + noise**2, 1e-30)
+        return share * float(damage.mean()) + (1 - share) * kl
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:

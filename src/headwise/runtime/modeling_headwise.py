@@ -50,9 +50,11 @@ class SoftmaxAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them."""
         name = self.config._attn_implementation
-        # The fused CPU kernel wants equal dimensions: zeros at the end of the smaller one change nothing.
         qk_dim, v_dim = q_BHTK.shape[-1], v_BGTV.shape[-1]
-        if name == "sdpa" and q_BHTK.device.type == "cpu" and q_BHTK.shape[2] > 1 and qk_dim != v_dim:
+        if name == "sdpa" and q_BHTK.device.type == "cpu" and qk_dim != v_dim:  # no fused CPU kernel takes that
+            if q_BHTK.shape[2] == 1 and not self.training:
+                return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
+            # Zeros at the end of the smaller dimension change nothing.
             width = max(qk_dim, v_dim)
             q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q_BHTK, k_BGTK, v_BGTV))
         z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention_forward)(
@@ -67,6 +69,14 @@ class SoftmaxAttention(nn.Module):
             **kwargs,
         )
         return z_BTHV[..., :v_dim], weights
+
+    def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
+        """One new token against the cache, without repeating keys for the query heads that share them."""
+        batch, groups = k_BGTK.shape[:2]
+        logits = (q_BHTK.view(batch, groups, self.num_key_value_groups, -1) @ k_BGTK.mT) * self.scaling
+        if mask is not None:  # (B, 1, 1, T): the same for all heads
+            logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+        return (logits.softmax(-1) @ v_BGTV).view(batch, 1, groups * self.num_key_value_groups, -1)
 
 
 class TailoredAttention(nn.Module):

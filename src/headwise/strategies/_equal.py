@@ -10,8 +10,6 @@ from headwise.errors import PlanError
 from headwise.strategies._options import Choice, LayerMenu, affordable, refuse, with_choices
 from headwise.types import Budget, LayerShape, ModelShape
 
-Sizes = tuple[tuple[tuple[str, int], ...], ...]
-
 
 def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
     """Every way to give all layers the same sizes, with its total damage."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
@@ -56,8 +55,3 @@ class Readings(Record):
     def curve(self, kind: str) -> Reading | None:
         """The reading of that kind that should be believed: the last one, as later probes correct earlier ones."""
         return next((r for r in reversed(self.curves) if r.kind == kind), None)
-
-    @classmethod
-    def beside(cls, folder: Path) -> Readings:
-        """Read `readings.json` of a run folder."""
-        return cls.read(folder / "readings.json")
