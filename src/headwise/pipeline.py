@@ -109,7 +109,8 @@ def probe(
     rows = max(1, SENSITIVITY_TOKENS // bench.calibration.shape[1])
     stride = max(1, len(bench.calibration) // rows)
     curves, orders = sensitivity.measure(family, model, bench.calibration[::stride], moments, mlp, settings.seed, track)
-    if settings.swap_tokens:
+    options = _swaps(settings)
+    if settings.swap_tokens and options:
         few, others = _measured_and_others(bench.calibration, settings.swap_tokens)
         shapes = family.shape_of(model.config).layers
         healer = LayerHealer(family, model, others) if settings.heal == "refit" else None
@@ -119,7 +120,7 @@ def probe(
             layer = reshape_layer(family, model, index, target, keep, moments[index])
             return layer if healer is None else healer.heal(index, layer)
 
-        curves += swap.measure(family, model, few, curves, _swaps(settings), cut, settings.seed, track)
+        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track)
     readings = Readings(
         model=settings.model,
         shape=family.shape_of(model.config).to_json(),
