@@ -11,7 +11,7 @@ test: $(STAMP)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -n 2 --durations 12
+	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -n 2 --dist worksteal
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (a few minutes the first time)"
