@@ -24,7 +24,6 @@ from headwise.heal.refit import LayerHealer, refit
 from headwise.probes import gram, sensitivity, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
-from headwise.strategies._options import keep_for
 from headwise.types import Dossier, LayerShape, Plan, Readings, Verdict
 
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
@@ -116,7 +115,7 @@ def probe(
         healer = LayerHealer(family, model, others) if settings.heal == "refit" else None
 
         def cut(index: int, target: LayerShape) -> nn.Module:
-            keep = keep_for(shapes[index], target, orders[index])
+            keep = strategies.keep_for(shapes[index], target, orders[index])
             layer = reshape_layer(family, model, index, target, keep, moments[index])
             return layer if healer is None else healer.heal(index, layer)
 

@@ -135,9 +135,9 @@ class RunFolder:
 
 
 def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:
-    """What other strategies would have predicted for the same budgets on the same readings."""
+    """What other strategies would have predicted for the same budgets, where the same probe priced them."""
     found: list[dict[str, Any]] = []
-    for name in ("uniform", "published"):
+    for name in ("uniform", "published") if "qk_pairs" in strategies.ways(readings) else ("uniform",):
         try:
             other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)
         except HeadwiseError:

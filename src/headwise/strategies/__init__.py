@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from headwise.errors import PlanError
 from headwise.registry import find, names
+from headwise.strategies._options import keep_for, ways
 from headwise.types import DEFAULT_UNITS, UNITS, Budget, ModelShape, Plan, Readings
+
+__all__ = ["allocate", "keep_for", "known", "ways"]
 
 
 def allocate(
