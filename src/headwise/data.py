@@ -8,7 +8,7 @@ import json
 import lzma
 import random
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +111,22 @@ def blocks_of(
 
 
 @torch.no_grad()
-def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 128) -> torch.Tensor:
+def written_by(
+    model: Any,
+    count: int,
+    length: int,
+    seed: int = 0,
+    batch: int = 128,
+    track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
+) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
     start = model.config.bos_token_id
     start = start if isinstance(start, int) else 0
     torch.manual_seed(seed)
+    sizes = [min(batch, count - done) for done in range(0, count, batch)]
     rows: list[torch.Tensor] = []
-    while sum(len(part) for part in rows) < count:
-        prompt = torch.full((min(batch, count), 1), start, device=model.device)
+    for size in track(sizes, "text by the model"):
+        prompt = torch.full((size, 1), start, device=model.device)
         made = model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -131,4 +139,4 @@ def written_by(model: Any, count: int, length: int, seed: int = 0, batch: int = 
             pad_token_id=start,
         )
         rows.append(made.cpu())
-    return torch.cat(rows)[:count]
+    return torch.cat(rows)

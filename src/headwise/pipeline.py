@@ -77,7 +77,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             own = read(name.removesuffix("+self"), count, seed)
             return torch.cat((own, read("self", count - len(own), seed))) if len(own) < count else own
         if name == "self":
-            return data.written_by(model, count, length, seed)
+            return data.written_by(model, count, length, seed, track=track)
         return data.blocks_of(data.documents(name, settings.seed), tokenizer, length, count, name)
 
     if settings.eval is not None:
