@@ -16,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {  # result file -> how the README calls the model
-    "quality-embedded.json": "embedded (6.6M, Python code)",
+    "quality-embedded.json": "embedded (Python code)",
     "quality-stories15M.json": "stories15M (TinyStories)",
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
 }

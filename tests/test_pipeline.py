@@ -118,6 +118,13 @@ def test_the_stages_alone_do_what_run_does(folder, finished, tmp_path, capsys):
     assert "predicted damage" in capsys.readouterr().out
 
 
+def test_verifying_too_early_says_what_to_run(finished, tmp_path, capsys):
+    out = tmp_path / "early"
+    shutil.copytree(finished, out)
+    shutil.rmtree(out / "model")
+    assert f"run: headwise heal {out}" in refused(capsys, "verify", out)
+
+
 def test_thinking_again_keeps_the_old_plan(finished, tmp_path):
     out = tmp_path / "again"
     shutil.copytree(finished, out)
@@ -289,7 +296,6 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
 
     out = tmp_path / "full"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.Module, "state_dict", torch.nn.Module.state_dict)
         patch.setattr("transformers.PreTrainedModel.save_pretrained", full)
         text = refused(capsys, "run", folder, *RUN, "--out", out)
     assert "No space left on device" in text

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import typer
 
 from headwise.errors import HeadwiseError
-from headwise.types import DEFAULT_UNITS, UNITS
+from headwise.runfolder import Settings
+from headwise.types import UNITS
 
 app = typer.Typer(
     help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
@@ -43,7 +44,8 @@ Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings.")]
-ALLOW = ",".join(DEFAULT_UNITS)
+DEFAULT = Settings(model="")  # every default has its home there
+ALLOW = ",".join(DEFAULT.allow)
 
 
 @app.command()
@@ -53,17 +55,17 @@ def run(
     out: Out,
     data: Data = None,
     eval: Eval = None,
-    strategy: Strategy = "exact",
-    rounds: Rounds = 1,
-    heal: Heal = "refit",
+    strategy: Strategy = DEFAULT.strategy,
+    rounds: Rounds = DEFAULT.rounds,
+    heal: Heal = DEFAULT.heal,
     portable: Portable = False,
     allow: Allow = ALLOW,
-    seed: Seed = 0,
-    device: Device = "auto",
-    tokens: Tokens = 65_536,
-    eval_tokens: EvalTokens = 32_768,
-    swap_tokens: SwapTokens = 4_096,
-    length: Length = 512,
+    seed: Seed = DEFAULT.seed,
+    device: Device = DEFAULT.device,
+    tokens: Tokens = DEFAULT.tokens,
+    eval_tokens: EvalTokens = DEFAULT.eval_tokens,
+    swap_tokens: SwapTokens = DEFAULT.swap_tokens,
+    length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -105,11 +107,11 @@ def probe(
     budget: Annotated[list[str] | None, typer.Option("--budget", help="Probe only what these budgets need.")] = None,
     data: Data = None,
     allow: Allow = ALLOW,
-    seed: Seed = 0,
-    device: Device = "auto",
-    tokens: Tokens = 65_536,
-    swap_tokens: SwapTokens = 4_096,
-    length: Length = 512,
+    seed: Seed = DEFAULT.seed,
+    device: Device = DEFAULT.device,
+    tokens: Tokens = DEFAULT.tokens,
+    swap_tokens: SwapTokens = DEFAULT.swap_tokens,
+    length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -130,10 +132,10 @@ def probe(
 def allocate(
     folder: Folder,
     budget: Budgets,
-    strategy: Strategy = "exact",
+    strategy: Strategy = DEFAULT.strategy,
     portable: Portable = False,
     allow: Allow = ALLOW,
-    seed: Seed = 0,
+    seed: Seed = DEFAULT.seed,
     as_json: Json = False,
 ) -> None:
     """Decide every size for a budget, from readings alone: no model, no GPU, no torch."""
@@ -165,7 +167,7 @@ def reshape(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def heal(folder: Folder, heal: Heal = "refit", as_json: Json = False) -> None:
+def heal(folder: Folder, heal: Heal = DEFAULT.heal, as_json: Json = False) -> None:
     """Carry out plan.json and repair the result."""
     _build(folder, heal, as_json)
 

@@ -16,9 +16,13 @@ def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
     if layer.projected:
         weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
     weights += 3 * model.hidden_size * layer.mlp_width
-    biases = (query + key_value) * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
-    biases += (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
-    return weights + biases
+    return weights + _layer_biases(model, layer)
+
+
+def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
+    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)
+    biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
+    return biases + (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
 
 
 def parameters(model: ModelShape) -> int:
@@ -29,10 +33,7 @@ def parameters(model: ModelShape) -> int:
 
 def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float) -> float:
     """FLOPs of one layer for one token that attends to `attended` positions."""
-    biases = (layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)) * model.qkv_bias
-    biases += model.hidden_size * model.o_bias * (layer.query_heads > 0)
-    biases += (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
-    products = layer_parameters(model, layer) - biases
+    products = layer_parameters(model, layer) - _layer_biases(model, layer)
     if layer.projected:  # every query head is projected, by its group's matrix
         products += (layer.query_heads - layer.kv_heads) * layer.qk_width * layer.qk_dim
     return 2.0 * products + 2.0 * attended * layer.query_heads * (layer.qk_dim + layer.v_dim)
@@ -57,8 +58,5 @@ def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
 
 
 def kv_bytes_per_token(model: ModelShape) -> int:
-    """Cache bytes that the model keeps for every token.
-
-    >>> # 8 layers, 4 heads of 64, two bytes each: 8 * 4 * (64 + 64) * 2 = 8192
-    """
+    """Cache bytes that the model keeps for every token: 8 layers of 4 heads of 64 in two bytes keep 8,192."""
     return sum(layer_kv_bytes_per_token(model, layer) for layer in model.layers)

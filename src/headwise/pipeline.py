@@ -119,7 +119,7 @@ def probe(
             layer = reshape_layer(family, model, index, target, keep, moments[index])
             return layer if healer is None else healer.heal(index, layer)
 
-        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track)
+        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healer is not None)
     readings = Readings(
         model=settings.model,
         shape=family.shape_of(model.config).to_json(),
@@ -259,6 +259,8 @@ def build(
 def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
     plan, settings = Plan.read(folder.plan_file), folder.require()
+    if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
+        raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
     stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
     if not plan.portable and bench.family.shape_of(cut.config).layers != plan.target.layers:

@@ -42,7 +42,7 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise ModelError(f"{model} does not exist.")
+            raise ModelError(f"{model} does not exist; give the path of a .gguf file, a folder or a hub id.")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir() and not (path / "config.json").is_file():
         files = sorted(p.name for p in path.glob("*.gguf"))

@@ -93,7 +93,6 @@ class Sensitivity:
                     batch = batch.to(self.model.device)
                     stream = self.family.embed(self.model, batch).requires_grad_()
                     logits = self.family.run(self.model, batch, stream)[:, :-1]
-                    # The mean loss of a token times the tokens: gradients of the summed loss, one row per sequence.
                     nn.functional.cross_entropy(
                         logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
                     ).backward()

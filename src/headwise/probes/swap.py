@@ -66,8 +66,12 @@ def measure(
     cut: Cut,
     seed: int,
     track: Track = silently,
+    healed: bool = False,
 ) -> list[Reading]:
-    """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try."""
+    """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try.
+
+    `healed` says that `cut` heals what it cuts, so that the readings say so.
+    """
     swapper = Swapper(family, model, tokens)
     shapes = family.shape_of(model.config).layers
     jobs = [
@@ -81,7 +85,9 @@ def measure(
     for reading, layer, size in track(jobs, "measured damage"):
         option = cut(layer, options[reading.kind](shapes[layer], size))
         found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
-    return [_corrected(reading, found, tokens.numel(), seed) for reading in predicted if reading.kind in options]
+    return [
+        _corrected(reading, found, tokens.numel(), seed, healed) for reading in predicted if reading.kind in options
+    ]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
@@ -97,12 +103,13 @@ def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
 
 
 def _corrected(
-    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int
+    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, healed: bool
 ) -> Reading:
     rows = [
         correct_curve(ticks, values, found.get((reading.kind, layer), {}))
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True))
     ]
+    how = "KL to the source, the layer healed" if healed else "KL to the source"
     return Reading(
         probe=NAME,
         kind=reading.kind,
@@ -111,7 +118,7 @@ def _corrected(
         values=tuple(row[0] for row in rows),
         standard_error=tuple(row[1] for row in rows),
         unit=reading.unit,
-        meaning=reading.meaning.replace("Predicted loss increase", "Measured damage (KL to the source, interpolated)"),
+        meaning=reading.meaning.replace("Predicted loss increase", f"Measured damage ({how}, interpolated)"),
         tokens=tokens,
         seed=seed,
     )
