@@ -1,0 +1,1 @@
+"""Each claim of the two papers as one experiment: run it, read its result, see the verdict."""
