@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hypothesis import settings
@@ -81,6 +81,26 @@ def curve(rng: random.Random, kind: str, ticks: Sequence[int], layers: int) -> R
     )
 
 
+def diagnostics(rng: random.Random, model: Invented, dims: Sequence[int]) -> list[Reading]:
+    """What the probes of the first paper's quantities would have found, as far as a strategy asks for it."""
+    heads = model.kv_heads * model.queries_per_group
+
+    def reading(kind: str, ticks: Sequence[int], row: Callable[[], Sequence[float]]) -> Reading:
+        rows = tuple(tuple(row()) for _ in range(model.layers))
+        all_ticks = (tuple(ticks),) * model.layers
+        return Reading("invented", kind, "", all_ticks, rows, None, "", "Invented for a test.", 1, 0)
+
+    lost = [1 - size / model.dim for size in dims]
+    return [
+        reading("lags.contribution", range(5), lambda: [0.3, *(rng.uniform(0.05, 0.15) for _ in range(4))]),
+        reading("saturation.slope", range(heads), lambda: [rng.uniform(-1, 0) for _ in range(heads)]),
+        reading("saturation.jacobian_norm", (4, 8), lambda: [0.2, rng.uniform(0.01, 0.2)]),
+        reading("saturation.logit_growth", (4, 8), lambda: [1.0, rng.uniform(1, 3)]),
+        reading("spectrum.logit_energy_lost", dims, lambda: [x * rng.uniform(0.1, 1) for x in lost]),
+        reading("spectrum.output_energy_lost", dims, lambda: [x * rng.uniform(0.1, 1) for x in lost]),
+    ]
+
+
 def invent(seed: int, model: Invented | None = None) -> Readings:
     """Readings of a model that does not exist: every curve and every order a strategy may ask for."""
     model, rng = model or Invented(), random.Random(seed)
@@ -112,4 +132,5 @@ def invent(seed: int, model: Invented | None = None) -> Readings:
         for _ in range(model.layers)
     )
     curves = tuple(curve(rng, kind, sizes, model.layers) for kind, sizes in ticks.items())
+    curves += tuple(diagnostics(rng, model, dims))
     return Readings(model="invented", shape=shape.to_json(), curves=curves, orders=orders, tokens=1, seed=seed)

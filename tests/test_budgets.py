@@ -33,6 +33,7 @@ EXAMPLES = "kv=75%, kv=2GiB@32k, params=20M, params=90%, flops=80%@8k"
         ("flops=80%", 0.8 * cost.prefill_flops(MODEL, 2048), 2048),
         ("flops=1.5T@8k", 1.5e12, 8192),
         ("flops=80%@0.5k", 0.8 * cost.prefill_flops(MODEL, 512), 512),
+        ("attention=80%@1k", 0.8 * sum(cost.attention_flops(MODEL, layer, 1024) for layer in MODEL.layers), 1024),
         ("  kv = 50 % @ 8k ", KV * 0.5, 8192),
     ],
 )
@@ -72,7 +73,9 @@ def test_what_cannot_be_read_is_said_with_what_could(text: str, error: str) -> N
 def test_an_unknown_price_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError) as caught:
         budgets.parse("param=50%", MODEL)
-    assert str(caught.value) == "no budget is called 'param'. Did you mean 'params'? Known: flops, kv, params."
+    assert (
+        str(caught.value) == "no budget is called 'param'. Did you mean 'params'? Known: attention, flops, kv, params."
+    )
 
 
 @pytest.mark.parametrize("text", EXAMPLES.split(", "))

@@ -55,6 +55,11 @@ def test_flops_by_hand() -> None:
     assert cost.prefill_flops(MODEL, 3) == head + 2 * sum(per_token + 2 * seen * 4 * (6 + 5) for seen in (1, 2, 3))
 
 
+def test_attention_is_what_a_layer_does_without_its_mlp() -> None:
+    whole = 3 * cost.layer_flops_per_token(MODEL, LAYER, 2)  # a prompt of three attends to two positions on average
+    assert whole - cost.attention_flops(MODEL, LAYER, 3) == 3 * 2 * 3 * 10 * 7, "gate, up and down"
+
+
 def test_cache_bytes_by_hand() -> None:
     assert cost.kv_bytes_per_token(MODEL) == 2 * 2 * (6 + 5) * 2
     assert cost.kv_bytes_per_token(replace(MODEL, element_bytes=4)) == 2 * cost.kv_bytes_per_token(MODEL)

@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors"},
     "runtime": set(),  # copied into saved models
     "families": {"errors", "registry", "types", "linalg", "runtime"},
-    "probes": {"errors", "registry", "types", "families", "linalg"},
+    "probes": {"errors", "registry", "types", "families", "linalg", "theory"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
@@ -39,8 +39,22 @@ ALLOWED: dict[str, set[str]] = {
     "planning": CORE | {"runfolder", "report"},
     "pipeline": CORE | TORCH | RUN,
     "api": CORE | TORCH | RUN | {"pipeline"},
+    "plots": {"errors", "types"},
+    "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
+    "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
-    "cli": {"errors", "types", "report", "runfolder", "planning", "pipeline", "api", "show"},
+    "cli": {
+        "errors",
+        "types",
+        "report",
+        "pipeline",
+        "api",
+        "show",
+        "calculators",
+        "reproduce",
+        "runfolder",
+        "planning",
+    },
     "_autoregister": {"runtime"},
     "__init__": {"api", "_autoregister", "types", "errors"},
     "__main__": {"cli"},

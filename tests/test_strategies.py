@@ -13,7 +13,7 @@ from conftest import Invented, invent
 from headwise import budgets as prices
 from headwise import strategies
 from headwise.errors import BudgetError, PlanError, UnknownNameError
-from headwise.strategies import exact
+from headwise.strategies import _program
 from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
 
 EVERY = pytest.mark.parametrize("strategy", strategies.known())
@@ -198,7 +198,7 @@ def small_case(seed: int) -> tuple[Readings, tuple[Budget, ...], tuple[str, ...]
 
 @pytest.mark.parametrize("core", [4, 0], ids=["as shipped", "starting from almost nothing"])
 def test_exact_equals_brute_force_on_200_small_cases(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "CORE", core)  # small programs would never be cut down otherwise
+    monkeypatch.setattr(_program, "CORE", core)  # small programs would never be cut down otherwise
     feasible = 0
     for seed in range(200):
         readings, budgets, allow = small_case(seed)
@@ -247,7 +247,7 @@ def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...]) -> Non
     for point in plan.frontier[1:-1:4]:
         name = plan.budgets[0].name
         there = plan_for("exact", readings, f"{name}={100 * point.share:.12f}%", *texts[1:]).predicted_damage
-        assert there <= point.damage * (1 + 1e-9) and point.damage <= there * (1 + 2 * exact.FRONTIER_GAP)
+        assert there <= point.damage * (1 + 1e-9) and point.damage <= there * (1 + 2 * _program.FRONTIER_GAP)
 
 
 def test_without_budgets_nothing_is_cut() -> None:

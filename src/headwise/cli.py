@@ -26,11 +26,12 @@ Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]
 Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
 Budgets = Annotated[
-    list[str], typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k; repeatable.")
+    list[str],
+    typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%@1k; repeatable."),
 ]
 Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
 Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
-Strategy = Annotated[str, typer.Option(help="exact, uniform or published.")]
+Strategy = Annotated[str, typer.Option(help="exact, uniform, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
 Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]

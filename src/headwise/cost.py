@@ -5,6 +5,8 @@ A multiply-add is two FLOPs. Norms, rotations and the softmax itself are left ou
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.types import LayerShape, ModelShape
 
 
@@ -37,6 +39,11 @@ def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float)
     if layer.projected:  # every query head is projected, by its group's matrix
         products += (layer.query_heads - layer.kv_heads) * layer.qk_width * layer.qk_dim
     return 2.0 * products + 2.0 * attended * layer.query_heads * (layer.qk_dim + layer.v_dim)
+
+
+def attention_flops(model: ModelShape, layer: LayerShape, length: int) -> float:
+    """FLOPs of one layer's attention, projections included, to read a prompt of `length` tokens."""
+    return length * layer_flops_per_token(model, replace(layer, mlp_width=0), (length + 1) / 2)
 
 
 def decode_flops(model: ModelShape, length: int) -> float:

@@ -65,6 +65,27 @@ def _menu(layer: int, shape: LayerShape, readings: Readings, allowed: set[str], 
     return LayerMenu(tuple(heads), tuple(qk), tuple(v), tuple(mlp))
 
 
+def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
+    """Every legal size of every layer without a price: for new models, where there is nothing to damage yet."""
+    allowed, grain = set(allow), source.grain
+
+    def sizes(unit: str, legal: tuple[int, ...]) -> tuple[int, ...]:
+        return legal if unit in allowed else legal[:1]
+
+    def menu(shape: LayerShape) -> LayerMenu:
+        groups = sizes("kv_heads", tuple(range(shape.kv_heads, 0, -1)))
+        sharing = sizes("heads", tuple(range(shape.queries_per_group, 0, -1)))
+        qk = sizes("qk", grain.qk_sizes(shape.qk_dim))
+        return LayerMenu(
+            heads=tuple(Choice((("query_heads", g * n), ("kv_heads", g)), 0.0) for g in groups for n in sharing),
+            qk=tuple(Choice((("qk_width", size), ("qk_dim", size)), 0.0) for size in qk),
+            v=tuple(Choice((("v_dim", size),), 0.0) for size in sizes("v", grain.v_sizes(shape.v_dim))),
+            mlp=tuple(Choice((("mlp_width", s),), 0.0) for s in sizes("mlp", grain.mlp_sizes(shape.mlp_width))),
+        )
+
+    return [menu(shape) for shape in source.layers]
+
+
 def with_choices(shape: LayerShape, *choices: Choice) -> LayerShape:
     """The layer with the chosen sizes."""
     return replace(shape, **dict(pair for choice in choices for pair in choice.sizes))

@@ -1,0 +1,303 @@
+"""One integer program over all layers and all units, solved with a proof of how good its answer is.
+
+A binary variable picks one head count per layer; under each head count one picks a query/key size and one a value
+size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately.
+
+Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
+multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and
+says of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
+cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by
+nodes, not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.sparse import csr_array, hstack
+
+from headwise import budgets as prices
+from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
+from headwise.types import Budget, LayerShape, ModelShape, Point
+
+SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
+FRONTIER_POINTS = 12
+FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
+CORE = 4  # sizes per free choice that are tried first
+NODE_LIMIT = 4000  # of one run of HiGHS: seconds; a plan that is not proven by then says so in its gap
+
+Floats = NDArray[np.float64]
+Indices = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Price = Callable[[LayerShape], Sequence[float]]  # what a layer costs in every budget
+
+
+class Solution(NamedTuple):
+    """What every layer becomes, by which choices, how far that is proven, and the frontier of the first budget."""
+
+    targets: list[LayerShape]
+    choices: list[list[Choice]]  # per layer
+    gap: float
+    frontier: tuple[Point, ...]
+
+    @property
+    def damage(self) -> float:
+        """The total of what was minimised."""
+        return sum(choice.damage for layer in self.choices for choice in layer)
+
+
+def solve(
+    source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...], allow: tuple[str, ...]
+) -> Solution:
+    """The selection of least total damage that meets every budget; budgets out of reach are refused."""
+    program = build(source, offered, lambda layer: [prices.layer_price(budget, source, layer) for budget in budgets])
+    full = np.array([prices.price(budget, source) for budget in budgets])
+    fixed = full - [sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets]
+    least = fixed + np.array([program.cheapest(row)[0] for row in program.price])
+    seen = np.zeros(len(program.damage), dtype=bool)  # columns that mattered in a solve
+    solved = select(program, np.array([budget.limit for budget in budgets]) - fixed, seen)
+    if solved is None:
+        raise refuse(source, budgets, least.tolist(), allow)
+    picked, gap = solved
+    frontier = _frontier(program, budgets, fixed, float(least[0]), float(full[0]), seen) if budgets else ()
+    choices = chosen(program, picked, len(source.layers))
+    targets = [with_choices(shape, *row) for shape, row in zip(source.layers, choices, strict=True)]
+    return Solution(targets, choices, gap, frontier)
+
+
+def chosen(program: Program, picked: list[int], layers: int) -> list[list[Choice]]:
+    """The choices behind the picked columns, per layer."""
+    return [[program.meaning[i][1] for i in picked if program.meaning[i][0] == layer] for layer in range(layers)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """One column per choice. Of every group one column is taken if the group's parent column is, or always if -1."""
+
+    damage: Floats  # per column
+    price: Floats  # per budget and column; sizes below a head count hold what they change
+    group: Indices  # per column
+    parent: Indices  # per group
+    meaning: tuple[tuple[int, Choice], ...]  # per column: layer and choice
+    step: Floats  # per budget: the greatest common divisor of its prices, 0 where they are no whole numbers
+
+    def reachable(self, limits: Floats) -> Floats:
+        """The most that a selection can spend within the limits, as far as whole steps tell: bounds get tighter."""
+        allowed = limits + 1e-12 * np.abs(limits)  # a percentage of bytes is rarely a whole number
+        steps = np.maximum(self.step, 1e-30)
+        return np.where(self.step > 0, np.floor(allowed / steps) * steps, allowed)
+
+    def cheapest(self, value: Floats) -> tuple[float, Floats]:
+        """The least total of `value` over all selections, and per column how much more a selection with it has."""
+        least, total = self._totals(value)
+        excess = total - least[self.group]
+        above = self.parent[self.group]
+        excess += np.where(above >= 0, excess[above], 0.0)
+        return float(least[self.parent < 0].sum()), excess
+
+    def _totals(self, value: Floats) -> tuple[Floats, Floats]:
+        """Per group the least of its columns, per column its value with the best of all that hangs on it."""
+        total, least = value.copy(), np.full(len(self.parent), np.inf)
+        hanging = self.parent >= 0
+        leaf = hanging[self.group]
+        np.minimum.at(least, self.group[leaf], total[leaf])
+        np.add.at(total, self.parent[hanging], least[hanging])
+        np.minimum.at(least, self.group[~leaf], total[~leaf])
+        return least, total
+
+
+def build(source: ModelShape, offered: list[LayerMenu], price_of: Price) -> Program:
+    """The program of a model; choices that another beats in damage and in every price are left out.
+
+    Prices must add up over units: a layer's price is that of its heads and sizes plus that of its MLP.
+    """
+    known: dict[tuple[object, ...], Floats] = {}
+
+    def price(shape: LayerShape, *choices: Choice) -> Floats:
+        key = (shape, *(choice.sizes for choice in choices))  # layers are mostly alike
+        if key not in known:
+            known[key] = np.array(price_of(with_choices(shape, *choices)), dtype=float)
+        return known[key]
+
+    columns = _Columns()
+    for layer, (shape, menu) in enumerate(zip(source.layers, offered, strict=True)):
+        tops = columns.add(layer, -1, list(menu.heads), [price(shape, heads) for heads in menu.heads])
+        for top, heads in zip(tops, menu.heads, strict=True):
+            whole = price(shape, heads)
+            for choices in (menu.qk, menu.v):
+                columns.add(layer, top, *_undominated(choices, [price(shape, heads, c) - whole for c in choices]))
+        base = price(shape)
+        columns.add(layer, -1, *_undominated(menu.mlp, [price(shape, c) - base for c in menu.mlp]))
+    return columns.program()
+
+
+class _Columns:
+    """Gathers columns group by group."""
+
+    def __init__(self) -> None:
+        self.price: list[Floats] = []
+        self.group: list[int] = []
+        self.parent: list[int] = []
+        self.meaning: list[tuple[int, Choice]] = []
+
+    def add(self, layer: int, parent: int, choices: list[Choice], price: list[Floats]) -> range:
+        """A new group; returns its columns."""
+        start = len(self.meaning)
+        self.price += price
+        self.group += [len(self.parent)] * len(choices)
+        self.parent.append(parent)
+        self.meaning += [(layer, choice) for choice in choices]
+        return range(start, len(self.meaning))
+
+    def program(self) -> Program:
+        """All that was gathered."""
+        return Program(
+            damage=np.array([choice.damage for _, choice in self.meaning]),
+            price=np.array(self.price).T,
+            group=np.array(self.group),
+            parent=np.array(self.parent),
+            meaning=tuple(self.meaning),
+            step=np.array([_divisor(row) for row in np.array(self.price).T]),
+        )
+
+
+def _divisor(price: Floats) -> float:
+    """The greatest common divisor; 0 for prices that are no whole numbers, or too fine for the solver's tolerance."""
+    largest = float(np.abs(price).max())
+    if largest >= 2**53 or np.any(price != np.round(price)):
+        return 0.0
+    divisor = max(int(np.gcd.reduce(price.astype(np.int64))), 1)
+    return float(divisor) if largest / divisor < 1e8 else 0.0
+
+
+def _undominated(choices: tuple[Choice, ...], price: list[Floats]) -> tuple[list[Choice], list[Floats]]:
+    """The choices that no other beats or equals in damage and in every price; of equals the first."""
+    table = np.array([[choice.damage, *row] for choice, row in zip(choices, price, strict=True)])
+    order = np.lexsort(table.T[::-1])
+    table = table[order]
+    beats = np.triu((table[:, None] <= table[None]).all(-1), k=1)  # earlier in the order, nowhere worse
+    kept = sorted(int(i) for i in order[~beats.any(axis=0)])
+    return [choices[i] for i in kept], [price[i] for i in kept]
+
+
+def select(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tuple[list[int], float] | None:
+    """The chosen columns and the relative gap to the proven bound, at most `gap`; None where nothing is feasible.
+
+    Starts with the few columns that the multipliers favour, and widens until what was left out cannot matter.
+    """
+    limits = program.reachable(limits)
+    multipliers = _multipliers(program, limits, seen)
+    bound, excess = program.cheapest(program.damage + multipliers @ program.price)
+    bound -= float(multipliers @ limits)
+    reach = _nth(excess, CORE * _free(program))
+    while True:
+        keep = np.flatnonzero(excess <= reach)
+        found = _branch_and_bound(program, keep, limits, gap / 2)
+        damage, proven = (float(program.damage[found[0]].sum()), found[1]) if found else (np.inf, np.inf)
+        whole = len(keep) == len(excess)
+        least = proven if whole else min(proven, bound + reach)  # what was left out has at least that
+        if whole or (found and (damage - least <= gap * damage or proven < bound + reach)):
+            break
+        # Rounding must not drop a column of the optimum; a larger program in small steps meets better plans on the way.
+        reach = min(damage - bound + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
+    return (found[0], max(0.0, 1.0 - least / damage) if damage > 0 else 0.0) if found else None
+
+
+def _free(program: Program) -> int:
+    """How many choices a plan makes: head counts and MLP widths."""
+    return int((program.parent < 0).sum())
+
+
+def _nth(excess: Floats, size: int) -> float:
+    """The excess up to which about `size` columns lie; infinite where there are no more."""
+    return float(np.partition(excess, size)[size]) if size < len(excess) else float("inf")
+
+
+def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
+    """What a unit of every budget is worth in damage, by column generation.
+
+    The linear program over the columns met so far gives multipliers, and these show which columns it lacks. Columns are
+    shared between solves. Any result is safe: good multipliers only make the integer program smaller.
+    """
+    best, highest = np.zeros(len(limits)), -np.inf
+    if not len(limits):
+        return best
+    unit = np.maximum(np.abs(program.price).max(axis=1), 1e-30)
+    ceiling = 100.0 * max(float(program.damage.max()), 1e-30)  # of a multiplier: what overspending costs
+    for point in np.vstack([np.zeros(len(limits)), np.diag(ceiling / unit), ceiling / unit]):  # ends of the range
+        seen |= program.cheapest(program.damage + point @ program.price)[1] <= 0
+    for _ in range(60):
+        keep = np.flatnonzero(seen)
+        matrix, sides = _rows(program, keep)
+        extra = len(limits)
+        solved = linprog(
+            np.concatenate([program.damage[keep] / ceiling, np.ones(extra)]),
+            A_ub=np.column_stack([program.price[:, keep] / unit[:, None], -np.eye(extra)]),
+            b_ub=limits / unit,
+            A_eq=hstack([matrix, csr_array((len(sides), extra))]),
+            b_eq=sides,
+            method="highs",
+        )
+        multipliers = np.maximum(-solved.ineqlin.marginals, 0.0) * ceiling / unit
+        least, excess = program.cheapest(program.damage + multipliers @ program.price)
+        bound = least - float(multipliers @ limits)
+        if bound > highest:
+            best, highest = multipliers, bound
+        if highest >= solved.fun * ceiling - 1e-9 * abs(highest):
+            break
+        seen |= excess <= _nth(excess, 2 * _free(program))
+    return best
+
+
+def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:
+    """The best selection among the columns `keep` and the least damage that any has; None where there is none."""
+    matrix, sides = _rows(program, keep)
+    damage, price = program.damage[keep], program.price[:, keep]
+    unit = np.abs(price).max(axis=1, initial=1e-30) / SCALE
+    hair = np.where(program.step > 0, 0.0, 2e-6)  # whole steps are larger than the solver's tolerance
+    spend = [LinearConstraint(price / unit[:, None], -np.inf, limits / unit - hair)] if len(limits) else []
+    scale = SCALE / max(float(damage.max()), 1e-30)
+    result = milp(
+        damage * scale,
+        constraints=[LinearConstraint(matrix, sides, sides), *spend],
+        integrality=np.ones(len(keep)),
+        bounds=Bounds(0, 1),
+        options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
+    )
+    if result.x is None:
+        return None
+    picked = [int(i) for i in keep[result.x > 0.5]]
+    total = float(program.damage[picked].sum())
+    return picked, total if result.status == 0 and gap == 0 else min(total, result.mip_dual_bound / scale)
+
+
+def _rows(program: Program, keep: Indices) -> tuple[csr_array, Floats]:
+    """One row per group that is left: its columns add up to its parent column, or to one."""
+    groups = np.unique(program.group[keep])
+    place = np.full(len(program.damage), -1)
+    place[keep] = np.arange(len(keep))
+    parents = program.parent[groups]
+    below = np.flatnonzero(parents >= 0)
+    row = np.concatenate([np.searchsorted(groups, program.group[keep]), below])
+    column = np.concatenate([np.arange(len(keep)), place[parents[below]]])
+    entries = np.concatenate([np.ones(len(keep)), -np.ones(len(below))])
+    return csr_array((entries, (row, column)), shape=(len(groups), len(keep))), (parents < 0).astype(float)
+
+
+def _frontier(
+    program: Program, budgets: tuple[Budget, ...], fixed: Floats, least: float, full: float, seen: Mask
+) -> tuple[Point, ...]:
+    """Least damage against the first budget's price, the other budgets left as they are."""
+    points: list[Point] = []
+    for share in np.linspace(least / full, 1.0, FRONTIER_POINTS):
+        limits = np.array([max(least, share * full), *(b.limit for b in budgets[1:])]) - fixed
+        if (solved := select(program, limits, seen, FRONTIER_GAP)) is not None:
+            damage = float(program.damage[solved[0]].sum())
+            # A plan for less is a plan for more, so within the gap the better of the two counts.
+            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
+    return tuple(points)

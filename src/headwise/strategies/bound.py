@@ -1,0 +1,178 @@
+"""Sizes by the first paper's theory, fed with measured quantities instead of assumed ones.
+
+Early layers extract: a head count and a dimension cost what the approximation bound says, for the lags that the layer
+was seen to use (`lags.contribution`). Late layers are those whose softmax was seen to saturate (`saturation.slope`):
+there an error of the logits reaches the output only through the norm of the softmax Jacobian, so dimensions cost the
+energy they carry (`spectrum.*_energy_lost`) times that norm. Where early ends is measured too: the depth that best
+separates layers that saturate from those that do not.
+
+Every term is a relative error `e` of a layer's output and enters as `e^2 / 2`: losses are quadratic in small errors.
+The theory is silent on MLPs: they go last, evenly. The integer program that finds the sizes is the exact strategy's;
+what differs is that no loss was ever measured. Compare the two before trusting this one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from headwise.errors import PlanError
+from headwise.strategies._options import Choice, LayerMenu, finish, legal_menus, menus, ways
+from headwise.strategies._program import Solution, solve
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Reading, Readings
+
+NAME = "bound"
+MEANING = "the first paper's bound and saturation law with measured lags, slopes and spectra"
+SATURATED = -0.5  # slope of the Jacobian's norm against length below which a layer counts as saturating
+MLP_WEIGHT = 10.0  # of the squared share of an MLP that is lost, beside errors of attention that are at most about 1
+NEEDED = (
+    "lags.contribution",
+    "saturation.slope",
+    "saturation.jacobian_norm",
+    "saturation.logit_growth",
+    "spectrum.logit_energy_lost",
+    "spectrum.output_energy_lost",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the theory needs to know about one layer."""
+
+    rho: tuple[float, ...]  # contribution of lags 1, 2, ...
+    late: bool
+    jacobian_norm: float  # of the softmax, at the longest length
+    logit_spread: float
+    logits_lost: dict[int, float]  # share of the logits' energy lost, by query/key dimension kept
+    outputs_lost: dict[int, float]  # of the outputs', by value dimension
+
+
+def allocate(
+    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
+) -> Plan:
+    """The plan of least total bound; its predicted damage is what the probes say, not what the theory says."""
+    offered = menus(source, readings, allow, ways(readings))
+    found = cheapest(source, offered, facts_of(readings), budgets, allow)
+    known = [{c.sizes: c.damage for kind in (m.heads, m.qk, m.v, m.mlp) for c in kind} for m in offered]
+    damage = sum(prices[choice.sizes] for prices, row in zip(known, found.choices, strict=True) for choice in row)
+    return finish(source, readings, found.targets, damage, NAME, budgets, seed, gap=found.gap)
+
+
+def design(
+    source: ModelShape, budgets: tuple[Budget, ...], allow: tuple[str, ...], rho: tuple[float, ...], length: int
+) -> ModelShape:
+    """A new model below `source`'s sizes for targets with lags `rho`: the first half extracts, the second saturates.
+
+    Nothing is measured yet, so energy is taken as spread evenly over dimensions and logits as at most 1.
+    """
+    from headwise.theory.saturation import norm_bound
+
+    def facts(index: int, shape: LayerShape) -> Facts:
+        qk = {size: 1 - size / shape.qk_dim for size in source.grain.qk_sizes(shape.qk_dim)}
+        v = {size: 1 - size / shape.v_dim for size in source.grain.v_sizes(shape.v_dim)}
+        return Facts(rho, 2 * index >= len(source.layers), float(norm_bound(length, 1.0)), 1.0, qk, v)
+
+    known = [facts(index, shape) for index, shape in enumerate(source.layers)]
+    found = cheapest(source, legal_menus(source, allow), known, budgets, allow)
+    return source.with_layers(tuple(found.targets))
+
+
+def facts_of(readings: Readings) -> list[Facts]:
+    """The measured facts of every layer; readings that lack them are refused."""
+    found: dict[str, Reading] = {}
+    for kind in NEEDED:
+        reading = readings.curve(kind)
+        if reading is None:
+            raise PlanError(
+                f"strategy bound needs the reading {kind}, which this probing lacks; probe again with this version: "
+                f"headwise probe {readings.model} --out FOLDER."
+            )
+        found[kind] = reading
+    slopes = [sum(row) / len(row) for row in found["saturation.slope"].values]
+    border = early_layers(slopes)
+    return [
+        Facts(
+            rho=tuple(v for lag, v in _row(found["lags.contribution"], layer).items() if lag > 0),
+            late=layer >= border,
+            jacobian_norm=_last(found["saturation.jacobian_norm"], layer),
+            logit_spread=_last(found["saturation.logit_growth"], layer),
+            logits_lost=_row(found["spectrum.logit_energy_lost"], layer),
+            outputs_lost=_row(found["spectrum.output_energy_lost"], layer),
+        )
+        for layer in range(len(slopes))
+    ]
+
+
+def _row(reading: Reading, layer: int) -> dict[int, float]:
+    return dict(zip(reading.ticks[layer], reading.values[layer], strict=True))
+
+
+def _last(reading: Reading, layer: int) -> float:
+    """The value at the largest tick."""
+    return max(zip(reading.ticks[layer], reading.values[layer], strict=True))[1]
+
+
+def early_layers(slopes: list[float]) -> int:
+    """How many layers count as early: the border with most saturating layers behind it and most others before it.
+
+    >>> early_layers([-0.1, -0.9, -0.2, -0.8, -0.9])
+    3
+    """
+    saturated = [slope < SATURATED for slope in slopes]
+
+    def right(border: int) -> int:
+        return saturated[:border].count(False) + saturated[border:].count(True)
+
+    return max(range(len(slopes), -1, -1), key=right)
+
+
+def cheapest(
+    source: ModelShape,
+    offered: list[LayerMenu],
+    facts: list[Facts],
+    budgets: tuple[Budget, ...],
+    allow: tuple[str, ...],
+) -> Solution:
+    """The selection of least total squared error by theory."""
+    rows = zip(source.layers, offered, facts, strict=True)
+    return solve(source, [_by_theory(*row) for row in rows], budgets, allow)
+
+
+def _by_theory(shape: LayerShape, menu: LayerMenu, facts: Facts) -> LayerMenu:
+    """The same choices with the theory's prices."""
+
+    def heads(choice: Choice) -> float:
+        count = dict(choice.sizes)["query_heads"]
+        return max(0.0, heads_error(facts.rho, count) ** 2 - heads_error(facts.rho, shape.query_heads) ** 2) / 2
+
+    def price(choice: Choice) -> float:
+        name, size = choice.sizes[-1]
+        if name == "kv_heads":
+            return heads(choice)
+        if name == "mlp_width":
+            return MLP_WEIGHT * (1 - size / shape.mlp_width) ** 2 if shape.mlp_width else 0.0
+        return dimension_error(facts, name, size, getattr(shape, name)) ** 2 / 2
+
+    kinds = ("heads", "qk", "v", "mlp")
+    return LayerMenu(*(tuple(c._replace(damage=price(c)) for c in getattr(menu, kind)) for kind in kinds))
+
+
+def dimension_error(facts: Facts, name: str, size: int, full: int) -> float:
+    """Relative error of a layer's output when `qk_dim` or `v_dim` falls from `full` to `size`.
+
+    Early: `sqrt(1 - d_m / d)` of the bound. Late: the energy lost, for queries and keys through the Jacobian's norm.
+    """
+    if not facts.late:
+        return math.sqrt(max(0.0, 1 - size / full))
+    lost = (facts.logits_lost if name == "qk_dim" else facts.outputs_lost).get(size, 1 - size / full)
+    error = math.sqrt(max(0.0, lost))
+    return min(1.0, facts.jacobian_norm * facts.logit_spread * error) if name == "qk_dim" else error
+
+
+@lru_cache(maxsize=4096)
+def heads_error(rho: tuple[float, ...], heads: int) -> float:
+    """The part of the bound that heads decide, at the best split of `heads` heads over lags; other lags go unserved."""
+    from headwise.theory.allocation import allocate as split
+
+    return float(split(rho, heads, 1, exact_spend=False, any_lags=True).error)
