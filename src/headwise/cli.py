@@ -27,7 +27,7 @@ Folder = Annotated[Path, typer.Argument(help="A run folder.")]
 Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
 Budgets = Annotated[
     list[str],
-    typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%@1k; repeatable."),
+    typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%; repeatable."),
 ]
 Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
 Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]

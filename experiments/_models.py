@@ -1,0 +1,44 @@
+"""The trained models that experiments use, with the text each is calibrated and evaluated on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headwise.runfolder import Settings
+
+LABELS = {
+    "embedded": "embedded (6.6M, Python code)",
+    "stories15M": "stories15M",
+    "smollm2": "SmolLM2-135M (Q4_1, dequantised)",
+}
+Tokens = tuple[int, int, int]  # calibration, evaluation, measured prices
+
+
+def available(assets: Path | None, wanted: tuple[str, ...] = tuple(LABELS)) -> list[str]:
+    """The wanted models that are here; the embedded one always is."""
+    return [name for name in wanted if name == "embedded" or _folder(assets, name) is not None]
+
+
+def _folder(assets: Path | None, name: str) -> Path | None:
+    folder = assets / name if assets is not None else None
+    return folder if folder is not None and folder.is_dir() else None
+
+
+def settings_for(name: str, assets: Path | None, device: str, tokens: Tokens, length: int, **more: object) -> Settings:
+    """How a model is probed and evaluated: text of the kind it was made for, never the same for both."""
+    sizes = dict(tokens=tokens[0], eval_tokens=tokens[1], swap_tokens=tokens[2], device=device, **more)
+    if name == "embedded" or assets is None:
+        return Settings(model="embedded", length=length, **sizes)
+    text = assets / "text"
+    if name == "stories15M":
+        return Settings(
+            model=str(assets / name),
+            data=f"{text / 'stories-cal.txt'}+self",
+            eval=str(text / "stories-eval.txt"),
+            length=min(length, 256),
+            **sizes,
+        )
+    gguf = next((assets / name).glob("*.gguf"))
+    return Settings(
+        model=str(gguf), data=str(text / "mix.txt"), eval=str(text / "wikitext-eval.txt"), length=length, **sizes
+    )

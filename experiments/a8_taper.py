@@ -1,0 +1,243 @@
+"""A8: heads and dimensions that fall with depth, against equal sizes, the theory's and the exact allocation.
+
+Every strategy gets the same budget of attention FLOPs, the same model, text and prices; a taper turned round (later
+layers keep more) is the control. Damage is the increase of the loss on held-out text: as cut, after the closed-form
+refit, and after a short fine-tuning on the KL to the source. Time is that of reading prompts, source and cut model in
+turns. Confirmed: the taper is no worse than equal sizes and than its reverse in every row after healing, and costs at
+most 1% perplexity there. Refuted: it loses to equal sizes in most rows.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from experiments._finetune import finetune
+from experiments._models import LABELS, available, settings_for
+from headwise import pipeline, strategies
+from headwise.budgets import parse, price
+from headwise.checks import quality
+from headwise.cuts import Moments, reshape
+from headwise.errors import BudgetError
+from headwise.heal.refit import refit
+from headwise.probes._watch import Track
+from headwise.runfolder import Settings
+from headwise.strategies import taper
+from headwise.strategies._options import finish, menus, ways
+from headwise.types import ModelShape, Plan, Readings
+
+CLAIM = "A8"
+TITLE = "Fewer and smaller heads in later layers"
+SAYS = (
+    "Early layers deserve more heads, later layers tolerate fewer and smaller ones: 15-25% less compute at the same "
+    "accuracy."
+)
+STRATEGIES = ("uniform", "taper", "reversed taper", "bound", "exact")
+STAGES = ("cut", "refit", "fine-tuned")
+ALLOW = ("qk", "v", "heads", "kv_heads")
+SAME = math.log(1.01)  # nats: what counts as the same accuracy
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is done."""
+
+    budgets: tuple[int, ...]  # per cent of attention FLOPs kept
+    tokens: tuple[int, int, int]  # calibration, evaluation, measured prices
+    length: int
+    steps: int  # of fine-tuning
+    batch_tokens: int
+    seeds: tuple[int, ...]  # of fine-tuning
+    prompts: int  # read at once when timed
+
+
+SIZES = {
+    "tiny": Size((80,), (512, 512, 0), 64, 1, 256, (0,), 1),
+    "small": Size((85, 75), (24_576, 16_384, 1_024), 256, 20, 2_048, (0,), 8),
+    "full": Size((85, 80, 75), (524_288, 131_072, 16_384), 512, 200, 16_384, (0, 1), 256),
+}
+
+
+def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, Any]:
+    """Every model at every budget by every strategy."""
+    sizes = SIZES[size]
+    names = ["embedded"] if size == "tiny" else available(assets, ("embedded", "stories15M"))
+    models = {name: _model(name, assets, device, sizes, track) for name in names}
+    return {"seeds": list(sizes.seeds), "allow": list(ALLOW), "steps": sizes.steps, "models": models}
+
+
+def _model(name: str, assets: Path | None, device: str, sizes: Size, track: Track) -> dict[str, Any]:
+    settings = settings_for(name, assets, device, sizes.tokens, sizes.length, allow=ALLOW)
+    bench = pipeline.workbench(settings, track)
+    settings = replace(settings, budgets=tuple(f"attention={b}%@{bench.calibration.shape[1]}" for b in sizes.budgets))
+    readings, moments = pipeline.probe(settings, bench, bench.source, track)
+    jobs = [(budget, strategy) for budget in settings.budgets for strategy in STRATEGIES]
+    rows = []
+    for budget, strategy in track(jobs, f"{name}: strategies"):
+        plan = plan_of(strategy, readings, budget, settings)
+        if plan is not None:
+            rows.append({"budget": budget, "strategy": strategy, **_measured(plan, moments, bench, sizes)})
+    return {
+        "label": LABELS[name],
+        "evaluation_tokens": bench.evaluation.numel(),
+        "calibration_tokens": bench.calibration.numel(),
+        "length": bench.calibration.shape[1],
+        "rows": rows,
+    }
+
+
+def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) -> Plan | None:
+    """The strategy's plan; None where it cannot meet the budget."""
+    source = ModelShape.from_json(readings.shape)
+    budgets = (parse(budget, source),)
+    try:
+        if strategy != "reversed taper":
+            return strategies.allocate(readings, budgets, strategy, settings.allow)
+        offered = [menus(source, readings, settings.allow, (way,)) for way in ways(readings)]
+        found = taper.least_steep(source, offered, budgets, settings.allow, reverse=True)
+        return finish(source, readings, found.layers, found.damage, strategy, budgets, settings.seed)
+    except BudgetError:
+        return None
+
+
+def _measured(plan: Plan, moments: list[Moments], bench: pipeline.Workbench, sizes: Size) -> dict[str, Any]:
+    """Damage at every stage, with its 95% interval, and time against the source."""
+    cut = reshape(bench.family, bench.source, plan, moments)
+    healed, _ = refit(bench.family, bench.source, cut, bench.calibration[: max(1, 131_072 // sizes.length)])
+    stages = {"cut": [_damage(bench, cut)], "refit": [_damage(bench, healed)], "fine-tuned": []}
+    trained: dict[str, Any] = {}
+    for seed in sizes.seeds:
+        model = bench.family.tailor(healed)
+        trained = finetune(
+            bench.family, bench.source, model, bench.calibration, sizes.steps, sizes.batch_tokens, seed=seed
+        )
+        stages["fine-tuned"].append(_damage(bench, model))
+    layers = plan.target.layers
+    return {
+        "damage": {stage: _pooled(found) for stage, found in stages.items()},
+        "predicted": plan.predicted_damage,
+        "spent": plan.spent["attention"] / price(plan.budgets[0], plan.source),
+        "sizes": [[s.query_heads, s.kv_heads, s.qk_width, s.qk_dim, s.v_dim] for s in layers],
+        "time": prompt_time(bench.source, healed, bench.evaluation, sizes.prompts),
+        "fine_tuning_tokens": trained["tokens"],
+        "fine_tuning_seconds": trained["seconds"],
+    }
+
+
+def _damage(bench: pipeline.Workbench, model: nn.Module) -> dict[str, float]:
+    found = quality.compare(bench.family, bench.source, model, bench.evaluation)
+    return {**found.damage(), "kl": float(found.kl.mean())}
+
+
+def _pooled(found: list[dict[str, float]]) -> dict[str, Any]:
+    """The mean over seeds; the interval is that over text, which is wider than the seeds' spread (kept beside it)."""
+    mean = {key: statistics.fmean(row[key] for row in found) for key in found[0]}
+    values = [row["measured"] for row in found]
+    return {**mean, "seed_range": max(values) - min(values)}
+
+
+@torch.no_grad()
+def prompt_time(source: nn.Module, cut: nn.Module, tokens: torch.Tensor, prompts: int) -> dict[str, Any]:
+    """Seconds to read the same prompts, source and cut in turns; in bfloat16 on CUDA. Ratios with their spread."""
+    device = source.device
+    ids = tokens[torch.arange(prompts) % len(tokens)].to(device)
+    cuda = device.type == "cuda"
+    low = torch.autocast(device.type, torch.bfloat16, enabled=cuda)
+    ratios, times = [], []
+    for turn in range(8):
+        spent = []
+        for model in (source, cut):
+            if cuda:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            with low:
+                model.model(ids, use_cache=False)
+            if cuda:
+                torch.cuda.synchronize()
+            spent.append(time.perf_counter() - start)
+        if turn >= 2:  # the first turns warm up
+            ratios.append(spent[1] / spent[0])
+            times.append(spent)
+    return {
+        "ratio": statistics.median(ratios),
+        "ratio_spread": max(ratios) - min(ratios),
+        "source_seconds": statistics.median(t[0] for t in times),
+        "cut_seconds": statistics.median(t[1] for t in times),
+        "prompt_tokens": int(ids.numel()),
+    }
+
+
+def _rows(result: dict[str, Any]) -> list[tuple[str, str, dict[str, dict[str, Any]]]]:
+    """Model, budget, and the rows of that budget by strategy."""
+    out = []
+    for name, model in result["models"].items():
+        for budget in dict.fromkeys(row["budget"] for row in model["rows"]):
+            out.append((name, budget, {r["strategy"]: r for r in model["rows"] if r["budget"] == budget}))
+    return out
+
+
+def _at(row: dict[str, Any], stage: str = "fine-tuned") -> float:
+    return float(row["damage"][stage]["measured"])
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Perplexity lost by every strategy at every budget, after healing, and the time it saves."""
+    lines = []
+    for name, budget, rows in _rows(result):
+        kept = budget.removeprefix("attention=").partition("@")[0]
+        parts = []
+        for strategy, row in rows.items():
+            ends = row["damage"]["fine-tuned"]
+            half = (ends["measured_high"] - ends["measured_low"]) / 2
+            cut = math.expm1(_at(row, "cut")) * 100
+            parts.append(
+                f"{strategy} {cut:+.1f}% as cut, {math.expm1(_at(row)) * 100:+.2f}% ± {half * 100:.2f} healed, "
+                f"time {row['time']['ratio']:.2f}"
+            )
+        lines.append(f"{LABELS[name]}, {kept} of attention FLOPs: {'; '.join(parts)}.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """By the thresholds in the module's first lines."""
+    rows = [r for _, _, r in _rows(result) if {"taper", "uniform", "reversed taper"} <= set(r)]
+    beats = [_at(r["taper"]) <= _at(r["uniform"]) for r in rows]
+    right_way = [_at(r["taper"]) <= _at(r["reversed taper"]) for r in rows]
+    same = [_at(r["taper"]) <= SAME for r in rows]
+    if rows and all(beats) and all(right_way) and all(same):
+        return "confirmed"
+    return "refuted" if sum(beats) * 2 < len(beats) else "confirmed with conditions"
+
+
+def draw(result: dict[str, Any], figure: Any) -> None:
+    """Damage after healing by budget, one panel per model."""
+    from headwise.plots import PALETTE
+
+    models = result["models"]
+    axes = figure.subplots(1, len(models), squeeze=False)[0]
+    for axis, (name, model) in zip(axes, models.items(), strict=True):
+        for colour, strategy in zip(PALETTE, STRATEGIES, strict=False):
+            rows = [row for row in model["rows"] if row["strategy"] == strategy]
+            x = [float(row["budget"].split("=")[1].partition("%")[0]) for row in rows]
+            ends = [row["damage"]["fine-tuned"] for row in rows]
+            y = [end["measured"] for end in ends]
+            below = [end["measured"] - end["measured_low"] for end in ends]
+            above = [end["measured_high"] - end["measured"] for end in ends]
+            axis.errorbar(x, y, yerr=[below, above], color=colour, marker="o", capsize=3, label=strategy)
+        axis.set_title(LABELS[name])
+        axis.set_xlabel("attention FLOPs kept, %")
+        axis.set_ylabel("damage after healing, nats per token")
+        axis.legend()
+
+
+if __name__ == "__main__":
+    from experiments._lab import main
+
+    main(__spec__.name if __spec__ else __file__)
