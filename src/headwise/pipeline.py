@@ -21,10 +21,10 @@ from headwise.cost import kv_bytes_per_token, parameters
 from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
 from headwise.heal.refit import LayerHealer, refit
-from headwise.probes import gram, sensitivity, swap
+from headwise.probes import gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
-from headwise.types import Dossier, LayerShape, Plan, Readings, Verdict
+from headwise.types import Dossier, LayerShape, Plan, Reading, Readings, Verdict
 
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
@@ -99,12 +99,16 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
 
 
 def probe(
-    settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently
+    settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently, diagnose: bool = True
 ) -> tuple[Readings, list[Moments]]:
-    """Everything that allocation and reshaping need to know about a tailored model."""
+    """Everything that allocation and reshaping need to know about a tailored model.
+
+    `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`.
+    """
     start = time.perf_counter()
     family, mlp = bench.family, not settings.only_kv and "mlp" in settings.allow
     moments = gram.collect(family, model, bench.calibration, mlp, track)
+    seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
     rows = max(1, SENSITIVITY_TOKENS // bench.calibration.shape[1])
     stride = max(1, len(bench.calibration) // rows)
     curves, orders = sensitivity.measure(family, model, bench.calibration[::stride], moments, mlp, settings.seed, track)
@@ -123,13 +127,25 @@ def probe(
     readings = Readings(
         model=settings.model,
         shape=family.shape_of(model.config).to_json(),
-        curves=tuple(curves),
+        curves=(*curves, *seen),
         orders=tuple(orders),
         tokens=bench.calibration.numel(),
         seed=settings.seed,
         seconds=time.perf_counter() - start,
     )
     return readings, moments
+
+
+def _diagnosed(
+    settings: Settings, bench: Workbench, model: nn.Module, moments: list[Moments], track: Track
+) -> list[Reading]:
+    """Readings that are no damage: saturation, spectra, lags."""
+    family, tokens, seed = bench.family, bench.calibration, settings.seed
+    return [
+        *saturation.measure(family, model, tokens, seed, track),
+        *spectrum.measure(family, model, moments, tokens.numel(), seed),
+        *lags.measure(family, model, tokens, seed, track),
+    ]
 
 
 def _measured_and_others(tokens: torch.Tensor, measured: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,12 +183,12 @@ def _swaps(settings: Settings) -> dict[str, Any]:
 
 
 def probed(
-    settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track
+    settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track, diagnose: bool = True
 ) -> tuple[Readings, list[Moments]]:
     """Probe, or read what an earlier probing of the same run left in the folder."""
     if folder.readings_file.exists() and folder.moments_file.exists():
         return Readings.read(folder.readings_file), read_moments(folder, model)
-    readings, moments = probe(settings, bench, model, track)
+    readings, moments = probe(settings, bench, model, track, diagnose)
     folder.path.mkdir(parents=True, exist_ok=True)
     flat = {f"{i}.{name}": t.float().cpu().contiguous() for i, layer in enumerate(moments) for name, t in layer.items()}
     temporary = folder.path / ".moments.safetensors"
@@ -242,7 +258,8 @@ def build(
     """Probe, allocate, reshape, heal and save; with a given plan, carry out that one."""
 
     def look(number: int, model: nn.Module) -> tuple[Readings, list[Moments]]:
-        return probed(settings, folder.round(number), bench, model, track)
+        diagnose = number == 1 or settings.strategy == "bound"  # which plans by what the layers do
+        return probed(settings, folder.round(number), bench, model, track, diagnose)
 
     fitted = fit(settings, bench, look, plan, track)
     if plan is None:

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.types import Plan, Readings, Verdict
@@ -50,13 +52,28 @@ def _plan(plan: Plan, console: Console) -> None:
     )
 
 
+COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
+
+
+def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
+    """Which sizes to print: all, or some with both ends; of lags mostly the near ones."""
+    if len(ticks) <= COLUMNS:
+        return ticks
+    last, parts = len(ticks) - 1, [i / (COLUMNS - 1) for i in range(COLUMNS)]
+    places = [round((last + 1) ** part) - 1 if axis == "lag" else round(last * part) for part in parts]
+    return tuple(ticks[i] for i in dict.fromkeys(places))
+
+
 def _readings(readings: Readings, console: Console) -> None:
-    for reading in readings.curves:
-        longest = max(reading.ticks, key=len)
-        table = Table("layer", *map(str, longest), title=f"{reading.kind} by {reading.probe}: {reading.meaning}")
+    for reading in sorted(readings.curves, key=lambda r: not r.kind.startswith("damage.")):
+        shown = _columns(max(reading.ticks, key=len), reading.axis)
+        console.print(Text(f"{reading.kind} by {reading.axis} (probe {reading.probe}): {reading.meaning}"))
+        table = Table("layer", *map(str, shown), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        every = [value for row in reading.values for value in row]
+        form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
             cells = dict(zip(ticks, values, strict=True))
-            table.add_row(str(layer), *(f"{cells[t]:.4f}" if t in cells else "" for t in longest))
+            table.add_row(str(layer), *(format(cells[t], form) if t in cells else "" for t in shown))
         console.print(table)
 
 

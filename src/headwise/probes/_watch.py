@@ -47,3 +47,8 @@ def watching(
 def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
     """Rows in batches of about `tokens` tokens."""
     return list(blocks.split(max(1, tokens // blocks.shape[1])))
+
+
+def spaced(blocks: torch.Tensor, count: int) -> torch.Tensor:
+    """At most `count` rows, evenly spaced, for probes that need only a few."""
+    return blocks[:: max(1, len(blocks) // count)][:count]

@@ -76,7 +76,8 @@ class Curve(NamedTuple):
     points: tuple[tuple[int, float], ...]
     errors: tuple[float, ...] | None
     chosen: tuple[int, float] | None
-    earlier: tuple[tuple[int, float], ...]  # the same as an earlier probe had it
+    earlier: tuple[tuple[int, float], ...]  # the same as an earlier probe had it, or a guide
+    note: str = ""  # a few words in the corner, where nothing was chosen
 
 
 class CurveSet(NamedTuple):
@@ -94,6 +95,8 @@ class CurveSet(NamedTuple):
     log: bool
     curves: tuple[Curve, ...]
     used: bool  # whether the plan chose from it
+    log_across: bool = False
+    guide: str = ""  # what the dashed line is, where it is no earlier probe's
 
 
 class Frontier(NamedTuple):
@@ -167,6 +170,10 @@ def _look_up(reading: Reading | None, layer: int, tick: int) -> float | None:
     return as_number(reading.at(layer, tick))
 
 
+LOG_AXES = {"length", "lag"}  # what matters there is the ratio
+LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution"}
+
+
 def curve_sets(readings: Readings, plan: Plan | None) -> tuple[CurveSet, ...]:
     """One set per kind of reading, those that the plan chose from first."""
     kinds = dict.fromkeys(reading.kind for reading in readings.curves)
@@ -198,12 +205,13 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
         log=log,
         curves=tuple(c for c in curves if c.points),
         used=used,
+        log_across=reading.axis in LOG_AXES,
     )
 
 
 def _curve(reading: Reading, earlier: Reading | None, layer: int, chosen: int | None, most: int) -> Curve:
     row = [(t, v) for t, v in zip(reading.ticks[layer], reading.values[layer], strict=True) if math.isfinite(v)]
-    keep = _thin([t for t, _ in row], most, chosen)
+    keep = _thin([t for t, _ in row], most, chosen, reading.axis in LOG_AXES)
     points = tuple(sorted((t, v) for t, v in row if t in keep))
     errors = None
     if reading.standard_error is not None:
@@ -217,12 +225,13 @@ def _curve(reading: Reading, earlier: Reading | None, layer: int, chosen: int | 
     return Curve(layer, points, errors, mark, old)
 
 
-def _thin(ticks: list[int], most: int, chosen: int | None) -> set[int]:
-    """At most about `most` sizes, ends and the chosen one among them."""
+def _thin(ticks: list[int], most: int, chosen: int | None, log: bool) -> set[int]:
+    """At most about `most` sizes, ends and the chosen one among them; on a logarithmic axis the small ones are kept."""
     if len(ticks) <= most:
         return set(ticks)
     step = (len(ticks) - 1) / (most - 1)
-    return {ticks[round(i * step)] for i in range(most)} | ({chosen} & set(ticks) if chosen is not None else set())
+    places = [round(len(ticks) ** (i / (most - 1))) - 1 if log else round(i * step) for i in range(most)]
+    return {ticks[i] for i in places} | ({chosen} & set(ticks) if chosen is not None else set())
 
 
 def _chosen(reading: Reading, plan: Plan | None, layer: int) -> int | None:
@@ -238,7 +247,7 @@ def _chosen(reading: Reading, plan: Plan | None, layer: int) -> int | None:
 
 def _wants_log(kind: str, values: list[float]) -> bool:
     positive = [v for v in values if v > 0]
-    if kind.startswith("damage."):
+    if kind.startswith("damage.") or kind in LOG_KINDS:
         return bool(positive)
     return bool(positive) and len(positive) == len(values) and max(positive) > 30 * min(positive)
 

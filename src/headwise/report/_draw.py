@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headwise.report._data import (
     UNIT_LABELS,
     Curve,
@@ -13,6 +15,7 @@ from headwise.report._data import (
     MapPanel,
     value_range,
 )
+from headwise.report._diagnostics import StripSet
 from headwise.report._facts import Measure
 from headwise.report._svg import Scale, circle, diamond, line, path, polyline, rect, spread, svg, text, titled, xy
 from headwise.report._text import number, short
@@ -100,13 +103,14 @@ def draw_damage(rows: tuple[DamageRow, ...]) -> str:
 def draw_curve(group: CurveSet, curve: Curve) -> str:
     """One small multiple; axes are the same in the whole group."""
     low, high = group.ticks
-    across = Scale(low, high if high > low else low + 1, 30, 128)
+    across = _across(group)
     up = Scale(*group.values, 68, 14, group.log)
     body = text(30, 9, f"layer {curve.layer}", "t")
     ticks = up.ticks(3)
     body += path("".join(f"M30 {xy(up(tick))}h98" for tick in ticks), "l")
     for tick in (ticks[0], ticks[-1]):
-        words = f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e") if group.log else number(tick, 3)
+        plain = not group.log or ticks[0] >= 1e-3
+        words = number(tick, 3) if plain else f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
         body += text(27, up(tick) + 2.5, words, "s", "end")
     body += text(30, 79, low, "s") + text(128, 79, high, "s", "end")
     if len(curve.earlier) > 1:
@@ -120,7 +124,34 @@ def draw_curve(group: CurveSet, curve: Curve) -> str:
         label += f", chosen {curve.chosen[0]} at {number(curve.chosen[1])}"
         body += diamond(across(curve.chosen[0]), up(curve.chosen[1]), 4, "k")
         body += text(128, 9, f"keeps {curve.chosen[0]}", "t", "end")
+    elif curve.note:
+        body += text(128, 9, curve.note, "m", "end")
     return svg(132, 82, label, titled(label, body), "mini")
+
+
+def _across(group: CurveSet) -> Callable[[float], float]:
+    """The horizontal place of a size; a logarithm that begins at nothing counts from one."""
+    low, high = group.ticks
+    shift = 1 if group.log_across and low < 1 else 0
+    scale = Scale(low + shift, (high if high > low else low + 1) + shift, 30, 128, group.log_across)
+    return lambda tick: scale(tick + shift)
+
+
+def draw_strips(group: StripSet) -> str:
+    """A row per layer, a dot per head; the full size as a ghost behind, the values that matter as dark lines."""
+    scale, bottom = Scale(*group.values, 24, 226), ROW * len(group.strips) + 4
+    body = ""
+    for tick in scale.ticks(6):
+        body += line(scale(tick), 0, scale(tick), bottom, "l")
+        body += text(scale(tick), bottom + 10, number(tick, 2), "s", "middle")
+    for index, strip in enumerate(group.strips):
+        y = ROW * index + 7
+        row = rect(scale(0.0), y - 4.5, scale(strip.full) - scale(0.0), 9, "g") if strip.full else ""
+        row += path("".join(f"M{xy(scale(value))} {xy(y)}h0" for value in strip.values), "d")
+        row += text(16, y + 3, strip.layer, "m", "end") + text(238, y + 3, strip.words, "t")
+        body += titled(f"layer {strip.layer}: {strip.words}", row)
+    body += "".join(line(scale(mark), 0, scale(mark), bottom, "r") for mark in group.marks)
+    return svg(340, bottom + 12, f"{group.kind} of every {group.axis.replace('_', ' ')}, per layer", body, "rows")
 
 
 def draw_frontier(data: Frontier) -> str:

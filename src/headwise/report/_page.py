@@ -15,7 +15,16 @@ from headwise.report._data import (
     healing_range,
     layer_map,
 )
-from headwise.report._draw import draw_curve, draw_damage, draw_frontier, draw_healing, draw_map, draw_measure
+from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
+from headwise.report._draw import (
+    draw_curve,
+    draw_damage,
+    draw_frontier,
+    draw_healing,
+    draw_map,
+    draw_measure,
+    draw_strips,
+)
 from headwise.report._html import code, details, figure, legend, missing, paragraph, pre, section, table
 from headwise.report._style import CSS
 from headwise.report._text import as_number, escape, human, number, relative
@@ -32,6 +41,7 @@ def page(dossier: Dossier) -> str:
     parts = (
         ("map", "Before and after", _map),
         ("damage", "Damage by layer", _damage),
+        ("layers", "What the layers do", _layers),
         ("frontier", "What other budgets would cost", _frontier),
         ("baselines", "Beside other strategies", _baselines),
         ("healing", "Healing", _healing),
@@ -131,7 +141,7 @@ def _damage(dossier: Dossier) -> str:
             else paragraph("The plan cuts nothing that was priced.")
         )
         body += f'{keys}<div class="grid" style="--min:300px"><div>{draw_damage(rows)}</div><div>{words}</div></div>'
-    sets = curve_sets(dossier.readings, dossier.plan)
+    sets = [group for group in curve_sets(dossier.readings, dossier.plan) if group.kind.startswith("damage.")]
     return body + "<h3>Curves that the probes found</h3>" + "".join(_curves(group) for group in sets)
 
 
@@ -141,17 +151,48 @@ def _rounds(dossier: Dossier) -> str:
 
 
 def _curves(group: CurveSet) -> str:
-    ends = f"{number(group.values[0])} to {number(group.values[1])} {group.unit}"
+    heading = f"{group.kind} by {group.axis}" + ("" if group.used else " (not used by this plan)")
+    return details(heading, _minis(group), group.used and len(group.curves) <= OPEN_LAYERS)
+
+
+def _minis(group: CurveSet) -> str:
+    """What a set of curves shows, in words, and a small picture per layer."""
+    ends = f"{number(group.values[0])} to {number(group.values[1])} {group.unit}".strip()
     scale = "logarithmic with zero on the floor, " if group.log else ""
-    words = f"{group.meaning} Across: {group.axis}. Up: {ends}, {scale}same for all layers."
+    words = f"{group.meaning} Across: {group.axis}{', logarithmic' if group.log_across else ''}. "
+    words += f"Up: {ends}, {scale}same for all layers."
     words += " Diamond: the size that was chosen." if any(c.chosen for c in group.curves) else ""
     words += " Whiskers: standard errors." if any(c.errors for c in group.curves) else ""
     words += f" Dashed: as the {group.earlier_probe} probe had it." if group.earlier_probe else ""
+    words += f" Dashed: {group.guide}." if group.guide else ""
     words += f" Probe {group.probe}, {number(group.tokens)} tokens."
     minis = "".join(draw_curve(group, curve) for curve in group.curves)
-    heading = f"{group.kind} by {group.axis}" + ("" if group.used else " (not used by this plan)")
-    body = f'<p class="note">{escape(words)}</p><div class="grid minis">{minis}</div>'
-    return details(heading, body, group.used and len(group.curves) <= OPEN_LAYERS)
+    return f'<p class="note">{escape(words)}</p><div class="grid minis">{minis}</div>'
+
+
+def _layers(dossier: Dossier) -> str:
+    if dossier.readings is None:
+        return missing("The model has not been probed", how_to_make(dossier, "probe"))
+    topics = diagnostics(dossier.readings, dossier.plan)
+    if not topics:
+        return paragraph("These readings hold damages only; a new run also measures what the layers do.")
+    body = paragraph("What the probes saw beside damage. No size is chosen from it; it says why some cuts are cheap.")
+    for topic in topics:
+        body += f"<h3>{escape(topic.question)}</h3>" + (paragraph(topic.answer) if topic.answer else "")
+        for group in topic.sets:
+            inner = _strips(group) if isinstance(group, StripSet) else _minis(group)
+            heading = HEADINGS.get(group.kind, f"{group.kind} by {group.axis}")
+            many = not isinstance(group, StripSet) and len(group.curves) > OPEN_LAYERS
+            body += details(heading, inner, group.kind in FIRST and not many)
+    return body
+
+
+def _strips(group: StripSet) -> str:
+    words = f"{group.meaning} A dot per {group.axis.replace('_', ' ')}, layers down."
+    words += " Grey: the full dimension." if any(strip.full for strip in group.strips) else ""
+    words += f" Typical standard error: {number(group.error, 2)}." if group.error is not None else ""
+    words += f" Probe {group.probe}, {number(group.tokens)} tokens."
+    return f'<p class="note">{escape(words)}</p>{draw_strips(group)}'
 
 
 def _frontier(dossier: Dossier) -> str:

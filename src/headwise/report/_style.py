@@ -42,6 +42,7 @@ font-variant-numeric:tabular-nums}
 .k{fill:var(--accent)}.g{fill:var(--ghost)}.h{fill:var(--mid)}.b{stroke:var(--bg);stroke-width:1.5}
 .o{fill:var(--bg);stroke:var(--ink);stroke-width:1.4}
 .l,.c,.e,.f,.w,.x{fill:none}.l{stroke:var(--line)}.c{stroke:var(--accent);stroke-width:1.5}
+.d,.r{fill:none;stroke:var(--accent)}.d{stroke-width:5.5;stroke-linecap:round;opacity:.55}.r{stroke:var(--ink)}
 .e{stroke:var(--soft);stroke-dasharray:2 2}.f{stroke:var(--accent);opacity:.6}.w,.x{stroke:var(--ink);stroke-width:1.4}
 .u-qk{fill:var(--u-qk)}.u-v{fill:var(--u-v)}.u-mlp{fill:var(--u-mlp)}.u-heads{fill:var(--u-heads)}.u-kv_heads{fill:var(--u-kv_heads)}
 [class^=u-]{stroke:var(--bg);stroke-width:.8}

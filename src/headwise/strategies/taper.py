@@ -94,10 +94,8 @@ def at_slope(source: ModelShape, menu: list[LayerMenu], slope: float, mlp: bool,
 def _nearest(choices: tuple[Choice, ...], kept: float) -> Choice:
     """The choice whose sizes are each the legal one nearest to the share."""
     points = {_sizes(choice): choice for choice in choices}
-    nearest = []
-    for full, legal in zip(_sizes(choices[0]), zip(*points, strict=True), strict=True):
-        nearest.append(min(legal, key=lambda size, wanted=kept * full: (abs(size - wanted), -size)))
-    return points[tuple(nearest)]
+    axes = zip(_sizes(choices[0]), zip(*points, strict=True), strict=True)
+    return points[tuple(min((abs(size - kept * full), -size, size) for size in legal)[2] for full, legal in axes)]
 
 
 def _sizes(choice: Choice) -> tuple[int, ...]:

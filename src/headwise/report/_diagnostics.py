@@ -1,0 +1,175 @@
+"""What the layers do, as plain data: every reading that is no damage, by the question that it answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from statistics import fmean, median
+from typing import NamedTuple
+
+from headwise.report._data import CurveSet, curve_sets, value_range
+from headwise.report._text import as_number, listing, number
+from headwise.types import Plan, Reading, Readings
+
+PER_HEAD = {"query_head", "kv_head"}  # axes along which values have no order: dots, not a curve
+FULL = {"spectrum.logit_rank": "qk_dim", "spectrum.output_rank": "v_dim"}  # what a value is at most
+FLAT, SHARP = -0.75, -0.25  # slopes: below the one a head saturates, above the other it stays sharp
+HEADINGS = {
+    "saturation.slope": "Slope of every head",
+    "saturation.jacobian_norm": "Norm of the softmax Jacobian by length",
+    "saturation.logit_growth": "Half the range of the logits by length",
+    "saturation.largest_weight": "Largest softmax weight by length",
+    "spectrum.logit_rank": "Query/key directions in use",
+    "spectrum.output_rank": "Value directions in use",
+    "spectrum.logit_energy_lost": "Logits lost by query/key dimension",
+    "spectrum.output_energy_lost": "Outputs lost by value dimension",
+    "lags.contribution": "Contribution by lag",
+}
+FIRST = ("saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")  # shown unfolded
+
+
+class Strip(NamedTuple):
+    """One layer's heads."""
+
+    layer: int
+    values: tuple[float, ...]
+    full: float | None
+    words: str
+
+
+class StripSet(NamedTuple):
+    """One kind of reading, a value per head."""
+
+    kind: str
+    axis: str
+    unit: str
+    meaning: str
+    probe: str
+    tokens: int
+    values: tuple[float, float]
+    marks: tuple[float, ...]
+    strips: tuple[Strip, ...]
+    error: float | None  # typical standard error of a value
+
+
+class Topic(NamedTuple):
+    """A question, the answer in a sentence, and the readings that it comes from, those to show first in front."""
+
+    question: str
+    answer: str
+    sets: tuple[CurveSet | StripSet, ...]
+
+
+def diagnostics(readings: Readings, plan: Plan | None) -> tuple[Topic, ...]:
+    """All readings that are no damage, by topic; topics without readings are left out."""
+    found: dict[str, CurveSet | StripSet] = {}
+    for group in curve_sets(readings, plan):
+        if not group.kind.startswith("damage."):
+            reading = readings.curve(group.kind)
+            assert reading is not None
+            found[group.kind] = strip_set(reading, readings) if reading.axis in PER_HEAD else _guided(group, reading)
+    topics = []
+    for question, probe, answer in TOPICS:
+        kinds = [kind for kind in found if not probe or kind.startswith(f"{probe}.")]
+        kinds.sort(key=lambda kind: kind not in FIRST)
+        sets = tuple(found.pop(kind) for kind in kinds)
+        if sets:
+            topics.append(Topic(question, answer(readings), sets))
+    return tuple(topics)
+
+
+def strip_set(reading: Reading, readings: Readings) -> StripSet:
+    """Dots of every layer on one axis, with the full size where the shape knows it."""
+    strips = tuple(
+        Strip(layer, values, full, _in_words(values, full))
+        for layer, row in enumerate(reading.values)
+        if (values := tuple(v for v in row if as_number(v) is not None))
+        for full in (_full(reading.kind, readings, layer),)
+    )
+    marks = (-1.0, 0.0) if reading.kind == "saturation.slope" else ()
+    shown = [v for strip in strips for v in (*strip.values, strip.full or 0.0)]
+    errors = [e for row in reading.standard_error or () for e in row if as_number(e) is not None]
+    return StripSet(
+        kind=reading.kind,
+        axis=reading.axis,
+        unit=reading.unit,
+        meaning=reading.meaning,
+        probe=reading.probe,
+        tokens=reading.tokens,
+        values=value_range([*shown, *marks], log=False),
+        marks=marks,
+        strips=strips,
+        error=median(errors) if errors else None,
+    )
+
+
+def _full(kind: str, readings: Readings, layer: int) -> float | None:
+    """The dimension that an effective rank is to be seen against."""
+    layers = readings.shape.get("layers")
+    if kind not in FULL or not isinstance(layers, (list, tuple)) or layer >= len(layers):
+        return None
+    return as_number(layers[layer].get(FULL[kind])) if isinstance(layers[layer], dict) else None
+
+
+def _in_words(values: Sequence[float], full: float | None) -> str:
+    low, high = (number(end, 2) for end in (min(values), max(values)))
+    ends = low if len(values) == 1 or low == high else f"{low} to {high}"
+    return f"{ends} of {number(full)}" if full else ends
+
+
+def _guided(group: CurveSet, reading: Reading) -> CurveSet:
+    """Where it helps: the line that even attention would follow, and what lies beyond the lags shown."""
+    if group.kind == "saturation.jacobian_norm":
+        curves = tuple(c._replace(earlier=tuple((t, 1 / t) for t, _ in c.points if t > 0)) for c in group.curves)
+        shown = [v for c in curves for _, v in (*c.points, *c.earlier)]
+        return group._replace(curves=curves, values=value_range(shown, True), guide="1/L, as with even attention")
+    if group.kind == "lags.contribution":
+        notes = [f"beyond: {max(0.0, 1 - sum(reading.values[c.layer])):.0%}" for c in group.curves]
+        return group._replace(curves=tuple(c._replace(note=n) for c, n in zip(group.curves, notes, strict=True)))
+    return group
+
+
+def _values(readings: Readings, kind: str) -> list[float]:
+    reading = readings.curve(kind)
+    return [] if reading is None else [v for row in reading.values for v in row if as_number(v) is not None]
+
+
+def _saturation(readings: Readings) -> str:
+    slopes = _values(readings, "saturation.slope")
+    if not slopes:
+        return ""
+    flat, sharp = sum(s < FLAT for s in slopes), sum(s > SHARP for s in slopes)
+    return (
+        f"Of {len(slopes)} heads, {flat} saturate (slope below {FLAT}) and {sharp} stay sharp (above {SHARP}); "
+        f"the median slope is {number(median(slopes), 2)}."
+    )
+
+
+def _spectrum(readings: Readings) -> str:
+    parts = []
+    for kind, what in (
+        ("logit_rank", "query/key directions carry the logits"),
+        ("output_rank", "value directions reach the output"),
+    ):
+        ranks = _values(readings, f"spectrum.{kind}")
+        parts += [f"about {fmean(ranks):.0f} {what}"] if ranks else []
+    return f"On average over heads, {listing(parts)}." if parts else ""
+
+
+def _lags(readings: Readings) -> str:
+    reading = readings.curve("lags.contribution")
+    if reading is None or not reading.values:
+        return ""
+    near = [sum(row[:8]) for row in reading.values]
+    far = [max(0.0, 1 - sum(row)) for row in reading.values]
+    return (
+        f"The token itself and the seven before it give {min(near):.0%} to {max(near):.0%} of a layer's attention "
+        f"output, what lies further back than the lags shown {min(far):.0%} to {max(far):.0%}."
+    )
+
+
+TOPICS: tuple[tuple[str, str, Callable[[Readings], str]], ...] = (
+    ("Do heads stay sharp as the text gets longer?", "saturation", _saturation),
+    ("How many directions do heads use?", "spectrum", _spectrum),
+    ("How far back do layers look?", "lags", _lags),
+    ("Other readings", "", lambda readings: ""),
+)
