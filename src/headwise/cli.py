@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise import calculators
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
 from headwise.types import UNITS
@@ -21,6 +22,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(calculators.app, name="theory")
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or 'embedded'.")]
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]

@@ -6,7 +6,9 @@ lag m with `heads` heads of `dim` dimensions each, and everything together spend
     E_D <= sum_{m=1..M} |rho_m| B ( (1+eps) [d_m <= d] sqrt(1 - d_m/d) + 1.3 e^{0.02 m} / H_m ) + sum_{k>M} |rho_k| B
 
 The first part is what a head too small for a token cannot see, the second what few heads cannot tell apart in time, the
-last what nobody reads.
+last what nobody reads. It is given here as the paper states it. For heads whose weights come from a linear position
+bias the second part holds only where `H_m >= m`: with fewer heads than the lag nothing below 1 can be reached
+(`experiments/a1_bound.py` has the proof); `below_lag` names those lags.
 """
 
 from __future__ import annotations
@@ -100,6 +102,13 @@ def bound(
     0.1658
     """
     return math.fsum(term.total for term in terms(rho, groups, token_dim, norm, eps, lags))
+
+
+def below_lag(groups: Sequence[Group], lags: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The lags served by fewer heads than the lag, though by enough that the bound promises to gain something."""
+    served = range(1, len(groups) + 1) if lags is None else lags
+    pairs = zip(served, groups, strict=True)
+    return tuple(lag for lag, group in pairs if group.heads < lag and heads_term(group.heads, lag) < 1)
 
 
 def check(rho: Weights, token_dim: int, norm: float, eps: float) -> Floats:

@@ -3,7 +3,7 @@
 Two things are easily confused. The Jacobian's norm falls like 1/L for logits in [-c, c] (`norm_bound`). The error of a
 head's output does not follow from it alone: L logits are wrong at once, and L values are summed. If the errors may be
 aligned with the values, nothing is gained by length; if they are drawn alike and independently of the values, the
-output error falls like 1/sqrt(L) (`head_error`). No assumption on the logits' errors alone gives 1/L.
+output error falls like 1/sqrt(L) (`head_error`). Neither gives 1/L.
 """
 
 from __future__ import annotations
@@ -121,8 +121,9 @@ def head_error(length: int, logit_bound: float, logit_error: float, norm: float 
 
     - `aligned`: nothing. The new weights are `p_i e^{e_i} / sum_j p_j e^{e_j}`. No set of keys can gain more than
       `tanh(delta/2)` of weight (errors +delta on it, -delta off it, weight `1/(1+e^delta)` before), so
-      `|dz| <= R |dp|_1 <= 2 R tanh(delta/2)`, about `R delta`. It is attained at any L, by values +-v on the two sets:
-      long context does not help. The Jacobian says the same: `|dz| <= |V| |J| |e| <= R sqrt(L) e^{2c}/L delta sqrt(L)`.
+      `|dz| <= R |dp|_1 <= 2 R tanh(delta/2)`, about `R delta`. Logits -delta/2 and +delta/2 on two halves, values v and
+      -v there, attain it at every even L: long context does not help. The Jacobian's norm says no more:
+      `|dz| <= |V| |J| |e| <= R sqrt(L) e^{2c}/L delta sqrt(L)`.
     - not `aligned`: the e_i are independent, identically distributed, and independent of p and v; the answer is a root
       mean square. With `w_i = e^{e_i}` of mean mu, `dz = sum_i p_i (w_i - mu)(v_i - z) / sum_i p_i w_i`, for
       `sum_i p_i (v_i - z) = 0`. The denominator is at least `e^-delta`, the spread of w at most `sinh(delta)`, and
