@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise import calculators
+from headwise import calculators, reproduce
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
 from headwise.types import UNITS
@@ -208,6 +208,9 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
     from headwise.show import show_file
 
     show_file(file)
+
+
+app.command("reproduce")(reproduce.command)
 
 
 def _units(text: str) -> tuple[str, ...]:

@@ -1,0 +1,117 @@
+"""Compares the points of a sweep over heads: which is best, how surely, and whether the curve turns at both ends.
+
+Errors of one point differ by factors rather than by amounts, so they are averaged in the logarithm (geometric means),
+and intervals come from resampling seeds. Points are resampled together: a seed is the same target for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headwise.plots import PALETTE
+
+DRAWS = 10_000
+ENDS = (0.025, 0.975)  # of intervals
+Floats = NDArray[np.float64]
+
+
+def compare(rows: Sequence[dict[str, Any]], field: str = "error") -> dict[str, Any]:
+    """Rows with `heads`, `dim` and one error per seed, in order of heads: means, intervals, chances to be best."""
+    logs = [np.log(np.asarray(row[field], dtype=float)) for row in rows]
+    draws = np.stack([_resampled(log) for log in logs])  # (points, draws)
+    best = int(np.argmin([log.mean() for log in logs]))
+    chances = np.bincount(draws.argmin(0), minlength=len(rows)) / DRAWS
+    points = []
+    for index, (row, log) in enumerate(zip(rows, logs, strict=True)):
+        low, high = np.exp(np.quantile(draws[index], ENDS))
+        ratio_low, ratio_high = np.exp(np.quantile(draws[index] - draws[best], ENDS))
+        points.append(
+            {
+                "heads": row["heads"],
+                "dim": row["dim"],
+                "error": float(np.exp(log.mean())),
+                "low": float(low),
+                "high": float(high),
+                "chance_best": float(chances[index]),
+                "ratio": float(np.exp(log.mean() - logs[best].mean())),  # to the best point
+                "ratio_low": float(ratio_low),
+                "ratio_high": float(ratio_high),
+                "among_best": bool(index == best or ratio_low <= 1),
+            }
+        )
+    return {"best": rows[best]["heads"], "seeds": len(logs[0]), "points": points}
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> dict[str, float]:
+    """Mean error of one point over that of another, with its interval; seeds that only one of them has are left out."""
+    high, low = (
+        np.log(np.asarray(errors, dtype=float)) for errors in zip(*zip(above, below, strict=False), strict=True)
+    )
+    ends = np.exp(np.quantile(_resampled(high) - _resampled(low), ENDS))
+    return {"ratio": float(np.exp(high.mean() - low.mean())), "ratio_low": float(ends[0]), "ratio_high": float(ends[1])}
+
+
+def _resampled(values: Floats) -> Floats:
+    """Means of so many new samples of the seeds, the same samples for all values of one length."""
+    picks = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
+    return values[picks].mean(1)
+
+
+def at(compared: dict[str, Any], heads: int) -> dict[str, Any]:
+    """The point with so many heads."""
+    return next(point for point in compared["points"] if point["heads"] == heads)
+
+
+def among_best(compared: dict[str, Any]) -> list[int]:
+    """Head counts that are not significantly worse than the best."""
+    return [point["heads"] for point in compared["points"] if point["among_best"]]
+
+
+def judge(compared: dict[str, Any], expected: int) -> str:
+    """Whether the best number of heads is the expected one.
+
+    Confirmed: it is best or not significantly worse, and both ends of the sweep are (a flat curve has no best).
+    With conditions: it is, but an end is too; or a neighbour of it is. Refuted: otherwise.
+    """
+    heads = [point["heads"] for point in compared["points"]]
+    best = among_best(compared)
+    if expected in best:
+        return "confirmed" if not {heads[0], heads[-1]} & set(best) else "confirmed with conditions"
+    place = heads.index(expected)
+    near = heads[max(0, place - 1) : place + 2]
+    return "confirmed with conditions" if set(near) & set(best) else "refuted"
+
+
+def spelled(point: dict[str, Any]) -> str:
+    """An error with its interval."""
+    return f"{point['error']:.3g} [{point['low']:.3g}, {point['high']:.3g}]"
+
+
+def times(point: dict[str, Any]) -> str:
+    """How much worse than the best, with its interval."""
+    return f"{point['ratio']:.2f} [{point['ratio_low']:.2f}, {point['ratio_high']:.2f}]"
+
+
+def plot(axes: Any, compared: dict[str, Any], label: str, number: int) -> None:
+    """A curve over heads with its intervals."""
+    points = compared["points"]
+    middle = [point["error"] for point in points]
+    reach = [
+        [max(0.0, p["error"] - p["low"]) for p in points],
+        [max(0.0, p["high"] - p["error"]) for p in points],
+    ]
+    style = dict(marker="osD^v"[number % 5], color=PALETTE[number], markersize=4, capsize=2, linewidth=1.2)
+    axes.errorbar([p["heads"] for p in points], middle, yerr=reach, label=label, **style)
+
+
+def over_heads(axes: Any, heads: Sequence[int], expected: int) -> None:
+    """Axes over the number of heads, theory's best marked."""
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(heads), [str(count) for count in heads])
+    axes.axvline(expected, color="#888888", linestyle=":", linewidth=1, zorder=0)
+    axes.set_xlabel("heads")

@@ -1,0 +1,302 @@
+"""Every experiment keeps its promises at the smallest size; results are kept safe; the evidence says what they say."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # experiments live beside the package
+    sys.path.insert(0, str(ROOT))
+
+from experiments import _lab, _ngram, _sweep, a4_ngram  # noqa: E402
+
+from headwise import plots, reproduce  # noqa: E402
+from headwise.errors import HeadwiseError, OutputError, UnknownNameError  # noqa: E402
+from headwise.probes._watch import silently  # noqa: E402
+
+NAMES = _lab.experiments()
+app = typer.Typer()
+app.command()(reproduce.command)
+
+
+def tiny(out: Path, **more: Any) -> _lab.Request:
+    return _lab.Request(size="tiny", device="cpu", out=out, **more)
+
+
+def ask(*arguments: object) -> Any:
+    """What the command line answers."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_says_what_it_tests(name: str) -> None:
+    module = _lab.load(name)
+    assert module.CLAIM and module.TITLE and module.SAYS.endswith((".", "?")), "the page is made of these"
+    assert "\n" not in module.SAYS and len(module.TITLE) <= 60
+    assert (module.__doc__ or "").strip(), "the file says what it does and how its verdict is decided"
+    assert _lab.find(module.CLAIM) == _lab.find(name) == name, "found by claim and by name"
+    if not name.startswith("q"):
+        assert name.partition("_")[0].upper() == module.CLAIM
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_experiment_runs_at_the_smallest_size(name: str, tmp_path: Path) -> None:
+    result = _lab.run(name, tiny(tmp_path), silently)
+    module, found = _lab.load(name), result["found"]
+    assert json.loads((tmp_path / f"{name}.json").read_text()) == result, "the file holds the result"
+    assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"], "and nothing is left beside it"
+    assert {"claim", "size", "command", "date", "hardware", "versions", "seconds"} <= set(result)
+    words = (_lab.ANSWERED,) if name.startswith("q") else _lab.VERDICTS
+    assert module.verdict(found) in words
+    assert any(sign.isdigit() for sign in module.measured(found)), "what was measured is told in numbers"
+    figure = plots.new_figure()
+    module.draw(found, figure)
+    assert figure.axes and all(axes.has_data() for axes in figure.axes)
+    assert any(axes.get_xlabel() for axes in figure.axes) and any(axes.get_ylabel() for axes in figure.axes)
+    plots.save(figure, tmp_path / "figure.svg")
+
+
+def test_experiments_come_in_order(tmp_path: Path) -> None:
+    for stem in ("b1_x", "a10_y", "a2_z", "q1_w", "_shared", "notes"):
+        (tmp_path / f"{stem}.py").touch()
+    assert _lab.experiments(tmp_path) == ("a2_z", "a10_y", "b1_x", "q1_w")
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    with pytest.raises(
+        UnknownNameError, match=r"no experiment is called 'a4_gram'\. Did you mean 'a4_ngram'\? Known: "
+    ):
+        _lab.find("a4_gram")
+
+
+class TestKeeping:
+    """Results are never lost or replaced by accident."""
+
+    def test_an_existing_result_is_refused_before_any_work(self, tmp_path: Path) -> None:
+        (tmp_path / "a4_ngram.json").write_text("precious")
+        with pytest.raises(OutputError, match=r"a4_ngram\.json exists; add --overwrite or give another folder"):
+            _lab.run("a4_ngram", tiny(tmp_path), silently)
+        assert (tmp_path / "a4_ngram.json").read_text() == "precious"
+        assert _lab.run("a4_ngram", tiny(tmp_path, overwrite=True), silently)["claim"] == "A4"
+
+    @pytest.mark.parametrize("out", [None, _lab.RESULTS])
+    def test_a_small_result_never_lies_among_full_ones(self, out: Path | None) -> None:
+        with pytest.raises(OutputError, match=r"holds full results, this one is tiny; give --out FOLDER"):
+            _lab.check("a4_ngram", _lab.Request(size="tiny", out=out, overwrite=True))
+
+    def test_wrong_sizes_devices_and_folders_are_named(self, tmp_path: Path) -> None:
+        with pytest.raises(HeadwiseError, match="no size is called 'huge'; give --size tiny, small, full"):
+            _lab.check("a4_ngram", _lab.Request(size="huge", out=tmp_path))
+        with pytest.raises(HeadwiseError, match="no device is called 'tpu'"):
+            _lab.chosen_device("tpu")
+        with pytest.raises(HeadwiseError, match="is no folder; give --assets"):
+            _lab.check("a4_ngram", tiny(tmp_path, assets=tmp_path / "absent"))
+
+    def test_a_killed_run_goes_on_where_it_stopped(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        trained: list[str] = []
+        measure = a4_ngram.measure
+
+        def counted(task: Any, point: Any, *rest: Any) -> Any:
+            if len(trained) == 2:
+                raise KeyboardInterrupt
+            trained.append(point.key)
+            return measure(task, point, *rest)
+
+        monkeypatch.setattr(a4_ngram, "measure", counted)
+        with pytest.raises(KeyboardInterrupt):
+            _lab.run("a4_ngram", tiny(tmp_path), silently)
+        again: list[str] = []
+        monkeypatch.setattr(
+            a4_ngram, "measure", lambda task, point, *rest: again.append(point.key) or measure(task, point, *rest)
+        )
+        _lab.run("a4_ngram", tiny(tmp_path), silently)
+        assert len(trained) == 2 and again and not set(trained) & set(again)
+
+    def test_an_idle_gpu_is_not_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(_lab, "chosen_device", lambda asked: "cuda")
+        monkeypatch.setattr(_lab, "machine", {"cuda": "a GPU", "cpu": "a CPU"}.get)
+        monkeypatch.setattr(_lab, "load", lambda name: a4_ngram)
+        monkeypatch.setattr(a4_ngram, "run", lambda *_: {})
+        for folder, counts, named in (("idle", [7, 7], "a CPU"), ("busy", [7, 9], "a GPU")):
+            monkeypatch.setattr(_lab, "gpu_allocations", lambda device, left=counts: left.pop(0))
+            assert _lab.run("a4_ngram", tiny(tmp_path / folder), silently)["hardware"] == named
+
+    def test_parts_from_other_conditions_are_forgotten(self, tmp_path: Path) -> None:
+        path = tmp_path / "parts.json"
+        _lab.Parts(path, ["tiny", "code 1"])["a"] = (1, torch.tensor([2.0]))
+        assert dict(_lab.Parts(path, ["tiny", "code 1"])) == {"a": [1, [2.0]]}
+        assert not _lab.Parts(path, ["tiny", "code 2"])
+
+
+class TestCommand:
+    """`headwise reproduce`."""
+
+    @pytest.fixture
+    def root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        """A checkout without results."""
+        monkeypatch.setattr(sys, "path", list(sys.path))
+        monkeypatch.setattr(reproduce, "repository", lambda: tmp_path)
+        return tmp_path
+
+    def test_the_list_says_what_is_measured(self, root: Path) -> None:
+        _lab.run("a4_ngram", tiny(root / "experiments" / "results"), silently)
+        rows = {row["name"]: row for row in json.loads(ask("--json").stdout)}
+        assert tuple(rows) == NAMES
+        assert rows["a4_ngram"]["measured"] and rows["a4_ngram"]["verdict"] in _lab.VERDICTS
+        assert not rows["a5_induction"]["measured"] and rows["a5_induction"]["verdict"] == "not measured yet"
+        assert "a4_ngram" in ask().stdout
+
+    def test_one_runs_by_its_claim(self, root: Path) -> None:
+        done = ask("A4", "--size", "tiny", "--device", "cpu", "--out", root / "out")
+        assert done.exit_code == 0 and "verdict: " in done.stdout
+        assert json.loads((root / "out" / "a4_ngram.json").read_text())["command"].startswith("headwise reproduce a4")
+
+    def test_all_keeps_what_is_there(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        ran: list[str] = []
+        monkeypatch.setattr(_lab, "run", lambda name, *_: ran.append(name) or {"name": name})
+        (root / "a4_ngram.json").touch()
+        assert ask("all", "--size", "tiny", "--out", root, "--json").exit_code == 0
+        assert ran == [name for name in NAMES if name != "a4_ngram"]
+
+    def test_the_page_follows_the_results(self, root: Path) -> None:
+        missing = ask("--check")
+        assert (
+            missing.exit_code == 1
+            and "docs/EVIDENCE.md is missing; type: headwise reproduce --render" in missing.stderr
+        )
+        results = root / "experiments" / "results"
+        _lab.run("a4_ngram", tiny(results), silently)
+        assert ask("--render").exit_code == 0
+        page, figure = root / "docs" / "EVIDENCE.md", root / "docs" / "evidence" / "a4_ngram.svg"
+        assert a4_ngram.SAYS in page.read_text() and figure.exists()
+        assert "Not measured yet: run `headwise reproduce a5_induction`." in page.read_text()
+        assert ask("--check").exit_code == 0
+        text = (results / "a4_ngram.json").read_text()
+        (results / "a4_ngram.json").write_text(text.replace('"steps": 8', '"steps": 9'))
+        stale = ask("--check")
+        assert stale.exit_code == 1 and "docs/EVIDENCE.md is stale from line" in stale.stderr
+        (results / "a4_ngram.json").write_text(text)
+        figure.unlink()
+        assert "docs/evidence/a4_ngram.svg is missing" in ask("--check").stderr
+
+    def test_without_a_checkout_it_says_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(reproduce, "__file__", str(tmp_path / "site-packages" / "headwise" / "reproduce.py"))
+        with pytest.raises(HeadwiseError, match="clone the repository"):
+            reproduce.repository(tmp_path)
+
+    def test_the_committed_page_is_current(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(ROOT)
+        done = ask("--check")
+        assert done.exit_code == 0, done.stderr
+
+
+class TestSweep:
+    """The best number of heads, and how surely."""
+
+    @staticmethod
+    def compared(*errors: float) -> dict[str, Any]:
+        spreads = (0.98, 1.0, 1.02, 1.01, 0.99), (1.02, 0.99, 0.98, 1.0, 1.01)  # neighbours do not vary together
+        rows = [
+            {"heads": 4 << place, "dim": 64 >> place, "error": [error * by for by in spreads[place % 2]]}
+            for place, error in enumerate(errors)
+        ]
+        return _sweep.compare(rows)
+
+    @pytest.mark.parametrize(
+        ("errors", "word"),
+        [
+            ((9, 4, 2, 1, 3, 5), "confirmed"),
+            ((9, 4, 2, 1.0001, 1, 5), "confirmed"),  # not told apart from the best
+            ((9, 4, 2, 1, 1, 1), "confirmed with conditions"),  # flat to the right
+            ((9, 4, 2, 1.5, 1, 5), "confirmed with conditions"),  # the neighbour is better
+            ((9, 4, 3, 2.5, 2, 1), "refuted"),
+            ((1, 2, 3, 4, 5, 6), "refuted"),
+        ],
+    )
+    def test_verdicts(self, errors: tuple[float, ...], word: str) -> None:
+        assert _sweep.judge(self.compared(*errors), 32) == word
+
+    def test_chances_and_intervals(self) -> None:
+        found = self.compared(3, 1, 2)
+        assert found["best"] == 8 and _sweep.at(found, 8)["chance_best"] == 1
+        assert sum(point["chance_best"] for point in found["points"]) == pytest.approx(1)
+        assert all(point["low"] < point["error"] < point["high"] for point in found["points"])
+
+
+class TestLayer:
+    """The trainer computes what it says."""
+
+    @pytest.mark.parametrize("positions", _ngram.POSITIONS)
+    def test_heads_are_ordinary_attention(self, positions: str) -> None:
+        torch.manual_seed(0)
+        task, point = _ngram.Task((0.25,) * 4, length=12, scored=5), _ngram.Point(3, 4, positions)
+        w = {name: torch.randn(2, *shape) for name, shape in _ngram.shapes(task, point).items()}
+        x, _ = task.sample(_ngram.rotations(task, 2, torch.device("cpu")), 1)
+        out = _ngram.Layer(task, point, torch.device("cpu")).forward(w, x)
+        wanted = torch.zeros(5, 8)
+        for head in range(3):
+            q, k, v = (x[1, 0] @ w[name][1, head] for name in ("query", "key", "value"))
+            for row, t in enumerate(range(7, 12)):
+                logits = torch.stack([_logit(w, positions, head, q[t], k[s], t, s) for s in range(t + 1)])
+                wanted[row] += logits.softmax(0) @ v[: t + 1] @ w["output"][1, head]
+        torch.testing.assert_close(out[1, 0], wanted, rtol=1e-4, atol=1e-5)
+
+    def test_targets(self) -> None:
+        turns = _ngram.rotations(_ngram.Task((1.0,)), 2, torch.device("cpu"))
+        x, y = _ngram.Task((0.5, 0.3), length=9, scored=4).sample(turns, 3)
+        torch.testing.assert_close(y[:, :, -1], 0.5 * x[:, :, -2] + 0.3 * x[:, :, -3])
+        assert torch.allclose(x.norm(dim=-1), torch.ones(()))
+        x, y = _ngram.Task((1.0,), induction=True, length=9).sample(turns, 3)
+        twin = (x[1, 2, :-1] == x[1, 2, -1]).all(-1).nonzero().item()
+        assert torch.equal(y[1, 2, 0], x[1, 2, int(twin) + 1])
+
+    def test_adam_is_adam(self) -> None:
+        torch.manual_seed(0)
+        ours, theirs = torch.zeros(2, 3), torch.zeros(2, 3, requires_grad=True)
+        adam = _ngram._Adam(ours, torch.full((2, 3), 0.1), steps=6)
+        reference = torch.optim.Adam([theirs], lr=0.1, betas=_ngram.BETAS, eps=_ngram.TINY)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(reference, 6)
+        for _ in range(6):
+            theirs.grad = torch.randn(2, 3)
+            adam.step(theirs.grad)
+            reference.step()
+            schedule.step()
+        torch.testing.assert_close(ours, theirs.detach())
+
+    def test_training_learns_and_repeats(self) -> None:
+        task, effort = _ngram.Task((1.0,), length=8, scored=4), _ngram.Effort(60, 8, 2, 1, (0.03,), 4)
+        first, again = (
+            _ngram.measure(task, _ngram.Point(4, 8, "table"), effort, torch.device("cpu")) for _ in range(2)
+        )
+        assert first == again, "same seeds, same errors"
+        assert max(first["error"]) < 0.5, "far better than answering nothing"
+
+
+def _logit(w: dict[str, Any], positions: str, head: int, q: Any, k: Any, t: int, s: int) -> Any:
+    """Seed 1's logit of one head, written out: content plus position."""
+    if positions == "linear":
+        return q @ k / 2 - w["slope"][1, head] * (t - s)
+    if positions == "table":
+        return q @ k / 2 + w["table"][1, head, t - s]
+    pairs = [
+        torch.complex((part + w[f"{name}_bias"][1, head])[:2], (part + w[f"{name}_bias"][1, head])[2:])
+        for name, part in (("query", q), ("key", k))
+    ]
+    turns = torch.tensor([1.0, _ngram.ROTARY_BASE**-0.5]) * (t - s)
+    turned = pairs[0] * torch.polar(torch.ones(2), turns)
+    return (turned * pairs[1].conj()).real.sum() / math.sqrt(4)
+
+
+def test_the_command_line_offers_it() -> None:
+    cli = importlib.import_module("headwise.cli")
+    assert "reproduce" in CliRunner().invoke(cli.app, ["--help"]).stdout
