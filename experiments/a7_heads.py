@@ -70,7 +70,7 @@ class Effort:
 EFFORTS = {  # in the order of the fields
     "tiny": Effort(64, 2, 2, (8, 4), 4, 4, 8, 2, 2, 128, 2, 128),
     "small": Effort(128, None, 2, (16, 4), 128, 64, 512, 16, 10, 1024, 30, 2048),
-    "full": Effort(512, None, None, (32, 16, 8, 4), 128, 512, 4500, 64, 50, 8192, 800, 16384),
+    "full": Effort(512, None, None, (32, 16, 8, 4), 128, 256, 3000, 32, 20, 8192, 200, 16384),
 }
 SMOLLM2 = Effort(512, None, None, (32, 16, 8, 4), 64, 0, 74, 8, 0, 0, 0, 0, parts=("both",))  # before fine-tuning only
 
@@ -157,23 +157,28 @@ def _spread(count: int, wanted: int | None) -> list[int]:
     return sorted({int(i) for i in np.linspace(0, count - 1, wanted or count).round()})
 
 
-def study(bench: Bench, track: Track) -> dict[str, Any]:
-    """Everything about one model."""
+def study(bench: Bench, track: Track, done: dict[str, Any]) -> dict[str, Any]:
+    """Everything about one model; what is in `done` is not done again."""
     effort, least = bench.effort, bench.effort.dims[-1]
-    settings = [Setting(*three) for three in itertools.product(WAYS, effort.parts, effort.dims)]
-    single = _table(bench, [*settings, Setting("activations", "both", 0)], bench.before, False, track)
-    if effort.head_steps:
+    if "before" not in done:
+        settings = [Setting(*three) for three in itertools.product(WAYS, effort.parts, effort.dims)]
+        done["before"] = _table(bench, [*settings, Setting("activations", "both", 0)], bench.before, False, track)
+    if effort.head_steps and "after" not in done:
         lessons = Reference(bench.family, bench.source, bench.train[: effort.head_rows])
         settings = [Setting("activations", "both", dim) for dim in (*effort.dims, 0, bench.width)]
         settings.append(Setting("weights", "both", least))
-        single += _table(bench, settings, functools.partial(bench.after, lessons), True, track)
+        done["after"] = _table(bench, settings, functools.partial(bench.after, lessons), True, track)
+    single = [*done["before"], *done.get("after", [])]
     pairs = [*itertools.product(WAYS, effort.dims), ("activations", bench.width)]
+    for way, dim in track(pairs, "all heads at once"):
+        if f"{way} {dim}" not in done:
+            done[f"{way} {dim}"] = bench.together(way, dim)
     found = {
         "layers": bench.layers,
         "effort": asdict(effort),
         "tokens": {"training": bench.train.numel(), "evaluation": bench.evaluation.tokens.numel()},
         "single": single,
-        "together": [bench.together(*pair) for pair in track(pairs, "all heads at once")],
+        "together": [done[f"{way} {dim}"] for way, dim in pairs],
         "depth": {
             "tuned" if record["tuned"] else "untuned": depth_correlation(np.array(record["kl"]))
             for record in single
@@ -239,7 +244,9 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, Any]:
+def run(
+    size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """The embedded model at every size; SmolLM2 before fine-tuning too where it is at hand, at full size."""
     found: dict[str, Any] = {"seeds": [SEED], "small": SMALL, "small_together": SMALL_TOGETHER, "models": {}}
     efforts = {"embedded": EFFORTS[size], **({"smollm2": SMOLLM2} if size == "full" else {})}
@@ -250,7 +257,7 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
         except ModelError as error:  # a format that this machine cannot read must not cost the others' result
             found["left_out"][name] = str(error)
             continue
-        found["models"][name] = study(bench, track)
+        found["models"][name] = study(bench, track, parts if parts is not None and name == "embedded" else {})
     return found
 
 

@@ -54,7 +54,7 @@ class Size:
 SIZES = {
     "tiny": Size("embedded", (32, 256), 1, 0.9, (512, 512, 0), 64, 1),
     "small": Size("embedded", (256, 4096), 4, 0.8, (24_576, 16_384, 1_024), 256, 10),
-    "full": Size("smollm2", (1024, 16_384), 32, 0.8, (131_072, 65_536, 6_144), 512, 50),
+    "full": Size("embedded", (1024, 16_384), 128, 0.8, (131_072, 65_536, 8_192), 512, 30),
 }
 
 
@@ -92,12 +92,18 @@ def _described(
         "planned_for": length,
         "time_ratio_predicted": {str(n): t.model(layers) / t.model(plan.source.layers) for n, t in tables.items()},
         "time_ratio_measured": whole,
+        "within_budget": _fits(plan, tables[length], sizes.share),
         "kv_kept": _kept(plan, lambda s: s.kv_heads * (s.qk_dim + s.v_dim)),
         "mlp_kept": _kept(plan, lambda s: s.mlp_width),
         "sizes": [[s.qk_width, s.qk_dim, s.v_dim, s.mlp_width] for s in layers],
         "predicted_damage": plan.predicted_damage,
         **found,
     }
+
+
+def _fits(plan: Plan, table: Table, share: float) -> bool:
+    """Whether the allowed time could be met at all."""
+    return table.model(plan.target.layers) <= share * table.model(plan.source.layers) * (1 + 1e-6)
 
 
 def _kept(plan: Plan, size: Callable[[LayerShape], int]) -> float:
@@ -193,13 +199,13 @@ class Clock:
 
         def step() -> torch.Tensor:
             made = x @ fused
-            q = made[:, : heads * width].view(self.batch, groups, -1, width)
+            q = made[:, : heads * width].view(self.batch, groups, heads // groups, width)
             new = made[:, heads * width : (heads + groups) * width].view(self.batch, groups, 1, width)
             if layer.projected:
                 q, new = q @ q_down, new @ k_down
             k[:, :, -1:] = new
-            # The queries of a group read its keys together: no key is repeated.
-            z = functional.scaled_dot_product_attention(q, k, v)
+            q = q.reshape(self.batch, heads, 1, dim)
+            z = functional.scaled_dot_product_attention(q, k, v, enable_gqa=heads > groups)
             return z.reshape(self.batch, -1) @ out
 
         return step
@@ -260,7 +266,8 @@ def measured(result: dict[str, Any]) -> str:
             f"Planned for {int(own):,} tokens of context: keeps {plan['kv_kept']:.0%} of the cache and "
             f"{plan['mlp_kept']:.0%} of the MLP, damage {plan['measured']:.4f} ± {half:.4f} nats per token, time "
             f"{plan['time_ratio_measured'][own]:.2f} of the source's there (predicted "
-            f"{plan['time_ratio_predicted'][own]:.2f}) and {plan['time_ratio_measured'][other]:.2f} at {int(other):,}."
+            f"{plan['time_ratio_predicted'][own]:.2f}) and {plan['time_ratio_measured'][other]:.2f} at {int(other):,}"
+            + ("." if plan["within_budget"] else "; no sizes are faster.")
         )
     lines.append(
         f"{result['model']}, batch {result['batch']}, {result['share']:.0%} of a decoding step's time allowed; the "
