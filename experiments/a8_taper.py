@@ -256,7 +256,7 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_title(LABELS[name])
         axis.set_xlabel("attention FLOPs kept, %")
         axis.set_ylabel("damage after refit, nats per token")
-        axis.legend()
+        axis.legend(fontsize=7)
 
 
 if __name__ == "__main__":

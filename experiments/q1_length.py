@@ -296,7 +296,7 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_xlabel("layer")
         axis.set_ylabel(name)
         axis.set_ylim(bottom=0)
-        axis.legend()
+        axis.legend(fontsize=7)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,7 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_title(model["label"])
         axis.set_xlabel("text")
         axis.set_ylabel("damage, nats per token")
-        axis.legend()
+        axis.legend(fontsize=7)
 
 
 if __name__ == "__main__":
