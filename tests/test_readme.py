@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import runpy
 import shlex
@@ -13,7 +14,7 @@ from headwise import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "64"]
+FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--length", "64"]
 
 
 def commands():
@@ -62,3 +63,11 @@ def test_the_example_runs(tmp_path, capsys):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
     assert [row[0] for row in rows] == ["90%", "75%", "60%", "50%"]
     assert all(float(exact) <= float(uniform) for _, exact, uniform in rows)
+
+
+def test_the_page_of_families_is_what_the_command_prints(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["headwise", "families", "--markdown"])
+    with contextlib.suppress(SystemExit):
+        cli.main()
+    table = capsys.readouterr().out.strip()
+    assert table in (ROOT / "docs" / "FAMILIES.md").read_text(), "headwise families --markdown > docs/FAMILIES.md"

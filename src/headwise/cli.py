@@ -33,6 +33,9 @@ Budgets = Annotated[
 ]
 Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
 Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
+Task = Annotated[
+    str | None, typer.Option(help="causal, masked, embedding or classification; that of the model's head if not given.")
+]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
 Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
@@ -58,6 +61,7 @@ def run(
     out: Out,
     data: Data = None,
     eval: Eval = None,
+    task: Task = None,
     strategy: Strategy = DEFAULT.strategy,
     rounds: Rounds = DEFAULT.rounds,
     heal: Heal = DEFAULT.heal,
@@ -77,9 +81,9 @@ def run(
     from headwise import api
 
     settings = dict(
-        data=data, eval=eval, strategy=strategy, rounds=rounds, heal=heal, portable=portable, allow=_units(allow),
-        seed=seed, device=device, tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
-        trust_remote_code=trust_remote_code,
+        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal, portable=portable,
+        allow=_units(allow), seed=seed, device=device, tokens=tokens, eval_tokens=eval_tokens,
+        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with _Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
@@ -109,6 +113,7 @@ def probe(
     out: Out,
     budget: Annotated[list[str] | None, typer.Option("--budget", help="Probe only what these budgets need.")] = None,
     data: Data = None,
+    task: Task = None,
     allow: Allow = ALLOW,
     seed: Seed = DEFAULT.seed,
     device: Device = DEFAULT.device,
@@ -123,7 +128,7 @@ def probe(
     from headwise import api
 
     settings = dict(
-        budgets=tuple(budget or ()), data=data, allow=_units(allow), seed=seed, device=device, tokens=tokens,
+        budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
         swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with _Bars() as track:
@@ -195,11 +200,14 @@ def report(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def families(as_json: Json = False) -> None:
+def families(
+    as_json: Json = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
+) -> None:
     """List the model families that can be reshaped."""
     from headwise.show import show_families
 
-    show_families(as_json)
+    show_families(as_json, markdown)
 
 
 @app.command()
@@ -232,17 +240,25 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
 
 
 def _summary_of(verdict: Any) -> str:
-    quality, size = verdict.quality, verdict.size
-    change = (quality["perplexity_after"] / quality["perplexity_before"] - 1) * 100
-    kept = {k: size[f"{k}_after"] / size[f"{k}_before"] * 100 for k in ("kv_bytes_per_token", "parameters")}
+    size, names = verdict.size, {"kv_bytes_per_token": "cache", "parameters": "parameters"}
+    shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
+    kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
     bad = [check.name for check in verdict.checks if not check.passed]
     checks = f"FAILED: {', '.join(bad)}" if bad else f"all {len(verdict.checks)} checks passed"
-    return (
-        f"cache {kept['kv_bytes_per_token']:.1f}%, parameters {kept['parameters']:.1f}% of the source\n"
-        f"perplexity {quality['perplexity_before']:.3f} -> {quality['perplexity_after']:.3f} ({change:+.2f}%; "
-        f"95% interval {quality['perplexity_after_low']:.3f} to {quality['perplexity_after_high']:.3f})"
-        f" on {verdict.evaluation}\n{checks}"
-    )
+    return f"{', '.join(kept)} of the source\n{_quality_of(verdict.quality)} on {verdict.evaluation}\n{checks}"
+
+
+def _quality_of(quality: dict[str, float]) -> str:
+    """Perplexity, or what else the task has: the loss, the cosine of embeddings, the KL."""
+    for name in ("perplexity", "loss"):
+        if f"{name}_after_low" in quality:
+            before, after, low, high = (quality[f"{name}_{e}"] for e in ("before", "after", "after_low", "after_high"))
+            change = (after / before - 1) * 100
+            return f"{name} {before:.3f} -> {after:.3f} ({change:+.2f}%; 95% interval {low:.3f} to {high:.3f})"
+    name = "cosine" if "cosine" in quality else "kl"
+    label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
+    low, high = quality[f"{name}_low"], quality[f"{name}_high"]
+    return f"{label} {quality[name]:.4f} (95% interval {low:.4f} to {high:.4f})"
 
 
 class _Bars:

@@ -47,9 +47,7 @@ def _plan(plan: Plan, console: Console) -> None:
     console.print(table)
     for budget in plan.budgets:
         console.print(f"{budget.text}: {plan.spent[budget.name]:,.0f} of {budget.limit:,.0f} {budget.unit}")
-    console.print(
-        f"predicted damage {plan.predicted_damage:.4f} nats per token, gap to the proven bound {plan.gap:.1e}"
-    )
+    console.print(f"predicted damage {plan.predicted_damage:.4f}, gap to the proven bound {plan.gap:.1e}")
 
 
 COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
@@ -94,32 +92,54 @@ def _verdict(verdict: Verdict, console: Console) -> None:
         )
 
 
-def show_families(as_json: bool) -> None:
-    """The table of families: types, units that can be cut, portable or not, tested versions."""
+TESTED = "transformers 5.17 and 5.22"  # with which the contract tests of every family were run
+
+
+def family_rows() -> list[dict[str, Any]]:
+    """What can be done with every family."""
     try:
         from headwise import families
     except ImportError as error:
         raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
-    rows = [
+    return [
         {
-            "family": f.NAME,
-            "models": f.SUMMARY,
-            "model_types": list(f.MODEL_TYPES),
-            "units": list(f.UNITS),
-            "portable": f.PORTABLE,
+            "family": family.name,
+            "models": family.summary,
+            "model_types": list(family.model_types),
+            "units": [*family.units, "depth"],
+            "portable": _portable(family),
+            "tested": TESTED,
         }
-        for f in families.known()
+        for family in families.known()
     ]
+
+
+def _portable(family: Any) -> list[str]:
+    """What a portable plan may cut, by model type where they differ; asked of tiny models, as it depends on sizes."""
+    if not family.portable:
+        return []
+    grains = {kind: family.shape_of(family.tiny(kind).config).grain for kind in family.model_types}
+    cuts = {kind: family.units if grain.portable is None else grain.portable for kind, grain in grains.items()}
+    if len(set(cuts.values())) == 1:
+        return list(next(iter(cuts.values())))
+    return [f"{kind}: {' '.join(units)}" for kind, units in cuts.items()]
+
+
+def show_families(as_json: bool, markdown: bool = False) -> None:
+    """The table of families: types, units that can be cut, what is portable, tested versions."""
+    rows = family_rows()
     if as_json:
         print(json.dumps(rows, indent=1))
         return
-    table = Table("family", "models", "model types", "can be cut", "portable")
-    for row in rows:
-        table.add_row(
-            row["family"],
-            row["models"],
-            ", ".join(row["model_types"]),
-            ", ".join(row["units"]),
-            "yes" if row["portable"] else "no",
-        )
+    heads = ("family", "models", "model types", "can be cut", "portable cuts", "tested with")
+    cells = [
+        [", ".join(value) or "none" if isinstance(value, list) else value for value in row.values()] for row in rows
+    ]
+    if markdown:
+        lines = [heads, ("---",) * len(heads), *cells]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    table = Table(*heads)
+    for line in cells:
+        table.add_row(*line)
     Console().print(table)

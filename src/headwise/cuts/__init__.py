@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import ModuleType
 
 import torch
 from torch import nn
 
-from headwise.cuts._dims import cut_values, keep_pairs, pair_columns, project
+from headwise.cuts._dims import cut_values, fold, keep_pairs, pair_columns, project
 from headwise.cuts._heads import Tensors, keep_heads
 from headwise.cuts._mlp import keep_channels
 from headwise.cuts._save import save, write_folder
 from headwise.errors import PlanError
+from headwise.families import Family
 from headwise.types import LayerKeep, LayerShape, Plan
 
 __all__ = ["Moments", "cut_layer", "reshape", "reshape_layer", "save", "write_folder"]
@@ -20,25 +20,26 @@ __all__ = ["Moments", "cut_layer", "reshape", "reshape_layer", "save", "write_fo
 Moments = dict[str, torch.Tensor]  # second moments of one layer: gram_q, gram_k, gram_z, and gram_mlp where probed
 
 
-def reshape(family: ModuleType, model: nn.Module, plan: Plan, moments: list[Moments]) -> nn.Module:
+def reshape(family: Family, model: nn.Module, plan: Plan, moments: list[Moments]) -> nn.Module:
     """The model that the plan describes, built from a tailored `model` and its moments."""
     shape = family.shape_of(model.config)
     if shape.layers != plan.source.layers:
         raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
     tensors = family.state_of(model)
     for index, target in enumerate(plan.target.layers):
-        layer = family.take_layer(tensors, index)
-        family.put_layer(
-            tensors, index, cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index])
-        )
+        if target.gone:
+            continue
+        layer = family.take_layer(tensors, index, model.config)
+        cut = cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index])
+        family.put_layer(tensors, index, cut, model.config)
     return family.build(model, plan.target.layers, tensors)
 
 
 def reshape_layer(
-    family: ModuleType, model: nn.Module, index: int, target: LayerShape, keep: LayerKeep, moments: Moments
+    family: Family, model: nn.Module, index: int, target: LayerShape, keep: LayerKeep, moments: Moments
 ) -> nn.Module:
     """One layer of the model, cut."""
-    layer = family.take_layer(family.state_of(model, clone=False), index)
+    layer = family.take_layer(family.state_of(model, clone=False), index, model.config)
     shape = family.shape_of(model.config).layers[index]
     return family.build_layer(model, index, target, cut_layer(layer, shape, target, keep, moments))
 
@@ -55,7 +56,9 @@ def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: Lay
         qk_dim = shape.qk_dim if shape.projected else target.qk_width
         shape = replace(shape, qk_width=target.qk_width, qk_dim=qk_dim)
     if target.qk_dim < shape.qk_dim:
-        tensors = project(tensors, gram_q, gram_k, target.qk_dim)
+        folded = target.qk_width < shape.qk_width  # no position lies between the weights and the softmax
+        narrow = fold if folded else project
+        tensors = narrow(tensors, gram_q, gram_k, target.qk_dim)
     if target.v_dim < shape.v_dim:
         tensors = cut_values(tensors, shape, moments["gram_z"], target.v_dim)
     if keep.mlp_channels is not None:

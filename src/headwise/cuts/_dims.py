@@ -43,6 +43,21 @@ def project(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim
     return out
 
 
+def fold(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim: int) -> Tensors:
+    """The same with the projection in the weights: for queries and keys that no position turns."""
+    p_q, p_k, _ = balanced(gram_q, gram_k)
+    out, groups = dict(tensors), len(p_q)
+    for name, down in (("q", p_q), ("k", p_k)):
+        down = down[..., :qk_dim]
+        heads = len(tensors[f"{name}.weight"]) // down.shape[1]
+        down = down.repeat_interleave(heads // groups, dim=0)
+        for key, rows in rows_of(tensors, name, heads).items():
+            flat = rows if rows.dim() == 3 else rows.unsqueeze(-1)
+            cut = (down.mT.to(flat.device) @ flat.double()).to(flat)
+            out[key] = (cut if rows.dim() == 3 else cut.squeeze(-1)).flatten(0, 1).contiguous()
+    return out
+
+
 def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
     """The same layer with `v_dim` value directions per head; every head's output projection is refitted to them."""
     out, like = dict(tensors), tensors["o.weight"]

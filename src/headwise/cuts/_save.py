@@ -8,17 +8,17 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.errors import OutputError
+from headwise.families import Family
 from headwise.runtime import modeling_headwise
 
 
-def save(family: ModuleType, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
+def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
     """Write a model folder, whole or not at all, and return the model as saved (rounded to its stored dtype)."""
     rounded = family.tailor(model)
     stored = rounded.config.dtype
@@ -40,11 +40,10 @@ def _add_code(folder: Path, model: nn.Module) -> None:
     """Put the runtime beside the weights and name every class, so that the folder loads without headwise."""
     source = Path(modeling_headwise.__file__)
     shutil.copyfile(source, folder / source.name)
-    config, decoder, with_head = modeling_headwise.CLASSES[model.config.model_type.removeprefix("headwise_")]
-    classes = {"AutoConfig": config, "AutoModel": decoder, "AutoModelForCausalLM": with_head}
+    made = modeling_headwise.classes(model.config.model_type.removeprefix("headwise_"))
     settings = json.loads((folder / "config.json").read_text())
-    settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in classes.items()}
-    settings["architectures"] = [with_head.__name__]
+    settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in made.items()}
+    settings["architectures"] = [next(c for c in made.values() if isinstance(model, c)).__name__]
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 

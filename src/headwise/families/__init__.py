@@ -1,38 +1,92 @@
-"""Model families: one file each. Here: which family a model belongs to, and loading it from a hub id or a folder."""
+"""Model families: one file each. Here: which family and task a model belongs to, and loading it by id or folder."""
 
 from __future__ import annotations
 
 import contextlib
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._family import Block, Family
 from headwise.registry import find, names
 from headwise.runtime import register
+from headwise.runtime.modeling_headwise import BARE, CAUSAL, CLASSIFIER, MASKED, stock_classes
+
+__all__ = [
+    "EMBEDDED",
+    "TASKS",
+    "Block",
+    "Family",
+    "accompany",
+    "auto_class_of",
+    "companions",
+    "family_of",
+    "known",
+    "load",
+    "locate",
+    "quietly",
+    "task_of",
+]
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
+TASKS = {"causal": CAUSAL, "masked": MASKED, "embedding": BARE, "classification": CLASSIFIER}  # -> Auto class
 
 
-def known() -> list[ModuleType]:
+def known() -> list[Family]:
     """All families; their tailored models are known to transformers from then on."""
-    found = [find("headwise.families", name) for name in names("headwise.families")]
     register()
-    return found
+    return [find("headwise.families", name).FAMILY for name in names("headwise.families")]
 
 
-def family_of(config: Any) -> ModuleType:
+def family_of(config: Any) -> Family:
     """The family of a configuration; an unsupported one is refused with the list of what is supported."""
     kind = str(config.model_type).removeprefix("headwise_")
     for family in known():
-        if kind in family.MODEL_TYPES:
+        if kind in family.model_types:
             return family
-    supported = ", ".join(kind for family in known() for kind in family.MODEL_TYPES)
+    supported = ", ".join(kind for family in known() for kind in family.model_types)
     raise ModelError(f"models of type '{kind}' are not supported. Supported types: {supported}.")
+
+
+def task_of(config: Any) -> str:
+    """What a model is for, by the head that its configuration names; a bare encoder is for embeddings."""
+    family, head = family_of(config), (getattr(config, "architectures", None) or [""])[0]
+    ends = {end: auto for auto, end in family.anatomy(config).heads.items()}
+    if MASKED in ends.values():
+        ends["ForPreTraining"] = MASKED
+    auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
+    if auto is None and family.shape_of(config).cached:
+        auto = CAUSAL
+    if auto is None and (head.endswith("Model") or not head):
+        auto = BARE
+    if auto is None:
+        raise ModelError(f"{head} is for none of the tasks {', '.join(TASKS)}. Choose one of them with --task.")
+    return next(name for name, wanted in TASKS.items() if wanted == auto)
+
+
+def auto_class_of(model: nn.Module) -> str:
+    """The name of the Auto class that loads a model like this one."""
+    kind = family_of(model.config).kind(model.config)
+    return next(auto for auto, cls in stock_classes(kind).items() if isinstance(model, cls))
+
+
+def _auto_class(config: Any, task: str | None) -> str:
+    """The Auto class for a task, or for the one that the configuration names."""
+    family = family_of(config)
+    if task is not None and task not in TASKS:
+        raise ModelError(f"no task is called '{task}'. Known: {', '.join(TASKS)}.")
+    auto = TASKS[task or task_of(config)]
+    able = [*family.anatomy(config).heads, *([] if family.shape_of(config).cached else [BARE])]
+    if auto not in able:
+        tasks = ", ".join(name for name, wanted in TASKS.items() if wanted in able)
+        raise ModelError(f"{family.name} models cannot be reshaped for the task {task}, only for: {tasks}.")
+    return auto
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
@@ -53,32 +107,74 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
     return model, {}
 
 
-def load(model: str, device: str = "cpu", trust_remote_code: bool = False) -> tuple[nn.Module, Any]:
+def load(
+    model: str, device: str = "cpu", trust_remote_code: bool = False, task: str | None = None
+) -> tuple[nn.Module, Any]:
     """A model for inference, computed in float32, and its tokenizer. `config.dtype` stays that of the file.
 
-    Reads safetensors or GGUF only; missing or mismatched tensors are an error, never filled in.
+    Reads safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
+    `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    import transformers
+    from transformers import AutoConfig, AutoTokenizer
 
     register()
     where, extra = locate(model)
     options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
     with _explained(model), quietly():
         config = AutoConfig.from_pretrained(where, **options)
-        family_of(config)
+        auto = _auto_class(config, task)
         stored = config.dtype or torch.float32
         loader = {} if extra else {"use_safetensors": True}
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = getattr(transformers, auto).from_pretrained(
             where, dtype=torch.float32, output_loading_info=True, **options, **loader
         )
         found, info = loaded
         tokenizer = AutoTokenizer.from_pretrained(where, **options)
-    if lost := sorted([*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])]):
+    missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
+    if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
-    found.config.dtype = stored
+    found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), tokenizer
+
+
+@torch.no_grad()
+def _without_pooler(model: nn.Module, missing: set[str]) -> set[str]:
+    """What else is missing: embeddings need no pooler, so one that the file lacks is set to zeros."""
+    pooler = {name for name in missing if name.startswith("pooler.")}
+    for name in pooler:
+        model.get_parameter(name).zero_()
+    return set(missing) - pooler
+
+
+def companions(model: str) -> dict[str, Path]:
+    """Files that make an embedding model's folder one of sentence-transformers: name in the folder -> where it is."""
+    where, _ = locate(model)
+
+    def found(name: str) -> Path | None:
+        if Path(where).is_dir():
+            return path if (path := Path(where) / name).is_file() else None
+        from transformers.utils.hub import cached_file
+
+        cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+        return Path(cached) if cached else None
+
+    modules = found("modules.json")
+    if modules is None:
+        return {}
+    folders = [module["path"] for module in json.loads(modules.read_text()) if module["path"]]
+    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
+    return {name: path for name in names if (path := found(name)) is not None}
+
+
+def accompany(model: str, folder: Path) -> None:
+    """Put a model's companions beside a reshaped model, so that it stays one of sentence-transformers."""
+    for name, path in companions(model).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
 
 
 @contextlib.contextmanager

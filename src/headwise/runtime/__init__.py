@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 
-def register() -> None:
-    """Tell transformers' Auto classes about tailored models, so that plain `from_pretrained` loads them. Idempotent."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+def register(kind: str | None = None) -> None:
+    """Tell transformers' Auto classes about tailored models, so that plain `from_pretrained` loads them. Idempotent.
 
-    from headwise.runtime.modeling_headwise import CLASSES
+    Without a kind only what tailored configurations are called is registered, and models when one is asked for.
+    """
+    import transformers
 
-    for config, decoder, with_head in CLASSES.values():
-        AutoConfig.register(config.model_type, config, exist_ok=True)
-        AutoModel.register(config, decoder, exist_ok=True)
-        AutoModelForCausalLM.register(config, with_head, exist_ok=True)
+    from headwise.runtime.modeling_headwise import ANATOMY, classes
+
+    for name in ANATOMY if kind is None else (kind,):
+        made = classes(name)
+        config = made["AutoConfig"]
+        transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+        for auto, cls in made.items():
+            if auto != "AutoConfig":
+                getattr(transformers, auto).register(config, cls, exist_ok=True)

@@ -1,0 +1,349 @@
+"""What a family must say about its models, and what follows for all of them: tailoring, layers, streams."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import nn
+
+from headwise.errors import ModelError
+from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, TailoredAttention, classes, stock_classes, tailor_layer
+from headwise.types import Grain, LayerShape, ModelShape
+
+NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
+Tensors = dict[str, torch.Tensor]
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Captured(Exception):
+    """Raised to end a forward pass once what was wanted has been seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer as Headwise works on it: attention and MLP between two residual streams.
+
+    `attention_norm` and `mlp_norm` come before a part, `attention_scale` and `mlp_scale` after it (sandwich norms),
+    `attention_end` and `mlp_end` after the sum (post-norm layers). In a `parallel` layer both parts read one stream.
+    """
+
+    attention: TailoredAttention
+    output: nn.Linear
+    inner: tuple[nn.Linear, ...]  # gate and up, or up alone
+    down: nn.Linear
+    activation: Any
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    attention_scale: Norm | None = None
+    mlp_scale: Norm | None = None
+    attention_end: Norm | None = None
+    mlp_end: Norm | None = None
+    parallel: bool = False
+
+    def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
+        """The MLP's channels, for the streams before the layer and after attention."""
+        x = _maybe(self.mlp_norm, start if self.parallel else middle)
+        hidden: torch.Tensor = self.activation(self.inner[0](x))
+        return hidden * self.inner[1](x) if len(self.inner) > 1 else hidden
+
+    def middle(self, start: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The stream after attention whose heads put out `z` (B, T, H V)."""
+        return _maybe(self.attention_end, start + _maybe(self.attention_scale, self.output(z)))
+
+    def end(self, middle: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+        """The stream after the MLP."""
+        return _maybe(self.mlp_end, middle + _maybe(self.mlp_scale, self.down(channels)))
+
+
+def _maybe(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)
+
+
+class Family(ABC):
+    """Answers questions about the models of one kind; holds no algorithm."""
+
+    name: ClassVar[str]
+    model_types: ClassVar[tuple[str, ...]]
+    summary: ClassVar[str]
+    units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
+    portable: ClassVar[bool] = False
+    portable_units: ClassVar[tuple[str, ...]] = units  # what a portable plan may cut; `shape_of` tells its grain
+
+    # What every family says.
+
+    @abstractmethod
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration."""
+
+    @abstractmethod
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+
+    @abstractmethod
+    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        """Logits from the residual stream after the last layer."""
+
+    @abstractmethod
+    def tiny(self, model_type: str, **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests."""
+
+    def apart(self, tensors: Tensors, config: Any) -> Tensors:
+        """A stock state dictionary with fused tensors taken apart, under the names of the tailored model."""
+        return tensors
+
+    def to_stock(self, model: nn.Module) -> nn.Module:
+        """The ordinary architecture that computes the same as a portable tailored model."""
+        raise ModelError(f"a reshaped {self.name} model has no stock form; leave out --portable.")
+
+    # What follows.
+
+    def kind(self, config: Any) -> str:
+        """The model_type of the stock architecture behind a stock or tailored configuration."""
+        return str(config.model_type).removeprefix("headwise_")
+
+    def longest(self, config: Any) -> int:
+        """Tokens that a model takes at once."""
+        return int(config.max_position_embeddings)
+
+    def anatomy(self, config: Any) -> Anatomy:
+        """Where the parts are."""
+        return ANATOMY[self.kind(config)]
+
+    def body(self, model: nn.Module) -> nn.Module:
+        """The model without its head."""
+        return model.get_submodule(self.anatomy(model.config).body_at)
+
+    def layers(self, model: nn.Module) -> nn.ModuleList:
+        """All layers."""
+        return cast(nn.ModuleList, self.body(model).get_submodule(self.anatomy(model.config).layers))
+
+    def blocks(self, model: nn.Module) -> list[Block]:
+        """The layers of a tailored model."""
+        return [self.block(layer) for layer in self.layers(model)]
+
+    def is_tailored(self, model: nn.Module) -> bool:
+        """Whether a model runs on our modules."""
+        return str(model.config.model_type).startswith("headwise_")
+
+    def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
+        """A tailored model with the given layers and tensors; everything else as in `like`, which stays as it is.
+
+        Layers that are gone leave no trace but the numbers of those that were kept, for healing.
+        """
+        made = classes(self.kind(like.config))
+        auto = next(auto for auto, cls in stock_classes(self.kind(like.config)).items() if isinstance(like, cls))
+        settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
+        kept = [index for index, layer in enumerate(layers) if not layer.gone]
+        if len(kept) < len(layers):
+            settings, tensors = _without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
+        origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
+        settings["headwise"] = {
+            "version": 1,
+            "layers": [layers[index].to_json() for index in kept],
+            "kept": [origin[index] for index in kept],  # of the source's layers
+        }
+        config = made["AutoConfig"](**settings)
+        config._attn_implementation = like.config._attn_implementation
+        with torch.device("meta"):
+            model = made[auto](config)
+        model.tie_weights()
+        missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
+        if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
+            raise ModelError(f"the reshaped model lacks {missing} or has no place for {unexpected}.")
+        model.tie_weights()
+        self._copy_unsaved(like, model)
+        if getattr(like, "generation_config", None) is not None:
+            model.generation_config = copy.deepcopy(like.generation_config)
+        return model.train(like.training)
+
+    def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
+        """The state dictionary without the layers that are gone."""
+        places = {self._prefix(like.config, old): self._prefix(like.config, new) for new, old in enumerate(kept)}
+        every = self._prefix(like.config, 0).removesuffix("0.")
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            if not name.startswith(every):
+                found[name] = tensor
+                continue
+            prefix = every + name.removeprefix(every).partition(".")[0] + "."
+            if prefix in places:
+                found[places[prefix] + name.removeprefix(prefix)] = tensor
+        return found
+
+    def _copy_unsaved(self, like: nn.Module, model: nn.Module) -> None:
+        """Buffers that no state dictionary holds, such as rotary frequencies."""
+        theirs = dict(like.named_buffers())
+        for name, buffer in list(model.named_buffers()):
+            if buffer.is_meta and name in theirs:
+                parent, _, last = name.rpartition(".")
+                model.get_submodule(parent).register_buffer(last, theirs[name].clone(), persistent=False)
+
+    def tailor(self, model: nn.Module) -> nn.Module:
+        """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is."""
+        tensors = self.state_of(model)
+        if not self.is_tailored(model):
+            tensors = self.apart(tensors, model.config)
+        return self.build(model, self.shape_of(model.config).layers, tensors)
+
+    def tensors(self, config: Any) -> dict[str, str]:
+        """Our name of a layer's tensor -> where it is below the layer."""
+        anatomy = self.anatomy(config)
+        places = {name: f"{anatomy.attention}.{name}_proj" for name in "qkv"} | {"o": anatomy.output}
+        places |= dict(zip(("gate", "up") if len(anatomy.mlp_in) > 1 else ("up",), anatomy.mlp_in, strict=True))
+        places["down"] = anatomy.mlp_out
+        found = {f"{ours}.{kind}": f"{place}.{kind}" for ours, place in places.items() for kind in ("weight", "bias")}
+        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "pairs": "pairs_GP"}
+        return found | {ours: f"{anatomy.attention}.{place}" for ours, place in more.items()}
+
+    def _prefix(self, config: Any, index: int) -> str:
+        anatomy = self.anatomy(config)
+        return f"{anatomy.body_at}.{anatomy.layers}.{index}."
+
+    def take_layer(self, tensors: Tensors, index: int, config: Any) -> Tensors:
+        """Remove the tensors of a layer that cuts concern from a state dictionary and return them by our names."""
+        places = {name: self._prefix(config, index) + place for name, place in self.tensors(config).items()}
+        return {name: tensors.pop(place) for name, place in places.items() if place in tensors}
+
+    def put_layer(self, tensors: Tensors, index: int, layer: Tensors, config: Any) -> None:
+        """Add the tensors of a layer to a state dictionary."""
+        places = self.tensors(config)
+        for name, tensor in layer.items():
+            tensors[self._prefix(config, index) + places[name]] = tensor
+
+    def state_of(self, model: nn.Module, clone: bool = True) -> Tensors:
+        """A model's tensors, copied unless said, tied ones once."""
+        tensors = {name: tensor.clone() if clone else tensor for name, tensor in model.state_dict().items()}
+        for tied in getattr(model, "all_tied_weights_keys", None) or ():
+            tensors.pop(tied, None)
+        return tensors
+
+    def build_layer(self, model: nn.Module, index: int, shape: LayerShape, tensors: Tensors) -> nn.Module:
+        """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
+        layer: Any = copy.deepcopy(self.layers(model)[index])
+        with torch.device("meta"):
+            tailor_layer(layer, self.anatomy(model.config), shape.to_json())
+        places = self.tensors(model.config)
+        copies = {places[name]: tensor.clone() for name, tensor in tensors.items()}  # the model keeps its own
+        layer.load_state_dict(copies, assign=True, strict=False)
+        return layer.train(model.training)
+
+    @contextmanager
+    def replaced(self, model: nn.Module, index: int, layer: nn.Module) -> Iterator[None]:
+        """Put another layer in a layer's place; the model's own is put back in any case."""
+        layers = self.layers(model)
+        own = layers[index]
+        layers[index] = layer
+        try:
+            yield
+        finally:
+            layers[index] = own
+
+    # Streams: what flows between layers.
+
+    def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
+        if stream is None:
+            out: torch.Tensor = model(ids, **self.quiet).logits
+            return out
+        hook = self.layers(model)[0].register_forward_pre_hook(
+            lambda _m, args, kwargs: ((stream, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}),
+            with_kwargs=True,
+        )
+        try:
+            return self.run(model, ids)
+        finally:
+            hook.remove()
+
+    quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
+
+    @torch.no_grad()
+    def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer."""
+        return self._handed(model, ids, 1)[0][0]
+
+    def _handed(self, model: nn.Module, ids: torch.Tensor, count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """What the model hands its first `count` layers: the stream, and everything else by name."""
+        seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
+
+        def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
+            more = bound.pop("kwargs", {})
+            seen.append((bound.pop("hidden_states"), {**bound, **more}))
+            if len(seen) == count:
+                raise Captured
+
+        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers(model)[:count]]
+        try:
+            self.body(model)(ids, **self.quiet)
+        except Captured:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return seen
+
+    @torch.no_grad()
+    def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
+        """The keyword arguments (mask, positions) that the model hands each layer for one unpadded row."""
+        drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
+        found = self._handed(model, ids[:1], len(self.layers(model)))
+        return [{k: v for k, v in context.items() if k not in drop} for _, context in found]
+
+    def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """One layer on a residual stream."""
+        out = self.layers(model)[index](stream, **context)
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first
+
+
+def _without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
+    """A configuration for fewer layers: their number, and every list that has one entry per layer."""
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    found = {k: len(kept) if k in names and v == count else v for k, v in settings.items()}
+    return {k: [v[i] for i in kept] if isinstance(v, list) and len(v) == count else v for k, v in found.items()}
+
+
+def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
+    """Multiples of eight, which kernels like, or finer where heads are small; nothing below a quarter."""
+    step = 8 if head_dim >= 64 else 4 if head_dim >= 32 else 2
+    mlp_step = 32 if mlp_width >= 256 else 8
+    return Grain(
+        qk_step=step,
+        v_step=step,
+        mlp_step=mlp_step,
+        qk_floor=max(step, head_dim // 4),
+        v_floor=max(step, head_dim // 4),
+        mlp_floor=max(mlp_step, mlp_width // 4),
+        rotary=pairs,
+        projectable=True,
+        folds=folds,
+    )
+
+
+def unsettled(model: nn.Module) -> nn.Module:
+    """A fresh model, its biases and norms moved off the zeros and ones that would hide a mistake with them."""
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter.data)
+    return model.eval()
+
+
+def element_bytes(config: Any) -> int:
+    """Of one number as the model is stored."""
+    dtype = getattr(config, "dtype", None) or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    return int(torch.empty((), dtype=dtype).element_size())
+
+
+def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, ...]:
+    """All layers: those that a tailored configuration names, or so many alike."""
+    if tailored := getattr(config, "headwise", None):
+        return tuple(LayerShape(**sizes) for sizes in tailored["layers"])
+    return (stock,) * count

@@ -1,0 +1,89 @@
+"""Decoders of the first generations: every head has its own keys and values, and the MLP has no gate.
+
+Stock code ties the head dimension to the hidden size: a portable model can only have its MLP cut, alike in all layers.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from headwise.errors import ModelError
+from headwise.families._family import NOT_COPIED, Family, Tensors, element_bytes, grain_of, layers_of, unsettled
+from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
+from headwise.types import LayerShape, ModelShape
+
+SMALL: dict[str, Any] = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+class Plain(Family):
+    """What these families have in common."""
+
+    portable = True
+    portable_units = ("mlp",)
+    folds: ClassVar[bool]  # no position lies between the weights of queries and keys and the softmax
+    width_setting: ClassVar[str]  # what the configuration calls the MLP's width
+    small: ClassVar[dict[str, Any]]  # configuration of the tiny model
+
+    @abstractmethod
+    def counts(self, config: Any) -> dict[str, Any]:
+        """Fields of `ModelShape` that only this family knows: biases, norms, other parameters."""
+
+    @abstractmethod
+    def together(self, tensors: Tensors, config: Any) -> Tensors:
+        """What `apart` took apart, as stock code has it."""
+
+    def mlp_width(self, config: Any) -> int:
+        """Of the stock layers."""
+        return int(getattr(config, self.width_setting))
+
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration."""
+        stock = self.stock_layer(config)
+        grain = grain_of(stock.qk_dim, stock.mlp_width, pairs=False, folds=self.folds)
+        return ModelShape(
+            family=self.name,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            tied_embeddings=config.tie_word_embeddings,
+            layers=layers_of(config, stock, config.num_hidden_layers),
+            grain=replace(grain, portable=self.portable_units),
+            mlp_matrices=2,
+            element_bytes=element_bytes(config),
+            **self.counts(config),
+        )
+
+    def stock_layer(self, config: Any) -> LayerShape:
+        """A layer before any cut."""
+        heads, head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
+        return LayerShape(heads, heads, head_dim, head_dim, self.mlp_width(config), head_dim)
+
+    def to_stock(self, model: nn.Module) -> nn.Module:
+        """The ordinary architecture that computes the same as a tailored model of which only the MLP was cut."""
+        config, layers = model.config, self.shape_of(model.config).layers
+        if any(layer != replace(self.stock_layer(config), mlp_width=layers[0].mlp_width) for layer in layers):
+            raise ModelError(
+                f"stock {self.name} code has one head dimension and one MLP width: a portable model can only have its "
+                "MLPs cut, all alike, and this plan cuts more; leave out --portable, or allocate with it."
+            )
+        made = stock_classes(self.kind(config))
+        settings = {k: v for k, v in config.to_dict().items() if k not in NOT_COPIED}
+        settings[self.width_setting] = layers[0].mlp_width
+        stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
+        missing, unexpected = stock.load_state_dict(self.together(self.state_of(model), config), strict=False)
+        if unexpected or set(missing) - set(stock.all_tied_weights_keys):
+            raise ModelError(f"the portable model lacks {missing} or has no place for {unexpected}.")
+        stock.tie_weights()
+        stock.generation_config = copy.deepcopy(model.generation_config)
+        return stock.train(model.training)
+
+    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests."""
+        made = stock_classes(model_type or self.model_types[0])
+        torch.manual_seed(0)
+        return unsettled(made[CAUSAL](made["AutoConfig"](**{**SMALL, **self.small, **changes})))

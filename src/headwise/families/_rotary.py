@@ -1,0 +1,180 @@
+"""Decoders with rotary positions, RMSNorm and a gated MLP: what Llama and its descendants have in common."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from headwise.errors import ModelError
+from headwise.families._family import (
+    NOT_COPIED,
+    Block,
+    Family,
+    Tensors,
+    element_bytes,
+    grain_of,
+    layers_of,
+    unsettled,
+)
+from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
+from headwise.types import LayerShape, ModelShape
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=128,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+class Rotary(Family):
+    """Answers as Llama does; a family says where its models differ."""
+
+    portable = True
+    small: ClassVar[dict[str, Any]] = {}  # its tiny model, where not as `SMALL`; none: its stock default
+
+    def head_dim(self, config: Any) -> int:
+        """Of a stock head."""
+        return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+    def pairs(self, config: Any) -> bool:
+        """Whether rotary pairs can be dropped: not where a norm lies between, or where some coordinates stand still."""
+        return True
+
+    def portable_cuts(self, config: Any) -> tuple[str, ...] | None:
+        """What a portable plan may cut, or none for everything: dimensions only where they go by pairs."""
+        return None if self.pairs(config) else tuple(unit for unit in self.units if unit not in ("qk", "v"))
+
+    def together(self, tensors: Tensors, config: Any) -> Tensors:
+        """What `apart` took apart, as stock code has it."""
+        return tensors
+
+    def qkv_bias(self, config: Any) -> bool:
+        """Whether queries, keys and values have biases."""
+        return bool(getattr(config, "attention_bias", False))
+
+    def layer_norms(self, config: Any) -> int:
+        """Parameters of a layer that stay whatever is cut of it."""
+        return 2 * int(config.hidden_size)
+
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration."""
+        head_dim = self.head_dim(config)
+        grain = grain_of(head_dim, config.intermediate_size, pairs=self.pairs(config), folds=False)
+        stock = LayerShape(
+            query_heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            qk_dim=head_dim,
+            v_dim=head_dim,
+            mlp_width=config.intermediate_size,
+            qk_width=head_dim,
+        )
+        return ModelShape(
+            family=self.name,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            tied_embeddings=config.tie_word_embeddings,
+            layers=layers_of(config, stock, config.num_hidden_layers),
+            grain=replace(grain, portable=self.portable_cuts(config)),
+            qkv_bias=self.qkv_bias(config),
+            o_bias=bool(getattr(config, "attention_bias", False)),
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            layer_norms=self.layer_norms(config),
+            other_parameters=config.hidden_size,
+            element_bytes=element_bytes(config),
+        )
+
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+        return Block(
+            attention=layer.self_attn,
+            output=layer.self_attn.o_proj,
+            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down=layer.mlp.down_proj,
+            activation=layer.mlp.act_fn,
+            attention_norm=layer.input_layernorm,
+            mlp_norm=layer.post_attention_layernorm,
+        )
+
+    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        """Logits from the residual stream after the last layer."""
+        out: torch.Tensor = model.lm_head(model.model.norm(stream))
+        return out
+
+    def to_stock(self, model: nn.Module) -> nn.Module:
+        """The ordinary architecture that computes the same as a portable tailored model: layers alike, one pair set.
+
+        Stock code rotates the kept pairs when their frequencies are written as factors of a longrope table. Where it
+        scales by the new head dimension, the queries make up for that.
+        """
+        layer, attention = self.shape_of(model.config).layers[0], self.blocks(model)[0].attention
+        made = stock_classes(self.kind(model.config))
+        settings = {k: v for k, v in model.config.to_dict().items() if k not in NOT_COPIED}
+        settings |= {
+            "num_attention_heads": layer.query_heads,
+            "num_key_value_heads": layer.kv_heads,
+            "head_dim": layer.qk_dim,
+            "intermediate_size": layer.mlp_width,
+        }
+        if layer.qk_dim < attention.head_dim:
+            settings["rope_parameters"] = self._kept_frequencies(model, layer.qk_dim)
+        stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
+        scale = attention.attend.scaling / stock.model.layers[0].self_attn.scaling
+        tensors = {
+            name: tensor * scale if ".q_proj." in name and scale != 1.0 else tensor
+            for name, tensor in self.state_of(model).items()
+            if not name.endswith("pairs_GP")
+        }
+        missing, unexpected = stock.load_state_dict(self.together(tensors, stock.config), strict=False)
+        if unexpected or set(missing) - {"lm_head.weight"}:
+            raise ModelError(f"this plan is not portable: stock code has no place for {sorted(unexpected)[:1]}.")
+        stock.tie_weights()
+        stock.generation_config = copy.deepcopy(model.generation_config)
+        return stock.train(model.training)
+
+    def _kept_frequencies(self, model: nn.Module, width: int) -> dict[str, Any]:
+        """A longrope table whose frequencies are exactly those of the kept pairs."""
+        rotary = model.model.rotary_emb
+        if rotary.rope_type in ("dynamic", "longrope"):
+            raise ModelError(
+                f"rope type '{rotary.rope_type}' changes its frequencies with the length, which a portable model "
+                "cannot follow; leave out --portable."
+            )
+        turning = [block.attention for block in self.blocks(model) if block.attention.rotary]
+        sets = {tuple(map(tuple, attention.pairs_GP.tolist())) for attention in turning}
+        chosen = {pairs for groups in sets for pairs in groups}
+        if len(chosen) != 1:
+            raise ModelError(
+                "heads kept different rotary pairs, which a portable model cannot; allocate with --portable."
+            )
+        theta = rotary.inv_freq.double()[list(chosen.pop())]
+        base = float(model.config.rope_parameters["rope_theta"])
+        factors = (base ** (-torch.arange(0, width, 2).double() / width) / theta.cpu()).tolist()
+        return {
+            "rope_type": "longrope",
+            "rope_theta": base,
+            "short_factor": factors,
+            "long_factor": factors,
+            "factor": 1.0,
+            "attention_factor": float(rotary.attention_scaling),
+            "original_max_position_embeddings": model.config.max_position_embeddings,
+        }
+
+    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests."""
+        made = stock_classes(model_type or self.model_types[0])
+        sizes = {name: size for name, size in {**SMALL, **self.small}.items() if size is not None}
+        torch.manual_seed(0)
+        return unsettled(made[CAUSAL](made["AutoConfig"](**{**sizes, **changes})))

@@ -1,0 +1,64 @@
+"""Gemma 1, 2 and 3 (text): scaled embeddings; from 2 on norms before and after each part, and sliding windows.
+
+Gemma 2 caps attention logits and final logits softly; Gemma 3 norms every query and key head, and turns layers with a
+sliding window by another table than the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.families._family import Block
+from headwise.families._rotary import Rotary
+
+
+class Gemma(Rotary):
+    """Norms multiply by one plus their weight, and attention has a scale of its own: both are stock code's to do."""
+
+    name = "gemma"
+    model_types = ("gemma", "gemma2", "gemma3_text")
+    summary = "Gemma 1, 2 and 3 (text)"
+    small = {"tie_word_embeddings": True, "initializer_range": 0.1}
+
+    def pairs(self, config: Any) -> bool:
+        """Not where the norm of a head is over all of its coordinates."""
+        return self.kind(config) != "gemma3_text"
+
+    def layer_norms(self, config: Any) -> int:
+        """Two or four on the stream, and those of queries and keys."""
+        kind = self.kind(config)
+        stream = super().layer_norms(config) * (1 if kind == "gemma" else 2)
+        return stream + (2 * self.head_dim(config) if kind == "gemma3_text" else 0)
+
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+        if not hasattr(layer, "pre_feedforward_layernorm"):
+            return super().block(layer)
+        return Block(
+            attention=layer.self_attn,
+            output=layer.self_attn.o_proj,
+            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down=layer.mlp.down_proj,
+            activation=layer.mlp.act_fn,
+            attention_norm=layer.input_layernorm,
+            attention_scale=layer.post_attention_layernorm,
+            mlp_norm=layer.pre_feedforward_layernorm,
+            mlp_scale=layer.post_feedforward_layernorm,
+        )
+
+    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        """Logits from the residual stream after the last layer."""
+        out = super().logits(model, stream)
+        cap = getattr(model.config, "final_logit_softcapping", None)
+        return out if cap is None else torch.tanh(out / cap) * cap
+
+    def tiny(self, model_type: str = "gemma", **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests; where there are windows, every other layer has one."""
+        windows = {} if model_type == "gemma" else {"sliding_window": 6, "sliding_window_pattern": 2}
+        return super().tiny(model_type, **{**windows, **changes})
+
+
+FAMILY = Gemma()
