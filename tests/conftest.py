@@ -133,4 +133,14 @@ def invent(seed: int, model: Invented | None = None) -> Readings:
     )
     curves = tuple(curve(rng, kind, sizes, model.layers) for kind, sizes in ticks.items())
     curves += tuple(diagnostics(rng, model, dims))
-    return Readings(model="invented", shape=shape.to_json(), curves=curves, orders=orders, tokens=1, seed=seed)
+    order = tuple(rng.sample(range(model.layers), model.layers // 2))
+    steps = curve(rng, "depth", range(len(order) + 1), 1)
+    return Readings(
+        model="invented",
+        shape=shape.to_json(),
+        curves=(*curves, steps),
+        orders=orders,
+        tokens=1,
+        seed=seed,
+        depth=order,
+    )

@@ -60,6 +60,13 @@ def test_attention_is_what_a_layer_does_without_its_mlp() -> None:
     assert whole - cost.attention_flops(MODEL, LAYER, 3) == 3 * 2 * 3 * 10 * 7, "gate, up and down"
 
 
+def test_an_encoders_tokens_attend_to_all_and_keep_nothing() -> None:
+    encoder = replace(MODEL, cached=False)
+    more = cost.prefill_flops(encoder, 3) - cost.prefill_flops(MODEL, 3)
+    assert more == 2 * 3 * 2 * (3 - 2) * 4 * (6 + 5), "three positions each instead of two on average, in two layers"
+    assert cost.kv_bytes_per_token(encoder) == 0
+
+
 def test_cache_bytes_by_hand() -> None:
     assert cost.kv_bytes_per_token(MODEL) == 2 * 2 * (6 + 5) * 2
     assert cost.kv_bytes_per_token(replace(MODEL, element_bytes=4)) == 2 * cost.kv_bytes_per_token(MODEL)

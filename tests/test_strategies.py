@@ -14,9 +14,11 @@ from headwise import budgets as prices
 from headwise import strategies
 from headwise.errors import BudgetError, PlanError, UnknownNameError
 from headwise.strategies import _program
-from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
+from headwise.strategies._options import depth_steps
+from headwise.types import GONE, UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
 
 EVERY = pytest.mark.parametrize("strategy", strategies.known())
+NOT_DEPTH = pytest.mark.parametrize("strategy", [name for name in strategies.known() if name != "depth"])
 HAIR = 1 + 1e-12  # a percentage of bytes is rarely a whole number
 
 
@@ -46,6 +48,9 @@ def test_contract(strategy: str, texts: tuple[str, ...], seed: int) -> None:
     for old, new, keep in zip(plan.source.layers, plan.target.layers, plan.keep, strict=True):
         for name in LayerShape.__slots__:
             assert getattr(new, name) <= getattr(old, name), "a plan only shrinks"
+        if new.gone:
+            assert keep == LayerKeep(), "nothing is kept of a layer that goes"
+            continue
         for kept, before, after in (
             (keep.query_heads, old.query_heads, new.query_heads),
             (keep.kv_heads, old.kv_heads, new.kv_heads),
@@ -67,7 +72,7 @@ def test_nothing_is_cut_where_nothing_has_to_be(strategy: str) -> None:
     assert plan.is_identity and plan.predicted_damage == 0 and plan.gap == 0
 
 
-@EVERY
+@NOT_DEPTH
 def test_only_what_is_allowed_is_cut(strategy: str) -> None:
     plan = plan_for(strategy, invent(4), "params=90%", allow=("mlp",))
     for old, new in zip(plan.source.layers, plan.target.layers, strict=True):
@@ -81,8 +86,8 @@ def test_an_unreachable_budget_names_one_that_is_reachable(strategy: str, text: 
     with pytest.raises(BudgetError) as caught:
         plan_for(strategy, readings, text)
     found = re.fullmatch(
-        rf"{re.escape(text)} is out of reach: with everything that may be cut \(qk, v, mlp, heads, kv_heads\) at its "
-        r"smallest legal size, ([0-9.]+)% remains\. Try --budget (\S+)\.",
+        rf"{re.escape(text)} is out of reach: with everything that may be cut "
+        r"\(qk, v, mlp, heads, kv_heads, depth\) at its smallest legal size, ([0-9.]+)% remains\. Try --budget (\S+)\.",
         str(caught.value),
     )
     assert found, str(caught.value)
@@ -95,9 +100,9 @@ def test_an_unreachable_budget_names_one_that_is_reachable(strategy: str, text: 
         plan_for(strategy, readings, tighter)
 
 
-@EVERY
+@NOT_DEPTH
 def test_the_refusal_says_what_else_could_be_cut(strategy: str) -> None:
-    with pytest.raises(BudgetError, match=re.escape(", or allow more with --allow mlp,qk,v,heads,kv_heads.")):
+    with pytest.raises(BudgetError, match=re.escape(", or allow more with --allow mlp,qk,v,heads,kv_heads,depth.")):
         plan_for(strategy, invent(5), "params=1%", allow=("mlp",))
 
 
@@ -117,7 +122,8 @@ def test_unknown_units_and_strategies_are_named() -> None:
     readings = invent(1)
     with pytest.raises(PlanError) as caught:
         plan_for("exact", readings, "kv=80%", allow=("qk", "layers"))
-    assert str(caught.value) == "'layers' is no unit that can be cut; --allow takes: qk, v, mlp, heads, kv_heads."
+    known = "qk, v, mlp, heads, kv_heads, depth"
+    assert str(caught.value) == f"'layers' is no unit that can be cut; --allow takes: {known}."
     with pytest.raises(UnknownNameError, match="no strategy is called 'exat'. Did you mean 'exact'?"):
         plan_for("exat", readings, "kv=80%")
 
@@ -171,13 +177,20 @@ def every_layer(source: ModelShape, readings: Readings, layer: int, allow: tuple
 
 def brute_force(readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]) -> float | None:
     """The least damage of any plan, by trying them all; None where none is affordable."""
+    found = [_brute_force(readings, budgets, allow, gone, lost) for gone, lost in depth_steps(readings, allow)]
+    return min((damage for damage in found if damage is not None), default=None)
+
+
+def _brute_force(readings, budgets, allow, gone: tuple[int, ...], lost: float) -> float | None:
     source = ModelShape.from_json(readings.shape)
-    layers = [every_layer(source, readings, i, allow) for i in range(len(source.layers))]
+    layers = [
+        [(GONE, 0.0)] if i in gone else every_layer(source, readings, i, allow) for i in range(len(source.layers))
+    ]
     priced = [[(d, [prices.layer_price(b, source, s) for b in budgets]) for s, d in options] for options in layers]
     fixed = [
         prices.price(b, source) - sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets
     ]
-    states: list[tuple[float, list[float]]] = [(0.0, fixed)]
+    states: list[tuple[float, list[float]]] = [(lost, fixed)]
     for options in priced:
         grown = [(a + d, [x + y for x, y in zip(s, p, strict=True)]) for a, s in states for d, p in options]
         states = grown

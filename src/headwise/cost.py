@@ -11,20 +11,28 @@ from headwise.types import LayerShape, ModelShape
 
 
 def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
-    """Parameters of one layer that a plan can change."""
+    """Parameters of one layer; none where it is gone."""
+    if layer.gone:
+        return 0
+    return _layer_weights(model, layer) + _layer_biases(model, layer) + model.layer_norms
+
+
+def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
+    """Entries of all matrices that a token is multiplied with."""
     query, key_value = layer.query_heads * layer.qk_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
     out = layer.query_heads * layer.v_dim
     weights = model.hidden_size * (query + key_value + out)
     if layer.projected:
         weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
-    weights += 3 * model.hidden_size * layer.mlp_width
-    return weights + _layer_biases(model, layer)
+    weights += model.mlp_matrices * model.hidden_size * layer.mlp_width
+    return weights
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
     rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)
     biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
-    return biases + (2 * layer.mlp_width + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
+    inner = (model.mlp_matrices - 1) * layer.mlp_width
+    return biases + (inner + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
 
 
 def parameters(model: ModelShape) -> int:
@@ -35,7 +43,7 @@ def parameters(model: ModelShape) -> int:
 
 def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float) -> float:
     """FLOPs of one layer for one token that attends to `attended` positions."""
-    products = layer_parameters(model, layer) - _layer_biases(model, layer)
+    products = _layer_weights(model, layer)
     if layer.projected:  # every query head is projected, by its group's matrix
         products += (layer.query_heads - layer.kv_heads) * layer.qk_width * layer.qk_dim
     return 2.0 * products + 2.0 * attended * layer.query_heads * (layer.qk_dim + layer.v_dim)
@@ -43,7 +51,12 @@ def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float)
 
 def attention_flops(model: ModelShape, layer: LayerShape, length: int) -> float:
     """FLOPs of one layer's attention, projections included, to read a prompt of `length` tokens."""
-    return length * layer_flops_per_token(model, replace(layer, mlp_width=0), (length + 1) / 2)
+    return length * layer_flops_per_token(model, replace(layer, mlp_width=0), attended(model, length))
+
+
+def attended(model: ModelShape, length: int) -> float:
+    """Positions that a token of a text attends to on average: those before it, or all where nothing is cached."""
+    return (length + 1) / 2 if model.cached else float(length)
 
 
 def decode_flops(model: ModelShape, length: int) -> float:
@@ -53,15 +66,17 @@ def decode_flops(model: ModelShape, length: int) -> float:
 
 
 def prefill_flops(model: ModelShape, length: int) -> float:
-    """FLOPs to read a prompt of `length` tokens, causal, with logits for the last token only."""
+    """FLOPs to read a prompt of `length` tokens, with logits for the last token only."""
     head = 2.0 * model.hidden_size * model.vocab_size
-    average = (length + 1) / 2
+    average = attended(model, length)
     return head + length * sum(layer_flops_per_token(model, layer, average) for layer in model.layers)
 
 
 def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
     """Cache bytes that one layer keeps for every token."""
-    return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes if layer.query_heads else 0
+    if not (layer.query_heads and model.cached):
+        return 0
+    return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes
 
 
 def kv_bytes_per_token(model: ModelShape) -> int:

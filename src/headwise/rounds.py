@@ -20,11 +20,19 @@ def budgets_of_round(budgets: tuple[Budget, ...], source: ModelShape, number: in
 
 def compose(first: Plan, second: Plan) -> Plan:
     """One plan that does what two plans do one after the other; damages add up."""
-    steps = zip(first.keep, second.keep, first.source.layers, second.source.layers, strict=True)
+    keep, target = list(first.keep), list(first.target.layers)
+    for index, source, after, later in zip(
+        first.kept_layers, second.source.layers, second.target.layers, second.keep, strict=True
+    ):
+        target[index] = after
+        keep[index] = (
+            LayerKeep() if after.gone else _compose_keep(keep[index], later, first.source.layers[index], source)
+        )
     return replace(
         second,
         source=first.source,
-        keep=tuple(_compose_keep(*step) for step in steps),
+        target=first.source.with_layers(tuple(target)),
+        keep=tuple(keep),
         predicted_damage=first.predicted_damage + second.predicted_damage,
         frontier=first.frontier,
         model=first.model,

@@ -24,6 +24,8 @@ def parse(text: str, source: ModelShape) -> Budget:
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, at = match.groups()
     price = find("headwise.budgets", name)
+    if name == "kv" and not source.cached:
+        raise BudgetError(f"{text}: {source.family} models keep no cache; use params, flops or attention.")
     length = _length(at, text) if at else DEFAULT_LENGTH
     try:
         amount = float(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.cost import layer_flops_per_token, prefill_flops
+from headwise.cost import attended, layer_flops_per_token, prefill_flops
 from headwise.types import LayerShape, ModelShape
 
 NAME = "flops"
@@ -18,4 +18,4 @@ def model_cost(model: ModelShape, length: int) -> float:
 
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
     """FLOPs of one layer for that prompt."""
-    return length * layer_flops_per_token(model, layer, (length + 1) / 2)
+    return length * layer_flops_per_token(model, layer, attended(model, length))

@@ -7,13 +7,14 @@ residual stream after attention does; and the down projection, so that the strea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
+from headwise.families import Block, Family
 from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, silently
 
@@ -28,11 +29,13 @@ class _Rows:
     source: torch.Tensor
     cut: torch.Tensor
     z: torch.Tensor | None = None
+    source_start: torch.Tensor | None = None  # before the layer's attention, while its MLP is worked on
+    cut_start: torch.Tensor | None = None
 
 
 @torch.no_grad()
 def refit(
-    family: ModuleType,
+    family: Family,
     source: nn.Module,
     cut: nn.Module,
     tokens: torch.Tensor,
@@ -43,15 +46,21 @@ def refit(
     healed = family.tailor(cut)
     device = healed.device
     contexts = family.layer_contexts(source, tokens[:1].to(device))
+    kept = _kept_of(source, healed)
     parts = batches(tokens)
     rows = [_Rows(family.embed(source, p.to(device)), family.embed(healed, p.to(device))) for p in parts]
     ours, theirs = family.blocks(healed), family.blocks(source)
     gains = []
+    for row in rows:
+        for i in range(kept[0]):  # lost before the first that is left
+            row.source = _pass(theirs[i], row.source, contexts[i])
     for index in track(range(len(ours)), "refit"):
-        worker = _LayerRefit(ours[index], theirs[index], contexts[index], rows, strength)
+        until = kept[index + 1] if index + 1 < len(kept) else len(theirs)
+        lost = [(theirs[i], contexts[i]) for i in range(kept[index] + 1, until)]
+        worker = _LayerRefit(ours[index], theirs[kept[index]], contexts[kept[index]], rows, strength)
         worker.queries_and_keys()
         worker.values()
-        gains.append({"attention": worker.output(), "mlp": worker.down()})
+        gains.append({"attention": worker.output(), "mlp": worker.down(lost)})
     return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
 
 
@@ -61,7 +70,7 @@ class LayerHealer:
     An uneven cut looks cheaper than it is before healing: what one layer lost whole, no refit brings back.
     """
 
-    def __init__(self, family: ModuleType, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
+    def __init__(self, family: Family, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
         self.family, self.strength = family, strength
         self.whole = family.blocks(model)
         self.contexts = family.layer_contexts(model, tokens[:1].to(model.device))
@@ -88,21 +97,27 @@ class LayerHealer:
 class _LayerRefit:
     """The refits of one layer; moves both residual streams past it."""
 
-    def __init__(self, ours: Any, theirs: Any, context: dict[str, Any], rows: list[_Rows], strength: float) -> None:
+    def __init__(self, ours: Block, theirs: Block, context: dict[str, Any], rows: list[_Rows], strength: float) -> None:
         self.ours, self.theirs, self.rows, self.strength = ours, theirs, rows, strength
-        self.positions = context["position_embeddings"]
-        self.context = {k: v for k, v in context.items() if k not in ("position_embeddings", "position_ids")}
+        self.positions = context.get("position_embeddings")
+        self.mask = context.get("attention_mask")
 
     def _heads(
-        self, block: Any, stream: torch.Tensor, norm: Any = None
+        self, block: Block, stream: torch.Tensor, like: Block | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        heads: tuple[torch.Tensor, ...] = block.attention.heads((norm or block.attention_norm)(stream), self.positions)
-        return heads  # type: ignore[return-value]
+        """Queries, keys and values of a block; its input is normed as `like` does."""
+        norm = (like or block).attention_norm
+        return block.attention.heads(stream if norm is None else norm(stream), self.positions)
 
-    def _outputs(self, block: Any, stream: torch.Tensor) -> torch.Tensor:
+    def _outputs(self, block: Block, stream: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(block, stream)
-        z: torch.Tensor = block.attention.attend(*block.attention.project(q, k), v, **self.context)[0]
+        z: torch.Tensor = block.attention.attend(*block.attention.project(q, k), v, self.mask)[0]
         return z.flatten(2)
+
+    def _wanted(self, row: _Rows, z: torch.Tensor) -> torch.Tensor:
+        """What the output projection should give: the source's sum, or its own output where a norm follows it."""
+        given: torch.Tensor = self.theirs.output(z)
+        return given if self.theirs.attention_scale is not None else row.source + given - row.cut
 
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
@@ -135,13 +150,12 @@ class _LayerRefit:
         ours, theirs = self.ours.attention, self.theirs.attention
         if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads:
             return
-        problem = _LeastSquares(theirs.o_proj)
+        problem = _LeastSquares(self.theirs.output)
         for row in self.rows:
             q, k, _ = self._heads(self.ours, row.cut)
-            v = self._heads(self.theirs, row.cut, self.ours.attention_norm)[2]
-            z = ours.attend(*ours.project(q, k), v, **self.context)[0].flatten(2)
-            wanted = row.source + theirs.o_proj(self._outputs(self.theirs, row.source)) - row.cut
-            problem.add(z, wanted)
+            v = self._heads(self.theirs, row.cut, self.ours)[2]
+            z = ours.attend(*ours.project(q, k), v, self.mask)[0].flatten(2)
+            problem.add(z, self._wanted(row, self._outputs(self.theirs, row.source)))
         full = problem.solution(self.strength)
         heads, width, groups = theirs.query_heads, theirs.v_dim, ours.kv_heads
         per_head = problem.xx.view(heads, width, heads, width)
@@ -152,31 +166,56 @@ class _LayerRefit:
             ours.v_proj.bias.copy_((p.mT @ theirs.v_proj.bias.double().view(groups, width, 1)).flatten())
         p_head = p.repeat_interleave(heads // groups, dim=0)
         readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
-        ours.o_proj.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
+        self.ours.output.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
 
     def output(self) -> dict[str, float]:
         """Output projection: the stream after attention becomes the source's, as far as it can."""
-        problem = _LeastSquares(self.ours.attention.o_proj)
+        problem = _LeastSquares(self.ours.output)
         for row in self.rows:
             row.z = self._outputs(self.ours, row.cut)
-            row.source = row.source + self.theirs.attention.o_proj(self._outputs(self.theirs, row.source))
-            problem.add(row.z, row.source - row.cut)
+            z = self._outputs(self.theirs, row.source)
+            problem.add(row.z, self._wanted(row, z))
+            row.source_start, row.source = row.source, self.theirs.middle(row.source, z)
         gain = problem.solve(self.strength)
         for row in self.rows:
-            row.cut = row.cut + self.ours.attention.o_proj(row.z)
+            row.cut_start, row.cut = row.cut, self.ours.middle(row.cut, row.z)
             row.z = None
         return gain
 
-    def down(self) -> dict[str, float]:
-        """Down projection: the same for the stream after the MLP."""
+    def down(self, lost: Sequence[tuple[Block, dict[str, Any]]] = ()) -> dict[str, float]:
+        """Down projection: the same for the stream after the MLP, and after the layers that were `lost` behind it."""
         problem = _LeastSquares(self.ours.down)
         for row in self.rows:
-            row.source = row.source + self.theirs.down(self.theirs.channels(row.source))
-            problem.add(self.ours.channels(row.cut), row.source - row.cut)
+            channels = self.theirs.channels(row.source_start, row.source)
+            given = self.theirs.down(channels)
+            before, row.source = row.source, self.theirs.end(row.source, channels)
+            for block, context in lost:
+                row.source = _pass(block, row.source, context)
+            bare = self.theirs.mlp_scale is None and self.theirs.mlp_end is None
+            wanted = row.source - row.cut if bare else given if self.theirs.mlp_scale else before + given - row.cut
+            problem.add(self.ours.channels(row.cut_start, row.cut), wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
-            row.cut = row.cut + self.ours.down(self.ours.channels(row.cut))
+            row.cut = self.ours.end(row.cut, self.ours.channels(row.cut_start, row.cut))
+            row.source_start = row.cut_start = None
         return gain
+
+
+def _kept_of(source: nn.Module, cut: nn.Module) -> list[int]:
+    """Which of the source's layers each layer of the cut model was."""
+    numbers = [
+        model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
+    ]
+    return [list(numbers[0]).index(number) for number in numbers[1]]
+
+
+def _pass(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+    """A stream through one whole layer of the source."""
+    x = stream if block.attention_norm is None else block.attention_norm(stream)
+    q, k, v = block.attention.heads(x, context.get("position_embeddings"))
+    z = block.attention.attend(*block.attention.project(q, k), v, context.get("attention_mask"))[0].flatten(2)
+    middle = block.middle(stream, z)
+    return block.end(middle, block.channels(stream, middle))
 
 
 class _LeastSquares:

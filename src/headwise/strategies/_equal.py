@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 
 from headwise import budgets as prices
 from headwise.errors import PlanError
 from headwise.strategies._options import Choice, LayerMenu, affordable, refuse, with_choices
-from headwise.types import Budget, LayerShape, ModelShape
+from headwise.types import UNITS, Budget, LayerShape, ModelShape
 
 
 def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
@@ -33,6 +33,7 @@ def best_equal(
     budgets: tuple[Budget, ...],
     allow: tuple[str, ...],
     legal: Callable[[LayerShape], bool] = lambda layer: True,
+    possible: Sequence[str] = UNITS,
 ) -> tuple[list[LayerShape], float]:
     """The affordable combination of least damage; ties go to the larger model."""
     best: tuple[float, float, list[LayerShape]] | None = None
@@ -49,5 +50,5 @@ def best_equal(
     if best is None and float("inf") in smallest:
         raise PlanError("no equal sizes are legal in every layer; use --strategy exact and no --portable.")
     if best is None:
-        raise refuse(source, budgets, smallest, allow)
+        raise refuse(source, budgets, smallest, allow, possible)
     return best[2], best[0]

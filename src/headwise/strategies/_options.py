@@ -43,10 +43,13 @@ def ways(readings: Readings) -> tuple[str, ...]:
 def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str]) -> list[LayerMenu]:
     """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs."""
     allowed, ways = set(allow), tuple(ways)
-    return [_menu(layer, shape, readings, allowed, ways) for layer, shape in enumerate(source.layers)]
+    folds = source.grain.folds
+    return [_menu(layer, shape, readings, allowed, ways, folds) for layer, shape in enumerate(source.layers)]
 
 
-def _menu(layer: int, shape: LayerShape, readings: Readings, allowed: set[str], ways: tuple[str, ...]) -> LayerMenu:
+def _menu(
+    layer: int, shape: LayerShape, readings: Readings, allowed: set[str], ways: tuple[str, ...], folds: bool
+) -> LayerMenu:
     def curve(kind: str, unit: str) -> list[tuple[int, float]]:
         reading = readings.curve(f"damage.{kind}") if unit in allowed else None
         return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
@@ -54,7 +57,7 @@ def _menu(layer: int, shape: LayerShape, readings: Readings, allowed: set[str], 
     qk = [Choice((("qk_width", shape.qk_width), ("qk_dim", shape.qk_dim)), 0.0)]
     for way in ways:
         for size, damage in curve(way, "qk"):
-            width = shape.qk_width if way == "qk_projected" else size
+            width = shape.qk_width if way == "qk_projected" and not folds else size
             qk.append(Choice((("qk_width", width), ("qk_dim", size)), damage))
     groups = [(shape.kv_heads, 0.0), *curve("kv_heads", "kv_heads")]
     sharing = [(shape.queries_per_group, 0.0), *curve("heads", "heads")]
@@ -63,6 +66,26 @@ def _menu(layer: int, shape: LayerShape, readings: Readings, allowed: set[str], 
     mlp = [Choice((("mlp_width", shape.mlp_width),), 0.0)]
     mlp += [Choice((("mlp_width", s),), d) for s, d in curve("mlp", "mlp")]
     return LayerMenu(tuple(heads), tuple(qk), tuple(v), tuple(mlp))
+
+
+def depth_steps(readings: Readings, allow: Iterable[str]) -> list[tuple[tuple[int, ...], float]]:
+    """Which layers are gone after 0, 1, 2, ... removals, and what that damages, as far as it was measured."""
+    reading = readings.curve("damage.depth") if "depth" in allow else None
+    if reading is None:
+        return [((), 0.0)]
+    return [(readings.depth[:count], reading.at(0, count)) for count in reading.ticks[0]]
+
+
+def without_layers(offered: list[LayerMenu], gone: Iterable[int]) -> list[LayerMenu]:
+    """The same menus with nothing to choose where a layer is gone."""
+    nothing = LayerMenu(
+        heads=(Choice((("query_heads", 0), ("kv_heads", 0)), 0.0),),
+        qk=(Choice((("qk_width", 0), ("qk_dim", 0)), 0.0),),
+        v=(Choice((("v_dim", 0),), 0.0),),
+        mlp=(Choice((("mlp_width", 0),), 0.0),),
+    )
+    lost = set(gone)
+    return [nothing if index in lost else menu for index, menu in enumerate(offered)]
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
@@ -93,6 +116,8 @@ def with_choices(shape: LayerShape, *choices: Choice) -> LayerShape:
 
 def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "qk_pairs") -> LayerKeep:
     """Which units stay when a layer goes from `shape` to `target`: the first of each order, by index."""
+    if target.gone:
+        return LayerKeep()
     groups = sorted(order["kv_heads"][0][: target.kv_heads]) if target.kv_heads < shape.kv_heads else None
     kept_groups = range(shape.kv_heads) if groups is None else groups
     heads = None
@@ -100,7 +125,7 @@ def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "
         n, per_group = target.queries_per_group, shape.queries_per_group
         heads = tuple(g * per_group + h for g in kept_groups for h in sorted(order["heads"][g][:n]))
     rotary = None
-    if target.qk_width < shape.qk_width:
+    if target.qk_width < shape.qk_width and pairs in order:
         rotary = tuple(tuple(sorted(order[pairs][g][: target.qk_width // 2])) for g in kept_groups)
     channels = tuple(sorted(order["mlp"][0][: target.mlp_width])) if target.mlp_width < shape.mlp_width else None
     return LayerKeep(
@@ -145,13 +170,17 @@ def affordable(budgets: tuple[Budget, ...], model: ModelShape) -> bool:
 
 
 def refuse(
-    source: ModelShape, budgets: tuple[Budget, ...], smallest: Sequence[float], allow: Sequence[str]
+    source: ModelShape,
+    budgets: tuple[Budget, ...],
+    smallest: Sequence[float],
+    allow: Sequence[str],
+    possible: Sequence[str] = UNITS,
 ) -> BudgetError:
     """The error for budgets that no plan meets: what is out of reach, how far one can go, what would help.
 
-    `smallest` holds the least that each budget can come to when it is the only one.
+    `smallest` holds the least that each budget can come to when it is the only one; `possible` what could be allowed.
     """
-    more = [unit for unit in UNITS if unit not in allow]
+    more = [unit for unit in possible if unit not in allow]
     hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
     for budget, least in zip(budgets, smallest, strict=True):
         if least > budget.limit:

@@ -38,12 +38,11 @@ Price = Callable[[LayerShape], Sequence[float]]  # what a layer costs in every b
 
 
 class Solution(NamedTuple):
-    """What every layer becomes, by which choices, how far that is proven, and the frontier of the first budget."""
+    """What every layer becomes, by which choices, and how far that is proven."""
 
     targets: list[LayerShape]
     choices: list[list[Choice]]  # per layer
     gap: float
-    frontier: tuple[Point, ...]
 
     @property
     def damage(self) -> float:
@@ -51,23 +50,58 @@ class Solution(NamedTuple):
         return sum(choice.damage for layer in self.choices for choice in layer)
 
 
+class Case:
+    """A model's menus under budgets, ready to be solved for these and for other limits of the first budget."""
+
+    def __init__(self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> None:
+        self.source, self.budgets = source, budgets
+        self.program = build(source, offered, lambda layer: [prices.layer_price(b, source, layer) for b in budgets])
+        self.full = np.array([prices.price(budget, source) for budget in budgets])
+        layers = [sum(prices.layer_price(budget, source, layer) for layer in source.layers) for budget in budgets]
+        self.fixed = self.full - layers
+        self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
+        self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
+
+    def solve(self) -> Solution | None:
+        """The selection of least total damage that meets every budget; None where there is none."""
+        solved = select(self.program, np.array([budget.limit for budget in self.budgets]) - self.fixed, self.seen)
+        if solved is None:
+            return None
+        choices = chosen(self.program, solved[0], len(self.source.layers))
+        rows = zip(self.source.layers, choices, strict=True)
+        return Solution([with_choices(shape, *row) for shape, row in rows], choices, solved[1])
+
+    def damage_at(self, share: float) -> float:
+        """Least damage at a share of the first budget's full price, the others as they are; infinite out of reach."""
+        limit = share * self.full[0]
+        limit = self.least[0] if abs(limit - self.least[0]) < 1e-9 * limit else limit  # its own least is in reach
+        limits = np.array([limit, *(budget.limit for budget in self.budgets[1:])]) - self.fixed
+        solved = select(self.program, limits, self.seen, FRONTIER_GAP)
+        return float("inf") if solved is None else float(self.program.damage[solved[0]].sum())
+
+
 def solve(
     source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> Solution:
     """The selection of least total damage that meets every budget; budgets out of reach are refused."""
-    program = build(source, offered, lambda layer: [prices.layer_price(budget, source, layer) for budget in budgets])
-    full = np.array([prices.price(budget, source) for budget in budgets])
-    fixed = full - [sum(prices.layer_price(b, source, layer) for layer in source.layers) for b in budgets]
-    least = fixed + np.array([program.cheapest(row)[0] for row in program.price])
-    seen = np.zeros(len(program.damage), dtype=bool)  # columns that mattered in a solve
-    solved = select(program, np.array([budget.limit for budget in budgets]) - fixed, seen)
-    if solved is None:
-        raise refuse(source, budgets, least.tolist(), allow)
-    picked, gap = solved
-    frontier = _frontier(program, budgets, fixed, float(least[0]), float(full[0]), seen) if budgets else ()
-    choices = chosen(program, picked, len(source.layers))
-    targets = [with_choices(shape, *row) for shape, row in zip(source.layers, choices, strict=True)]
-    return Solution(targets, choices, gap, frontier)
+    case = Case(source, offered, budgets)
+    found = case.solve()
+    if found is None:
+        raise refuse(source, budgets, case.least.tolist(), allow)
+    return found
+
+
+def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
+    """Least damage against the first budget's price, over cases with a damage of their own (layers already removed)."""
+    if not cases[0][0].budgets:
+        return ()
+    points: list[Point] = []
+    for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
+        damage = min(case.damage_at(float(share)) + lost for case, lost in cases)
+        if damage < float("inf"):
+            # A plan for less is a plan for more, so within the gap the better of the two counts.
+            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
+    return tuple(points)
 
 
 def chosen(program: Program, picked: list[int], layers: int) -> list[list[Choice]]:
@@ -126,6 +160,10 @@ def build(source: ModelShape, offered: list[LayerMenu], price_of: Price) -> Prog
 
     columns = _Columns()
     for layer, (shape, menu) in enumerate(zip(source.layers, offered, strict=True)):
+        only = (menu.heads[0], menu.qk[0], menu.v[0], menu.mlp[0])
+        if with_choices(shape, *only).gone:  # nothing to choose, and parts of a layer that is gone do not add up
+            columns.add_one(layer, only, price(shape, *only))
+            continue
         tops = columns.add(layer, -1, list(menu.heads), [price(shape, heads) for heads in menu.heads])
         for top, heads in zip(tops, menu.heads, strict=True):
             whole = price(shape, heads)
@@ -153,6 +191,12 @@ class _Columns:
         self.parent.append(parent)
         self.meaning += [(layer, choice) for choice in choices]
         return range(start, len(self.meaning))
+
+    def add_one(self, layer: int, only: tuple[Choice, ...], price: Floats) -> None:
+        """A layer that has no choice."""
+        (top,) = self.add(layer, -1, [only[0]], [price])
+        for choice, parent in zip(only[1:], (top, top, -1), strict=True):
+            self.add(layer, parent, [choice], [np.zeros_like(price)])
 
     def program(self) -> Program:
         """All that was gathered."""
@@ -287,17 +331,3 @@ def _rows(program: Program, keep: Indices) -> tuple[csr_array, Floats]:
     column = np.concatenate([np.arange(len(keep)), place[parents[below]]])
     entries = np.concatenate([np.ones(len(keep)), -np.ones(len(below))])
     return csr_array((entries, (row, column)), shape=(len(groups), len(keep))), (parents < 0).astype(float)
-
-
-def _frontier(
-    program: Program, budgets: tuple[Budget, ...], fixed: Floats, least: float, full: float, seen: Mask
-) -> tuple[Point, ...]:
-    """Least damage against the first budget's price, the other budgets left as they are."""
-    points: list[Point] = []
-    for share in np.linspace(least / full, 1.0, FRONTIER_POINTS):
-        limits = np.array([max(least, share * full), *(b.limit for b in budgets[1:])]) - fixed
-        if (solved := select(program, limits, seen, FRONTIER_GAP)) is not None:
-            damage = float(program.damage[solved[0]].sum())
-            # A plan for less is a plan for more, so within the gap the better of the two counts.
-            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
-    return tuple(points)

@@ -1,9 +1,12 @@
-"""The best plan there is: least predicted damage over all layers and units together, proven."""
+"""The best plan there is: least predicted damage over all layers and units together, proven.
+
+Whole layers go in the one order that was measured jointly; for every number of removed layers the rest is solved.
+"""
 
 from __future__ import annotations
 
-from headwise.strategies._options import finish, menus, ways
-from headwise.strategies._program import solve
+from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
+from headwise.strategies._program import Case, frontier
 from headwise.types import Budget, ModelShape, Plan, Readings
 
 NAME = "exact"
@@ -14,15 +17,14 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The plan of least predicted damage that meets every budget."""
-    found = solve(source, menus(source, readings, allow, ways(readings)), budgets, allow)
-    return finish(
-        source,
-        readings,
-        found.targets,
-        found.damage,
-        NAME,
-        budgets,
-        seed,
-        gap=found.gap,
-        frontier=found.frontier,
-    )
+    offered = menus(source, readings, allow, ways(readings))
+    steps = depth_steps(readings, allow)
+    cases = [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
+    solved = [(case.solve(), lost) for case, lost in cases]
+    feasible = [(found.damage + lost, found) for found, lost in solved if found is not None]
+    if not feasible:
+        least = [min(case.least[row] for case, _ in cases) for row in range(len(budgets))]
+        raise refuse(source, budgets, least, allow)
+    total, best = min(feasible, key=lambda pair: pair[0])
+    points = frontier(cases)
+    return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from headwise.errors import BudgetError, PlanError
 from headwise.strategies._equal import best_equal
 from headwise.strategies._options import finish, menus
-from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
+from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "portable"
 MEANING = "one size and one set of rotary pairs for the whole model: loads in stock transformers"
@@ -14,10 +15,20 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The best plan whose result is an ordinary model: one head dimension for queries, keys and values."""
-    offered = menus(source, readings, allow, ("qk_pairs_shared",))
+    possible = UNITS if source.grain.portable is None else source.grain.portable
+    allowed = tuple(unit for unit in allow if unit in possible)
+    limits = f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."
+    if not allowed:
+        raise PlanError(f"a portable plan has nothing to cut. {limits} Leave out --portable, or change --allow.")
+    offered = menus(source, readings, allowed, ("qk_pairs_shared",))
 
     def legal(layer: LayerShape) -> bool:
         return layer.qk_dim == layer.v_dim == layer.qk_width and source.hidden_size % layer.query_heads == 0
 
-    layers, damage = best_equal(source, offered, budgets, allow, legal)
+    try:
+        layers, damage = best_equal(source, offered, budgets, allowed, legal, possible)
+    except BudgetError as error:
+        if source.grain.portable is None:
+            raise
+        raise BudgetError(f"{error} {limits} Leave out --portable to cut more.") from None
     return finish(source, readings, layers, damage, NAME, budgets, seed, pairs="qk_pairs_shared", portable=True)

@@ -19,7 +19,7 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """Equal sizes for queries, keys and values in every layer, as large as the budgets allow."""
-    offered = menus(source, readings, allow, ("qk_pairs",))
+    offered = menus(source, readings, allow, ("qk_pairs",) if source.grain.rotary else ("qk_projected",))
     full = source.layers[0]
 
     def legal(layer: LayerShape) -> bool:

@@ -8,7 +8,7 @@ from headwise.errors import PlanError
 from headwise.types._record import Record
 from headwise.types.shape import LayerShape, ModelShape
 
-UNITS = ("qk", "v", "mlp", "heads", "kv_heads")  # what a plan may cut, as `--allow` names them
+UNITS = ("qk", "v", "mlp", "heads", "kv_heads", "depth")  # what a plan may cut, as `--allow` names them
 DEFAULT_UNITS = ("qk", "v", "mlp")
 
 
@@ -65,7 +65,12 @@ class Plan(Record):
                 f"{len(self.keep)} layers; they must have the same number."
             )
         for index, (old, new, keep) in enumerate(zip(self.source.layers, self.target.layers, self.keep, strict=True)):
-            _check_layer(f"layer {index}", old, new, keep)
+            _check_layer(f"layer {index}", old, new, keep, self.source.grain.folds)
+
+    @property
+    def kept_layers(self) -> tuple[int, ...]:
+        """The source's layers that stay."""
+        return tuple(index for index, layer in enumerate(self.target.layers) if not layer.gone)
 
     @property
     def is_identity(self) -> bool:
@@ -73,7 +78,9 @@ class Plan(Record):
         return self.source.layers == self.target.layers
 
 
-def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep) -> None:
+def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep, folds: bool) -> None:
+    if new.gone:
+        return  # nothing of it is kept
     for name in LayerShape.__slots__:
         if getattr(new, name) > getattr(old, name):
             raise PlanError(
@@ -89,7 +96,7 @@ def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep) 
             )
         for pairs in keep.rotary_pairs:
             _check_indices(where, "rotary_pairs", pairs, old.qk_width // 2, new.qk_width // 2)
-    elif new.qk_width != old.qk_width:
+    elif new.qk_width != old.qk_width and not folds:
         raise PlanError(f"{where}: qk_width falls to {new.qk_width} but keep.rotary_pairs is missing; allocate again.")
 
 

@@ -51,6 +51,7 @@ class Readings(Record):
     tokens: int
     seed: int
     seconds: float = 0.0
+    depth: tuple[int, ...] = ()  # layers in the order in which whole layers would go, as far as that was measured
 
     def curve(self, kind: str) -> Reading | None:
         """The reading of that kind that should be believed: the last one, as later probes correct earlier ones."""

@@ -44,6 +44,11 @@ class LayerShape(Record):
         return self.query_heads // self.kv_heads if self.kv_heads else 0
 
     @property
+    def gone(self) -> bool:
+        """Whether the whole layer is removed."""
+        return not (self.query_heads or self.mlp_width)
+
+    @property
     def projected(self) -> bool:
         """Whether queries and keys are projected after rotary."""
         return self.qk_width > self.qk_dim
@@ -60,6 +65,9 @@ def _uneven_sharing(query_heads: int, kv_heads: int) -> str:
     )
 
 
+GONE = LayerShape(0, 0, 0, 0, 0, 0)  # what is left of a removed layer
+
+
 @dataclass(frozen=True, slots=True)
 class Grain(Record):
     """Which sizes are legal. Given by the family, so that strategies know no families."""
@@ -70,8 +78,10 @@ class Grain(Record):
     qk_floor: int
     v_floor: int
     mlp_floor: int
-    rotary: bool  # pairs of coordinates turn together, so widths are even
+    rotary: bool  # rotary pairs can be dropped: pairs of coordinates turn together, so widths are even
     projectable: bool  # queries and keys can be projected after their positions are applied
+    folds: bool = False  # that projection can be folded into the weights, as no position lies in between
+    portable: tuple[str, ...] | None = None  # units that a portable plan may cut; None: all
 
     def qk_sizes(self, full: int) -> tuple[int, ...]:
         """Legal query/key dimensions of a layer that has `full`, largest first."""
@@ -109,7 +119,10 @@ class ModelShape(Record):
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    other_parameters: int = 0  # norms and whatever else no plan changes
+    mlp_matrices: int = 3  # gate, up and down; two without a gate
+    cached: bool = True  # whether keys and values are kept while a text grows; encoders keep none
+    layer_norms: int = 0  # parameters of a layer that go only with the whole layer
+    other_parameters: int = 0  # whatever else no plan changes
     element_bytes: int = 4  # of one number in the cache, as the model is saved
 
     def __post_init__(self) -> None:

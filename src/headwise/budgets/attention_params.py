@@ -1,0 +1,25 @@
+"""Parameters of the attention blocks alone: projections of queries, keys, values and outputs, with their biases."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from headwise.cost import layer_parameters
+from headwise.types import LayerShape, ModelShape
+
+NAME = "attention_params"
+UNIT = "parameters"
+PER_LENGTH = False
+MEANING = "parameters of attention"
+
+
+def model_cost(model: ModelShape, length: int) -> float:
+    """Attention parameters of all layers."""
+    return sum(layer_cost(model, layer, length) for layer in model.layers)
+
+
+def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
+    """Attention parameters of one layer."""
+    if not layer.query_heads:
+        return 0
+    return layer_parameters(replace(model, layer_norms=0), replace(layer, mlp_width=0))

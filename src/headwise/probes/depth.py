@@ -1,0 +1,112 @@
+"""Which whole layers can go, and what that costs: remove, measure, repeat.
+
+Scores of single layers mislead, because a layer matters more once its neighbour is gone. So layers are removed one by
+one, each time the one whose removal, on top of all before, moves the predictions least; and the price of having removed
+that many is measured again after healing, since the layers that are left can make up for much of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from headwise.families import Family
+from headwise.probes._watch import Track, silently
+from headwise.tasks import Prepared, Task
+from headwise.tasks.causal import Causal
+from headwise.types import Reading
+
+NAME = "depth"
+TRIED = 8  # candidates after the first removal: those that were cheapest the last time they were measured
+WORST = 1.0  # damage before healing: nobody wants to go on from there
+Remove = Callable[[tuple[int, ...]], nn.Module]  # the model without those layers, healed
+
+
+class Skipper:
+    """Measures the model with some layers left out, on the same few tokens."""
+
+    def __init__(
+        self, family: Family, model: nn.Module, tokens: torch.Tensor, task: Task | None = None, seed: int = 0
+    ) -> None:
+        self.family, self.model, self.task = family, model, task or Causal()
+        self.parts = self.task.prepare(tokens, seed).to(model.device).batches(2048)
+        self.contexts = family.layer_contexts(model, self.parts[0].inputs)
+        self.reference = [self._answers(part, ()) for part in self.parts]
+
+    @torch.no_grad()
+    def _answers(self, part: Prepared, gone: tuple[int, ...]) -> torch.Tensor:
+        stream = self.family.embed(self.model, part.inputs)
+        for index, context in enumerate(self.contexts):
+            if index not in gone:
+                stream = self.family.run_layer(self.model, index, stream, context)
+        return self.task.outputs_from(self.family, self.model, stream, part)
+
+    @torch.no_grad()
+    def _damage(self, answers: Callable[[Prepared], torch.Tensor]) -> tuple[float, float]:
+        rows = []
+        for part, reference in zip(self.parts, self.reference, strict=True):
+            rows.append(self.task.divergence(reference, answers(part)))
+        values = torch.cat(rows).double()
+        error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
+        return max(0.0, float(values.mean())), error
+
+    def without(self, gone: tuple[int, ...]) -> float:
+        """Mean divergence from the whole model when these layers are left out."""
+        return self._damage(lambda part: self._answers(part, gone))[0]
+
+    def of(self, model: nn.Module) -> tuple[float, float]:
+        """Mean divergence of another model from the whole one, and its standard error."""
+        return self._damage(lambda part: self.task.outputs(self.family, model, part))
+
+
+def measure(
+    family: Family,
+    model: nn.Module,
+    tokens: torch.Tensor,
+    most: int,
+    remove: Remove,
+    seed: int,
+    track: Track = silently,
+    task: Task | None = None,
+) -> tuple[Reading, tuple[int, ...]]:
+    """The damage of removing 0 to `most` layers, and the layers in the order of their going."""
+    skipper = Skipper(family, model, tokens, task, seed)
+    order = _greedy(skipper, len(skipper.contexts), most, track)
+    values, errors = [0.0], [0.0]
+    for count in track(range(1, len(order) + 1), "depth, healed"):
+        damage, error = skipper.of(remove(order[:count]))
+        values.append(max(damage, values[-1]))  # fewer layers cannot be better but by chance
+        errors.append(error)
+    reading = Reading(
+        probe=NAME,
+        kind="damage.depth",
+        axis="layers removed",
+        ticks=(tuple(range(len(order) + 1)),),
+        values=(tuple(values),),
+        standard_error=(tuple(errors),),
+        unit=skipper.task.unit,
+        meaning=f"Measured damage ({skipper.task.divergence_name} to the source, healed) with whole layers removed, "
+        "chosen jointly.",
+        tokens=tokens.numel(),
+        seed=seed,
+    )
+    return reading, order
+
+
+def _greedy(skipper: Skipper, layers: int, most: int, track: Track) -> tuple[int, ...]:
+    last = {index: skipper.without((index,)) for index in track(range(layers), "depth")}
+    order: list[int] = []
+    while len(order) < most and last:
+        if order:
+            near = sorted(last, key=lambda index: last[index])[:TRIED]
+            for index in track(near, f"depth, after {len(order)}"):
+                last[index] = skipper.without((*order, index))
+        best = min(last, key=lambda index: last[index])
+        if last[best] > WORST:
+            break
+        order.append(best)
+        del last[best]
+    return tuple(order)
