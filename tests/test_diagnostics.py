@@ -12,7 +12,7 @@ from test_report import HOSTILE, check_page
 
 from headwise import pipeline
 from headwise.budgets import parse
-from headwise.families import llama
+from headwise.families.llama import FAMILY as llama
 from headwise.probes import gram, lags, saturation, spectrum
 from headwise.report import render
 from headwise.report._data import CurveSet
@@ -59,7 +59,9 @@ def projected():
     """A tailored model whose queries and keys are half as wide as they were; the softmax keeps its scale."""
     stock = sharp()
     layers = tuple(replace(layer, qk_dim=8) for layer in llama.shape_of(stock.config).layers)
-    downs = {f"model.layers.{i}.self_attn.{name}_down_GWK": torch.randn(2, 16, 8) for i in range(3) for name in "qk"}
+    downs = {
+        f"model.layers.{i}.self_attn.{name}_down_GWK": torch.randn(2, 16, 8) / 4 for i in range(3) for name in "qk"
+    }
     return llama.build(stock, layers, {**llama.state_of(stock), **downs})
 
 

@@ -16,7 +16,7 @@ from experiments._finetune import Narrow, Reference, by_activations, by_weights,
 
 from headwise.cuts import reshape_layer
 from headwise.errors import HeadwiseError
-from headwise.families import llama
+from headwise.families.llama import FAMILY as llama
 from headwise.probes import gram
 from headwise.types import LayerKeep
 

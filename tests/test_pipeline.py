@@ -15,7 +15,7 @@ import torch
 
 from headwise import cli, families, pipeline
 from headwise.errors import HeadwiseError
-from headwise.families import llama
+from headwise.families.llama import FAMILY as llama
 from headwise.runfolder import RunFolder, Settings
 from headwise.types import Plan, Readings
 
@@ -238,10 +238,10 @@ def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):
 
 def test_bad_input_is_refused_in_one_line(folder, finished, tmp_path, capsys):
     out = tmp_path / "run"
-    other = tmp_path / "opt"
+    other = tmp_path / "mamba"
     other.mkdir()
-    (other / "config.json").write_text('{"model_type": "opt"}')
-    assert "type 'opt' are not supported" in refused(capsys, "run", other, *RUN, "--out", out)
+    (other / "config.json").write_text('{"model_type": "mamba"}')
+    assert "type 'mamba' are not supported" in refused(capsys, "run", other, *RUN, "--out", out)
     empty = tmp_path / "empty.txt"
     empty.write_text("")
     text = refused(capsys, "run", folder, *RUN[:2], "--data", empty, *SMALL, "--out", out, "--overwrite")

@@ -1,4 +1,8 @@
-"""Calibration and evaluation text from any source, cut into blocks of equal length; seeded."""
+"""Calibration and evaluation text from any source, cut into blocks; seeded.
+
+Blocks are rows of one tensor. Decoders get rows of equal length. Encoders meet texts of any length and mind which, so
+their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,8 @@ import torch
 
 from headwise.errors import DataError
 
+NOTHING = -1  # where a row has ended
+SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
@@ -110,6 +116,66 @@ def blocks_of(
     return torch.tensor(rows)
 
 
+def closed_lengths(length: int) -> tuple[int, ...]:
+    """The lengths of an encoder's blocks: short texts are as many as long ones.
+
+    >>> closed_lengths(64)
+    (8, 16, 32, 64)
+    """
+    found = [length]
+    while found[-1] >= 2 * SHORTEST:
+        found.append(found[-1] // 2)
+    return tuple(reversed(found))
+
+
+def closed_blocks(
+    texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
+) -> torch.Tensor:
+    """Token blocks (count, length) for encoders: rows of drawn lengths, between the tokens that open and close a text.
+
+    Lengths matter because learned positions do: what lies behind the longest block is not calibrated at all.
+    """
+    ends = tokenizer("", add_special_tokens=True)["input_ids"]
+    half, lengths, draw = (len(ends) + 1) // 2, closed_lengths(length), random.Random(0)
+    rows: list[list[int]] = []
+    pool: list[int] = []
+    size = draw.choice(lengths)
+    for text in texts:
+        pool += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        while len(pool) >= size - len(ends) and (count is None or len(rows) < count):
+            row = [*ends[:half], *pool[: size - len(ends)], *ends[half:]]
+            rows.append(row + [NOTHING] * (length - size))
+            pool, size = pool[size - len(ends) :], draw.choice(lengths)
+    if not rows:
+        raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {size}; give a longer text.")
+    return torch.tensor(rows)
+
+
+def count_tokens(blocks: torch.Tensor) -> int:
+    """How many tokens blocks hold."""
+    return int((blocks != NOTHING).sum())
+
+
+def mean_length(blocks: torch.Tensor) -> int:
+    """Tokens of a block."""
+    return count_tokens(blocks) // len(blocks)
+
+
+def rows_by_length(blocks: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, int]]:
+    """Batches of about `tokens` tokens: the rows of each, and their length, which they share."""
+    lengths = (blocks != NOTHING).sum(1)
+    return [
+        (rows, length)
+        for length in map(int, lengths.unique())
+        for rows in torch.nonzero(lengths == length).flatten().split(max(1, tokens // length))
+    ]
+
+
+def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
+    """Rows in batches of about `tokens` tokens, each of one length."""
+    return [blocks[rows, :length] for rows, length in rows_by_length(blocks, tokens)]
+
+
 @torch.no_grad()
 def written_by(
     model: Any,
@@ -120,6 +186,8 @@ def written_by(
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
 ) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
+    if not model.can_generate():
+        raise DataError(f"{type(model).__name__} writes no text that it could be calibrated on; give --data FILE.")
     start = model.config.bos_token_id
     start = start if isinstance(start, int) else 0
     torch.manual_seed(seed)

@@ -8,23 +8,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headwise import data, families, rounds, strategies
+from headwise import data, families, rounds, strategies, tasks
 from headwise.checks import exactness, quality, speed
-from headwise.cost import kv_bytes_per_token, parameters
 from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
+from headwise.families import Family
 from headwise.heal.refit import LayerHealer, refit
-from headwise.probes import gram, lags, saturation, sensitivity, spectrum, swap
+from headwise.probes import depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
-from headwise.types import Dossier, LayerShape, Plan, Reading, Readings, Verdict
+from headwise.tasks.causal import Causal
+from headwise.types import GONE, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
@@ -33,13 +33,18 @@ SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and th
 class Workbench(NamedTuple):
     """What every stage needs: the source model on our modules, its family and tokenizer, and the text."""
 
-    family: ModuleType
+    family: Family
     source: nn.Module
     tokenizer: Any
     calibration: torch.Tensor
     rehearsal: torch.Tensor  # of the calibration's source, kept from every fit: predicts the damage before evaluation
     evaluation: torch.Tensor
     described: str
+    task: tasks.Task = Causal()
+
+    def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
+        """Blocks of text as the model reads them in its task."""
+        return self.task.prepare(tokens, seed).inputs
 
 
 def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
@@ -66,10 +71,16 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     device = settings.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = families.load(settings.model, device, settings.trust_remote_code)
+    model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
+    task = tasks.of(model, tokenizer, settings.model)
+    if settings.strategy == "bound" and not task.generates:
+        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
     family = families.family_of(model.config)
-    length = min(settings.length, int(model.config.max_position_embeddings))
-    wanted = max(1, settings.tokens // length), max(1, settings.eval_tokens // length)
+    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
+        known = ", ".join((*family.units, "depth"))
+        raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
+    length = min(settings.length, family.longest(model.config))
+    wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
 
     def read(name: str, count: int, seed: int) -> torch.Tensor:
@@ -78,7 +89,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             return torch.cat((own, read("self", count - len(own), seed))) if len(own) < count else own
         if name == "self":
             return data.written_by(model, count, length, seed, track=track)
-        return data.blocks_of(data.documents(name, settings.seed), tokenizer, length, count, name)
+        return task.blocks(data.documents(name, settings.seed), tokenizer, length, count, name)
 
     if settings.eval is not None:
         calibration, evaluation = (
@@ -95,7 +106,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         described = f"held out from {source}"
     kept = torch.arange(len(calibration)) % 8 != 7  # every eighth block is for the rehearsal
     rehearsal = calibration[~kept] if len(calibration) >= 8 else calibration
-    return Workbench(family, family.tailor(model), tokenizer, calibration[kept], rehearsal, evaluation, described)
+    return Workbench(family, family.tailor(model), tokenizer, calibration[kept], rehearsal, evaluation, described, task)
 
 
 def probe(
@@ -106,30 +117,44 @@ def probe(
     `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`.
     """
     start = time.perf_counter()
-    family, mlp = bench.family, not settings.only_kv and "mlp" in settings.allow
-    moments = gram.collect(family, model, bench.calibration, mlp, track)
+    family, task, mlp = bench.family, bench.task, not settings.only_kv and "mlp" in settings.allow
+    moments = gram.collect(family, model, bench.inputs(bench.calibration, settings.seed), mlp, track)
     seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
-    rows = max(1, SENSITIVITY_TOKENS // bench.calibration.shape[1])
-    stride = max(1, len(bench.calibration) // rows)
-    curves, orders = sensitivity.measure(family, model, bench.calibration[::stride], moments, mlp, settings.seed, track)
-    options = _swaps(settings)
+    rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration))
+    some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
+    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
+    shape = family.shape_of(model.config)
+    shapes = shape.layers
+    options = _swaps(settings, shape.grain.folds)
+    few, others = _measured_and_others(bench.calibration, settings.swap_tokens)
+    others = bench.inputs(others, settings.seed)
     if settings.swap_tokens and options:
-        few, others = _measured_and_others(bench.calibration, settings.swap_tokens)
-        shapes = family.shape_of(model.config).layers
-        healer = LayerHealer(family, model, others) if settings.heal == "refit" else None
+        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal == "refit" else None
 
         def cut(index: int, target: LayerShape) -> nn.Module:
             keep = strategies.keep_for(shapes[index], target, orders[index])
             layer = reshape_layer(family, model, index, target, keep, moments[index])
             return layer if healer is None else healer.heal(index, layer)
 
-        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healer is not None)
+        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healer is not None, task)
+    order: tuple[int, ...] = ()
+    if "depth" in settings.allow and not settings.portable:
+
+        def remove(gone: tuple[int, ...]) -> nn.Module:
+            left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
+            shorter = family.build(model, left, family.state_of(model))
+            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal == "refit" else None
+            return healed[0] if healed else shorter
+
+        found, order = depth.measure(family, model, few, len(shapes) // 2, remove, settings.seed, track, task)
+        curves.append(found)
     readings = Readings(
         model=settings.model,
-        shape=family.shape_of(model.config).to_json(),
+        shape=shape.to_json(),
         curves=(*curves, *seen),
+        depth=order,
         orders=tuple(orders),
-        tokens=bench.calibration.numel(),
+        tokens=data.count_tokens(bench.calibration),
         seed=settings.seed,
         seconds=time.perf_counter() - start,
     )
@@ -139,11 +164,14 @@ def probe(
 def _diagnosed(
     settings: Settings, bench: Workbench, model: nn.Module, moments: list[Moments], track: Track
 ) -> list[Reading]:
-    """Readings that are no damage: saturation, spectra, lags."""
+    """Readings that are no damage: spectra, and of decoders saturation and lags, which mean a past."""
     family, tokens, seed = bench.family, bench.calibration, settings.seed
+    spectra = spectrum.measure(family, model, moments, tokens.numel(), seed)
+    if not bench.task.generates:
+        return spectra
     return [
         *saturation.measure(family, model, tokens, seed, track),
-        *spectrum.measure(family, model, moments, tokens.numel(), seed),
+        *spectra,
         *lags.measure(family, model, tokens, seed, track),
     ]
 
@@ -154,24 +182,26 @@ def _measured_and_others(tokens: torch.Tensor, measured: int) -> tuple[torch.Ten
     def spread(rows: list[int], count: int) -> list[int]:
         return rows[:: max(1, len(rows) // count)][:count]
 
-    length = tokens.shape[1]
+    length = data.mean_length(tokens)
     few = spread(list(range(len(tokens))), max(2, measured // length))
     rest = [row for row in range(len(tokens)) if row not in set(few)] or few
     return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, HEALING_TOKENS // length))]
 
 
-def _swaps(settings: Settings) -> dict[str, Any]:
+def _swaps(settings: Settings, folds: bool) -> dict[str, Any]:
     """Which curves to check by measurement, and the layer that a size on their axis stands for."""
     found: dict[str, Any] = {}
     if settings.portable:
         return found
     if "qk" in settings.allow:
-        found["damage.qk_projected"] = lambda shape, size: replace(shape, qk_dim=size)
+        found["damage.qk_projected"] = lambda shape, size: replace(
+            shape, qk_dim=size, qk_width=size if folds else shape.qk_width
+        )
     if "v" in settings.allow:
         found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
     if not settings.only_kv and "mlp" in settings.allow:
         found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
-    if not settings.only_kv and "qk" in settings.allow:
+    if not settings.only_kv and "qk" in settings.allow and not folds:
         found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
     if "heads" in settings.allow:
         found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
@@ -243,12 +273,13 @@ def fit(
         start = time.perf_counter()
         model = reshape(bench.family, model, step, moments)
         if settings.heal == "refit":
-            model, healing = refit(bench.family, bench.source, model, bench.calibration, track=track)
+            text = bench.inputs(bench.calibration, settings.seed)
+            model, healing = refit(bench.family, bench.source, model, text, bench.task.refit_strength, track)
             healings.append({**healing, "seconds": time.perf_counter() - start})
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal)
+    rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
     return Fitted(model, total, healings, rehearsal.expected_damage())
 
 
@@ -268,6 +299,8 @@ def build(
     folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
     with families.quietly():
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
+    if bench.task.name == "embedding":
+        families.accompany(settings.model, folder.model)
     exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
@@ -280,22 +313,17 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
     stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
-    if not plan.portable and bench.family.shape_of(cut.config).layers != plan.target.layers:
+    planned = tuple(layer for layer in plan.target.layers if not layer.gone)
+    if not plan.portable and bench.family.shape_of(cut.config).layers != planned:
         raise PlanError(
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
-    found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track)
+    found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track, bench.task, settings.seed)
     checks = exactness.count_checks(cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
-    source_shape = plan.source
     verdict = Verdict(
         quality=found.summary(settings.seed),
-        size={
-            "parameters_before": parameters(source_shape),
-            "parameters_after": sum(p.numel() for p in cut.parameters()),
-            "kv_bytes_per_token_before": kv_bytes_per_token(source_shape),
-            "kv_bytes_per_token_after": exactness.cache_bytes_per_token(cut, source_shape.element_bytes),
-        },
+        size=exactness.sizes(cut, plan.source),
         speed=speed.measure(bench.source, cut),
         damage={
             "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
@@ -303,9 +331,9 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
             **found.damage(settings.seed),
         },
         checks=tuple(checks),
-        samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation),
+        samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation) if bench.task.generates else (),
         evaluation=bench.described,
-        tokens=bench.evaluation.numel(),
+        tokens=data.count_tokens(bench.evaluation),
         machine=speed.machine(bench.source.device),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )

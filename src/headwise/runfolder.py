@@ -32,6 +32,7 @@ class Settings(Record):
     budgets: tuple[str, ...] = ()
     data: str | None = None  # None: the standard library for the embedded model, the model's own text for others
     eval: str | None = None  # None: held out from `data`
+    task: str | None = None  # None: that of the model's head
     strategy: str = "exact"
     rounds: int = 1
     heal: str = "refit"

@@ -9,30 +9,38 @@ import tempfile
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from headwise import families
 from headwise.cost import kv_bytes_per_token, parameters
-from headwise.types import Check, Plan
+from headwise.types import Check, ModelShape, Plan
 
 TOLERANCE = 1e-4  # relative, in float32: the same weights on the same kind of kernel
 RELOAD = """
-import sys, torch
+import sys, torch, transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-folder, proof, out, remote = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
+folder, proof, out, remote, auto = sys.argv[1:]
+auto = getattr(transformers, auto)
+model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():
-    save_file({"logits": model(load_file(proof)["ids"]).logits.contiguous()}, out)
+    found = model(load_file(proof)["ids"])
+    save_file({"logits": (found["logits"] if "logits" in found else found[0]).contiguous()}, out)
 """
 
 
 @torch.no_grad()
 def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
-    """Keep the logits of the model in memory for a few tokens, to be compared with the reloaded model's."""
-    logits = model(ids.to(model.device), use_cache=False).logits
-    save_file({"ids": ids.cpu().contiguous(), "logits": logits.float().cpu().contiguous()}, path)
+    """Keep what the model in memory says to a few tokens, to be compared with what the reloaded model says.
+
+    That is its logits, or the last stream of a model without a head. How to load it is written beside them.
+    """
+    ids = ids[:, ids[0] >= 0]  # a block may end early
+    logits = families.family_of(model.config).run(model, ids.to(model.device))
+    tensors = {"ids": ids.cpu().contiguous(), "logits": logits.float().cpu().contiguous()}
+    save_file(tensors, path, metadata={"auto": families.auto_class_of(model)})
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
@@ -40,7 +48,9 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "logits.safetensors"
         environment = {**os.environ, "HF_MODULES_CACHE": scratch, "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes"]
+        with safe_open(proof, "pt") as file:
+            auto = (file.metadata() or {}).get("auto", "AutoModelForCausalLM")
+        command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         name = "reloads in a fresh process without headwise"
         if done.returncode:
@@ -55,21 +65,33 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored."""
     ids = torch.ones((1, length), dtype=torch.long, device=model.device)
-    cache = model(ids, use_cache=True).past_key_values
+    cache = getattr(model(ids, use_cache=True), "past_key_values", None)
+    if cache is None:
+        return 0  # encoders keep none
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     return int(numbers // length * element_bytes)
+
+
+def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
+    """Parameters, and the cache of models that keep one: the source's by formula, the model's own as counted."""
+    found = {
+        "parameters_before": parameters(source),
+        "parameters_after": sum(p.numel() for p in model.parameters()),
+        "kv_bytes_per_token_before": kv_bytes_per_token(source),
+        "kv_bytes_per_token_after": cache_bytes_per_token(model, source.element_bytes),
+    }
+    return found if source.cached else {name: size for name, size in found.items() if name.startswith("parameters")}
 
 
 def count_checks(model: nn.Module, plan: Plan) -> list[Check]:
     """Parameters and cache of the real object against the plan's."""
     target = plan.target
     counted = sum(p.numel() for p in model.parameters())
-    cached = cache_bytes_per_token(model, target.element_bytes)
-    return [
-        _equal("parameters as planned", counted, parameters(target)),
-        _equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)),
-        *budget_checks(plan),
-    ]
+    found = [_equal("parameters as planned", counted, parameters(target))]
+    if target.cached:
+        cached = cache_bytes_per_token(model, target.element_bytes)
+        found.append(_equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)))
+    return [*found, *budget_checks(plan)]
 
 
 def budget_checks(plan: Plan) -> list[Check]:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 
 import numpy as np
 import torch
 from torch import nn
 
-from headwise.probes._watch import Track, batches, silently
+from headwise.families import Family
+from headwise.probes._watch import Track, silently
+from headwise.tasks import Task
+from headwise.tasks.causal import Causal
 from headwise.types import Sample
 
 RESAMPLES = 2000
@@ -19,35 +21,48 @@ KL_TRUST = 0.4
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Per block of text: mean loss of both models, KL to the source, share of equal best tokens."""
+    """Per block of text: mean loss of both models, KL to the source, share of equal best answers.
+
+    Tasks without labels have no losses (they are empty); embeddings have 1 - cosine in place of the KL.
+    """
 
     loss_before: np.ndarray
     loss_after: np.ndarray
     kl: np.ndarray
     agreement: np.ndarray
+    task: type[Task] = Causal
+
+    def _changes(self) -> np.ndarray:
+        """Damage per block: the increase of the loss, or the divergence where there is none."""
+        changes: np.ndarray = self.loss_after - self.loss_before if len(self.loss_before) else self.kl
+        return changes
 
     def summary(self, seed: int = 0) -> dict[str, float]:
         """Means and 95% intervals. Both models read the same text, so the interval is that of their difference."""
-        damage = self.loss_after - self.loss_before
-        low, high = interval(damage, seed)
-        kl_low, kl_high = interval(self.kl, seed)
-        before = float(self.loss_before.mean())
-        return {
-            "loss_before": before,
-            "loss_after": float(self.loss_after.mean()),
+        found = self._losses(seed) if len(self.loss_before) else {}
+        mean, (low, high) = float(self.kl.mean()), interval(self.kl, seed)
+        if self.task.divergence_name == "1 - cosine":
+            found |= {"cosine": 1 - mean, "cosine_low": 1 - high, "cosine_high": 1 - low}
+        else:
+            found |= {"kl": mean, "kl_low": low, "kl_high": high}
+        return found | ({self.task.agreement_name: float(self.agreement.mean())} if len(self.agreement) else {})
+
+    def _losses(self, seed: int) -> dict[str, float]:
+        before, after = float(self.loss_before.mean()), float(self.loss_after.mean())
+        low, high = interval(self._changes(), seed)
+        found = {"loss_before": before, "loss_after": after}
+        if not self.task.perplexity:
+            return found | {"loss_after_low": before + low, "loss_after_high": before + high}
+        return found | {
             "perplexity_before": math.exp(before),
-            "perplexity_after": math.exp(float(self.loss_after.mean())),
+            "perplexity_after": math.exp(after),
             "perplexity_after_low": math.exp(before + low),
             "perplexity_after_high": math.exp(before + high),
-            "kl": float(self.kl.mean()),
-            "kl_low": kl_low,
-            "kl_high": kl_high,
-            "next_token_agreement": float(self.agreement.mean()),
         }
 
     def damage(self, seed: int = 0) -> dict[str, float]:
-        """Increase of the loss in nats per token, with its 95% interval."""
-        damage = self.loss_after - self.loss_before
+        """Increase of the loss, or the divergence where there is none, with its 95% interval."""
+        damage = self._changes()
         low, high = interval(damage, seed)
         return {"measured": float(damage.mean()), "measured_low": low, "measured_high": high}
 
@@ -57,8 +72,7 @@ class Comparison:
         The increase of the loss is unbiased but noisy on little text; the KL is what it would be if the source
         predicted its text perfectly: hardly noisy, but off by up to about `KL_TRUST` of itself.
         """
-        damage = self.loss_after - self.loss_before
-        kl = float(self.kl.mean())
+        damage, kl = self._changes(), float(self.kl.mean())
         noise = float(damage.std() / math.sqrt(max(1, len(damage) - 1)))
         share = (KL_TRUST * kl) ** 2 / max((KL_TRUST * kl) ** 2 + noise**2, 1e-30)
         return share * float(damage.mean()) + (1 - share) * kl
@@ -77,24 +91,25 @@ def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
 
 @torch.no_grad()
 def compare(
-    family: ModuleType, source: nn.Module, cut: nn.Module, tokens: torch.Tensor, track: Track = silently
+    family: Family,
+    source: nn.Module,
+    cut: nn.Module,
+    tokens: torch.Tensor,
+    track: Track = silently,
+    task: Task | None = None,
+    seed: int = 0,
 ) -> Comparison:
     """Read the text with both models."""
+    task = task or Causal()
     columns: list[list[torch.Tensor]] = [[], [], [], []]
-    for batch in track(batches(tokens, 2048), "quality"):
+    for batch in track(task.prepare(tokens, seed).batches(2048), "quality"):
         batch = batch.to(source.device)
-        before = family.run(source, batch)[:, :-1].log_softmax(-1)
-        after = family.run(cut, batch)[:, :-1].log_softmax(-1)
-        target = batch[:, 1:].unsqueeze(-1)
-        found = (
-            -before.gather(-1, target).squeeze(-1),
-            -after.gather(-1, target).squeeze(-1),
-            (before.exp() * (before - after)).sum(-1),
-            (before.argmax(-1) == after.argmax(-1)).float(),
-        )
-        for column, values in zip(columns, found, strict=True):
-            column.append(values.double().mean(1).cpu())
-    return Comparison(*(torch.cat(column).numpy() for column in columns))
+        before, after = (task.outputs(family, model, batch) for model in (source, cut))
+        for column, values in zip(columns, task.compare(before, after, batch.labels), strict=True):
+            if values is not None:
+                column.append(values.double().cpu())
+    rows = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
+    return Comparison(rows[0], rows[1], rows[2], rows[3], type(task))
 
 
 @torch.no_grad()

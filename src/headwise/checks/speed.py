@@ -1,4 +1,4 @@
-"""Time per token before and after, measured side by side: reading a prompt and writing on from it."""
+"""Time per token before and after, measured side by side: reading a prompt and, if the model can, writing on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise import families
+
 
 @torch.no_grad()
 def measure(
     source: nn.Module, cut: nn.Module, prompt: int = 256, steps: int = 24, repeats: int = 3
 ) -> dict[str, float]:
-    """Median milliseconds per token of prefill and decode; the models take turns, so that both see the same machine."""
+    """Median milliseconds per token of prefill and decode; the models take turns, so that both see the same machine.
+
+    Models that keep no cache only read.
+    """
     times: dict[str, list[float]] = {}
-    limit = int(source.config.max_position_embeddings)
+    family = families.family_of(source.config)
+    if not family.shape_of(source.config).cached:
+        return _reading(source, cut, min(prompt, family.longest(source.config)), repeats)
+    limit = int(getattr(source.config, "max_position_embeddings", None) or prompt + steps + 1)
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
@@ -27,6 +35,17 @@ def measure(
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
     found = {key: statistics.median(values[1:]) for key, values in times.items()}  # the first turn warms up
     return {**found, "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
+
+
+def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> dict[str, float]:
+    """Median milliseconds per token to read a text as a whole."""
+    times: dict[str, list[float]] = {}
+    ids = torch.full((1, prompt), 3, device=source.device)  # any token but padding, which some models count out
+    for _ in range(repeats + 1):
+        for name, model in (("before", source), ("after", cut)):
+            _, seconds = _timed(lambda model=model: model(ids), model.device)  # type: ignore[misc]
+            times.setdefault(f"prefill_ms_per_token_{name}", []).append(seconds / prompt * 1e3)
+    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, "prompt_tokens": float(prompt)}
 
 
 def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:

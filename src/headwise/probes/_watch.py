@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from headwise.data import batches as batches
+
 T = TypeVar("T")
 Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
 
@@ -44,11 +46,11 @@ def watching(
             hook.remove()
 
 
-def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
-    """Rows in batches of about `tokens` tokens."""
-    return list(blocks.split(max(1, tokens // blocks.shape[1])))
-
-
 def spaced(blocks: torch.Tensor, count: int) -> torch.Tensor:
     """At most `count` rows, evenly spaced, for probes that need only a few."""
     return blocks[:: max(1, len(blocks) // count)][:count]
+
+
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Logits as the softmax sees them where a model caps them."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import nn
 
+from headwise.families import Family
 from headwise.probes._watch import Track, batches, silently, watching
 
 NAME = "gram"
@@ -15,7 +14,7 @@ MEANING = "second moments of queries, keys, head outputs and MLP channels"
 
 @torch.no_grad()
 def collect(
-    family: ModuleType, model: nn.Module, tokens: torch.Tensor, mlp: bool, track: Track = silently
+    family: Family, model: nn.Module, tokens: torch.Tensor, mlp: bool, track: Track = silently
 ) -> list[dict[str, torch.Tensor]]:
     """Mean second moments per layer, in double precision.
 
@@ -39,7 +38,7 @@ def collect(
         )
 
     def channels(layer: int, h: torch.Tensor) -> None:
-        flat = h.flatten(0, 1)
+        flat = h.flatten(0, -2)  # some layers flatten rows before their MLP
         add(layer, gram_mlp=flat.mT @ flat)
 
     with watching(layers, attention, channels if mlp else None):

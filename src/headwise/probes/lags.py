@@ -8,12 +8,11 @@ G key/value heads, K and V their widths.
 
 from __future__ import annotations
 
-from types import ModuleType
-
 import torch
 from torch import nn
 
-from headwise.probes._watch import Track, batches, silently, spaced, watching
+from headwise.families import Family
+from headwise.probes._watch import Track, batches, capped, silently, spaced, watching
 from headwise.types import Reading
 
 NAME = "lags"
@@ -22,10 +21,13 @@ POSITIONS = 256
 SHOWN = 64  # lags that the reading keeps; what is missing from a sum of 1 lies further back
 
 
-def weights_of(q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, window: int | None = None) -> torch.Tensor:
+def weights_of(
+    q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, window: int | None = None, softcap: float | None = None
+) -> torch.Tensor:
     """Causal softmax weights (B, H, T, S); a window hides older keys."""
     batch, heads, count, width = q_BHTK.shape
     logits = (q_BHTK.reshape(batch, k_BGTK.shape[1], -1, width) @ k_BGTK.mT).view(batch, heads, count, count) * scale
+    logits = capped(logits, softcap)
     seen = torch.ones(count, count, dtype=torch.bool, device=logits.device).tril()
     if window is not None:
         seen &= ~seen.tril(-window)
@@ -74,7 +76,7 @@ def shares(squares_BM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @torch.no_grad()
 def measure(
-    family: ModuleType, model: nn.Module, tokens: torch.Tensor, seed: int, track: Track = silently
+    family: Family, model: nn.Module, tokens: torch.Tensor, seed: int, track: Track = silently
 ) -> list[Reading]:
     """One reading: each lag's share, per layer, on a few short sequences."""
     few = spaced(tokens, SEQUENCES)[:, :POSITIONS]
@@ -82,8 +84,8 @@ def measure(
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        attend, o_weight = layers[layer].attention.attend, layers[layer].attention.o_proj.weight
-        weights = weights_of(q, k, attend.scaling, attend.sliding_window)
+        attend, o_weight = layers[layer].attention.attend, layers[layer].output.weight
+        weights = weights_of(q, k, attend.scaling, attend.sliding_window, attend.softcap)
         seen[layer].append(squares_by_lag(weights, head_grams(v, o_weight, q.shape[1])).cpu())
 
     with watching(layers, attention):

@@ -8,7 +8,6 @@ sequences, and their spread gives its standard error.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from headwise.probes._watch import Track, batches, silently, spaced, watching
+from headwise.families import Family
+from headwise.probes._watch import Track, batches, capped, silently, spaced, watching
 from headwise.theory.saturation import jacobian_norm
 from headwise.types import Reading
 
@@ -44,24 +44,29 @@ def lengths_up_to(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(2, 11) if 2**power <= min(longest, LONGEST))
 
 
-def rows_of(q_BHRK: torch.Tensor, k_BGTK: torch.Tensor, scale: float) -> Rows:
+def rows_of(q_BHRK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, softcap: float | None = None) -> Rows:
     """Every query row against all the keys; query heads share key heads in order."""
     batch, heads, rows, width = q_BHRK.shape
     grouped = q_BHRK.reshape(batch, k_BGTK.shape[1], -1, width)
-    logits = (grouped @ k_BGTK.mT).double().view(batch, heads, rows, -1) * scale
+    logits = capped((grouped @ k_BGTK.mT).double().view(batch, heads, rows, -1) * scale, softcap)
     p = logits.softmax(-1).cpu().numpy()
     low, high = logits.aminmax(dim=-1)
     return Rows(np.maximum(jacobian_norm(p), FLOOR), ((high - low) / 2).cpu().numpy(), p.max(-1))
 
 
 def norms_at(
-    q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, lengths: tuple[int, ...], window: int | None = None
+    q_BHTK: torch.Tensor,
+    k_BGTK: torch.Tensor,
+    scale: float,
+    lengths: tuple[int, ...],
+    window: int | None = None,
+    softcap: float | None = None,
 ) -> Rows:
     """Causal attention: the last row of the first `length` tokens, for every length; a window hides older keys."""
     parts = []
     for length in lengths:
         first = 0 if window is None else max(0, length - window)
-        parts.append(rows_of(q_BHTK[:, :, length - 1 : length], k_BGTK[:, :, first:length], scale))
+        parts.append(rows_of(q_BHTK[:, :, length - 1 : length], k_BGTK[:, :, first:length], scale, softcap))
     return joined(parts, axis=-1)
 
 
@@ -87,7 +92,7 @@ def mean_and_error(values_BX: Array) -> tuple[Array, Array]:
 
 @torch.no_grad()
 def measure(
-    family: ModuleType, model: nn.Module, tokens: torch.Tensor, seed: int, track: Track = silently
+    family: Family, model: nn.Module, tokens: torch.Tensor, seed: int, track: Track = silently
 ) -> list[Reading]:
     """Norms and logits by length, and a slope per head; nothing where blocks are too short to fit one."""
     lengths, few = lengths_up_to(tokens.shape[1]), spaced(tokens, SEQUENCES)
@@ -98,7 +103,7 @@ def measure(
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         attend = layers[layer].attention.attend
-        seen[layer].append(norms_at(q, k, attend.scaling, lengths, attend.sliding_window))
+        seen[layer].append(norms_at(q, k, attend.scaling, lengths, attend.sliding_window, attend.softcap))
 
     with watching(layers, attention):
         for batch in track(batches(few[:, : lengths[-1]]), "saturation"):

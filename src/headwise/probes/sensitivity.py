@@ -1,25 +1,27 @@
-"""What removing any unit would cost, in nats per token, from one backward pass over the calibration text.
+"""What removing any unit would cost, in nats per token or whatever else the task counts, from one backward pass.
 
 An activation times its gradient, summed over a unit's coordinates, is the first-order change `a` of the loss when the
 unit goes. With the Fisher approximation of the Hessian the removal of a set costs `1/2 E[(sum of a over the set)^2]`,
 cross terms included. Directions are ordered, so one cumulative sum prices every size; pairs, channels and heads are
-not, so their cross moments `A = E[a a']` are kept and units are eliminated greedily.
+not, so their cross moments `A = E[a a']` are kept and units are eliminated greedily. Answers to tokens are taken to
+err independently; where a whole text has one answer, what a unit does at all its tokens adds up before it is squared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
-from headwise.probes._watch import Track, batches, silently, watching
+from headwise.probes._watch import Track, silently, watching
+from headwise.tasks import Task
+from headwise.tasks.causal import Causal
 from headwise.types import Grain, LayerShape, Reading
 
 NAME = "sensitivity"
-UNIT = "nats per token"
 Row = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]  # sizes, damage, standard error
 
 
@@ -42,17 +44,21 @@ class _LayerSums:
 class Sensitivity:
     """Accumulates prices while the model runs forward and backward."""
 
-    def __init__(self, family: ModuleType, model: nn.Module, moments: list[dict[str, torch.Tensor]], mlp: bool) -> None:
-        self.family, self.model, self.mlp = family, model, mlp
+    def __init__(
+        self, family: Family, model: nn.Module, moments: list[dict[str, torch.Tensor]], mlp: bool, task: Task
+    ) -> None:
+        self.family, self.model, self.mlp, self.task = family, model, mlp, task
         self.layers = family.blocks(model)
-        self.shapes: tuple[LayerShape, ...] = family.shape_of(model.config).layers
+        shape = family.shape_of(model.config)
+        self.shapes, self.grain = shape.layers, shape.grain
         self.sums = [_LayerSums() for _ in self.layers]
-        self.tokens = 0
+        self.tokens = self.terms = 0  # read, and answered for
+        self.whole = False  # whether a whole text has one answer
         self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
 
-    def _bases(self, block: object, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _bases(self, block: Block, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         p_q, p_k, _ = balanced(moment["gram_q"], moment["gram_k"])
-        o_weight = block.attention.o_proj.weight.detach()  # type: ignore[attr-defined]
+        o_weight = block.output.weight.detach()
         p, r = value_basis(moment["gram_z"], o_weight, p_q.shape[0])
         return tuple(t.to(o_weight) for t in (p_q, p_k, p, r.mT))
 
@@ -61,70 +67,78 @@ class Sensitivity:
         z.register_hook(lambda grad: self._see_outputs(layer, z.detach(), grad))
 
     def _channels(self, layer: int, h: torch.Tensor) -> None:
-        h.register_hook(lambda grad: self.sums[layer].add_cross("mlp", (h.detach() * grad).flatten(0, 1).unsqueeze(0)))
+        h.register_hook(lambda grad: self._see_channels(layer, h.detach() * grad))
+
+    def _answered(self, a: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Changes per answer: those of a text's tokens (along that axis), or all of them together."""
+        return a.sum(tokens, keepdim=True) if self.whole else a
+
+    def _see_channels(self, layer: int, a: torch.Tensor) -> None:
+        self.sums[layer].add_cross("mlp", self._answered(a, -2).flatten(0, -2).unsqueeze(0))
 
     def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, self.bases[layer]
         q, grad = (t.unflatten(1, (groups, -1)) for t in (q, grad))  # B G H/G T K
         a_BGTC = ((q @ p_q.unsqueeze(1)) * (grad @ p_k.unsqueeze(1))).sum(2)
-        self.sums[layer].add_tail("qk_projected", a_BGTC.sum(1))
-        if not self.shapes[layer].projected:
+        self.sums[layer].add_tail("qk_projected", self._answered(a_BGTC.sum(1), 1))
+        if self.grain.rotary and not self.shapes[layer].projected:
             plain = (q * grad).sum(2)
             pairs = plain.unflatten(-1, (2, -1)).sum(-2)  # coordinate j pairs with j + half
+            pairs = self._answered(pairs, 2)
             self.sums[layer].add_cross("qk_pairs", pairs.transpose(0, 1).flatten(1, 2))
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
         z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
         a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
-        self.sums[layer].add_tail("v", a_BGTC.sum(1))
-        self.sums[layer].add_cross(
-            "heads", (z * grad).sum(-1).permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0)
-        )
+        self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
+        heads = self._answered((z * grad).sum(-1), 2)
+        self.sums[layer].add_cross("heads", heads.permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
 
-    def run(self, tokens: torch.Tensor, track: Track = silently) -> None:
+    def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
         wanted = [p for p in self.model.parameters() if p.requires_grad]
         for parameter in wanted:
             parameter.requires_grad_(False)
         try:
             with watching(self.layers, self._attention, self._channels if self.mlp else None):
-                for batch in track(batches(tokens), "sensitivity"):
+                for batch in track(self.task.prepare(tokens, seed).batches(), "sensitivity"):
+                    self.whole = not batch.per_token
                     batch = batch.to(self.model.device)
-                    stream = self.family.embed(self.model, batch).requires_grad_()
-                    logits = self.family.run(self.model, batch, stream)[:, :-1]
-                    nn.functional.cross_entropy(
-                        logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"
-                    ).backward()
-                    self.tokens += batch.numel()
+                    stream = self.family.embed(self.model, batch.inputs).requires_grad_()
+                    outputs = self.task.outputs(self.family, self.model, batch, stream)
+                    self.task.loss(outputs, batch.labels).backward()
+                    self.tokens += batch.inputs.numel()
+                    self.terms += self.task.terms(batch)
         finally:
             for parameter in wanted:
                 parameter.requires_grad_(True)
 
 
 def measure(
-    family: ModuleType,
+    family: Family,
     model: nn.Module,
     tokens: torch.Tensor,
     moments: list[dict[str, torch.Tensor]],
     mlp: bool,
     seed: int,
     track: Track = silently,
+    task: Task | None = None,
 ) -> tuple[list[Reading], list[dict[str, tuple[tuple[int, ...], ...]]]]:
     """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept."""
-    probe = Sensitivity(family, model, moments, mlp)
-    probe.run(tokens, track)
-    grain = family.shape_of(model.config).grain
+    probe = Sensitivity(family, model, moments, mlp, task or Causal())
+    probe.run(tokens, seed, track)
+    grain, scale = probe.grain, 1.0 if probe.whole else probe.tokens / probe.terms
     curves: dict[str, list[Row]] = {}
     orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
     for shape, sums in zip(probe.shapes, probe.sums, strict=True):
-        kept = _orders(sums, shape, probe.tokens)
+        kept = _orders(sums, shape, probe)
         orders.append({name: order for name, (order, _) in kept.items()})
         for name, full, sizes in (
             ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
             ("v", shape.v_dim, grain.v_sizes(shape.v_dim)),
         ):
-            curves.setdefault(name, []).append(_tail_curve(sums.tails[name], full, sizes))
+            curves.setdefault(name, []).append(_tail_curve(sums.tails[name], full, sizes, scale))
         for name, sizes, per_unit in (
             ("qk_pairs", grain.qk_sizes(shape.qk_width), 2),
             ("mlp", grain.mlp_sizes(shape.mlp_width), 1),
@@ -137,10 +151,13 @@ def measure(
             else:
                 full = {"qk_pairs": shape.qk_width, "mlp": shape.mlp_width}.get(name, 0)
                 curves.setdefault(name, []).append(((full,), (0.0,), None))
-    curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
-    for order, moment in zip(orders, moments, strict=True):
-        order["qk_pairs_power"] = _strongest_pairs(moment)
-    return [_reading(name, rows, tokens.numel(), seed) for name, rows in curves.items()], orders
+    if grain.rotary:
+        curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
+        for order, moment in zip(orders, moments, strict=True):
+            order["qk_pairs_power"] = _strongest_pairs(moment)
+    else:
+        curves.pop("qk_pairs")
+    return [_reading(name, rows, tokens.numel(), seed, probe.task.unit) for name, rows in curves.items()], orders
 
 
 def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:
@@ -148,7 +165,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
         return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
-    per_layer = [c.sum(0) / probe.tokens for c in crosses if c is not None]
+    per_layer = [c.sum(0) / probe.terms for c in crosses if c is not None]
     gone, _ = elimination_order(sum(per_layer))
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
@@ -177,7 +194,7 @@ AXES = {
 }
 
 
-def _reading(name: str, rows: list[Row], n: int, seed: int) -> Reading:
+def _reading(name: str, rows: list[Row], n: int, seed: int, unit: str) -> Reading:
     axis, what = AXES[name]
     errors = tuple(row[2] for row in rows if row[2] is not None)
     return Reading(
@@ -187,7 +204,7 @@ def _reading(name: str, rows: list[Row], n: int, seed: int) -> Reading:
         ticks=tuple(row[0] for row in rows),
         values=tuple(row[1] for row in rows),
         standard_error=errors if len(errors) == len(rows) else None,
-        unit=UNIT,
+        unit=unit,
         meaning=f"Predicted loss increase with {what}, by the size that is kept.",
         tokens=n,
         seed=seed,
@@ -195,9 +212,9 @@ def _reading(name: str, rows: list[Row], n: int, seed: int) -> Reading:
 
 
 def _tail_curve(
-    parts: list[torch.Tensor], full: int, sizes: tuple[int, ...]
+    parts: list[torch.Tensor], full: int, sizes: tuple[int, ...], scale: float
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    per_row = torch.cat(parts)
+    per_row = torch.cat(parts) * scale  # from per token to per answer
     mean, error = per_row.mean(0), per_row.std(0) / max(1, len(per_row) - 1) ** 0.5
     pick = [size for size in sizes if size < full]
     values = (0.0, *(float(mean[size]) for size in pick))
@@ -205,14 +222,18 @@ def _tail_curve(
 
 
 def _orders(
-    sums: _LayerSums, shape: LayerShape, tokens: int
+    sums: _LayerSums, shape: LayerShape, probe: Sensitivity
 ) -> dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]:
     """Per unit: which to keep, most needed first, and the damage after each removal, one list per group."""
     out = {}
     for name, cross in sums.cross.items():
         if name != "heads":
-            out[name] = _eliminate(list(cross / tokens))
-    heads = sums.cross["heads"][0] / tokens
+            crosses = cross / probe.terms
+            if probe.whole:  # fewer answers than units would make some look free
+                share = min(1.0, cross.shape[-1] / probe.terms)
+                crosses = (1 - share) * crosses + share * torch.diag_embed(crosses.diagonal(dim1=-2, dim2=-1))
+            out[name] = _eliminate(list(crosses))
+    heads = sums.cross["heads"][0] / probe.terms
     groups = heads.view(shape.kv_heads, shape.queries_per_group, shape.kv_heads, shape.queries_per_group)
     out["heads"] = _eliminate([groups[g, :, g, :] for g in range(shape.kv_heads)])
     out["kv_heads"] = _eliminate([groups.sum((1, 3))])

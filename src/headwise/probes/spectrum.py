@@ -6,11 +6,11 @@ The effective rank of singular values s is `exp(entropy of s^2 / sum s^2)`: n eq
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from headwise.families import Family
 from headwise.linalg import balanced, value_directions
 from headwise.types import Reading
 
@@ -44,7 +44,7 @@ def of_outputs(moment: dict[str, torch.Tensor], o_weight: torch.Tensor, kv_heads
 
 
 def measure(
-    family: ModuleType, model: nn.Module, moments: list[dict[str, torch.Tensor]], tokens: int, seed: int
+    family: Family, model: nn.Module, moments: list[dict[str, torch.Tensor]], tokens: int, seed: int
 ) -> list[Reading]:
     """Effective ranks per key/value head, and the energy lost by size, of logits and of head outputs."""
     model_shape = family.shape_of(model.config)
@@ -52,7 +52,7 @@ def measure(
     blocks = family.blocks(model)
     logits = [of_logits(moment).cpu() for moment in moments]
     outputs = [
-        of_outputs(moment, block.attention.o_proj.weight, shape.kv_heads).cpu()
+        of_outputs(moment, block.output.weight, shape.kv_heads).cpu()
         for moment, block, shape in zip(moments, blocks, shapes, strict=True)
     ]
     return [

@@ -1,19 +1,22 @@
 """The measured damage of one layer's options: replace the layer, run on from there, compare with the source.
 
-The stream before every layer is cached, so an option costs half a forward pass on average. Damage is the KL divergence
-to the source's own predictions: its expectation is the loss increase, with far less noise than a difference of losses.
+The stream before every layer is cached, so an option costs half a forward pass on average. Damage is the divergence
+from the source's own answers: where that is a KL, its expectation is the loss increase, with far less noise than a
+difference of losses.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import torch
 from torch import nn
 
-from headwise.probes._watch import Track, batches, silently
+from headwise.families import Family
+from headwise.probes._watch import Track, silently
+from headwise.tasks import Task
+from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading
 
 NAME = "swap"
@@ -23,42 +26,44 @@ Cut = Callable[[int, LayerShape], nn.Module]  # a layer, cut
 class Swapper:
     """Holds what is needed to measure any layer's option on the same few tokens."""
 
-    def __init__(self, family: ModuleType, model: nn.Module, tokens: torch.Tensor) -> None:
-        self.family, self.model = family, model
-        self.tokens = tokens.to(model.device)
-        self.contexts = family.layer_contexts(model, self.tokens)
+    def __init__(
+        self, family: Family, model: nn.Module, tokens: torch.Tensor, task: Task | None = None, seed: int = 0
+    ) -> None:
+        self.family, self.model, self.task = family, model, task or Causal()
+        self.batches = self.task.prepare(tokens, seed).to(model.device).batches(2048)
+        self.contexts = family.layer_contexts(model, self.batches[0].inputs)
         self.streams: list[list[torch.Tensor]] = []
         self.reference: list[torch.Tensor] = []
         self._run_source()
 
     @torch.no_grad()
     def _run_source(self) -> None:
-        for batch in batches(self.tokens, 2048):
-            stream, seen = self.family.embed(self.model, batch), []
+        for batch in self.batches:
+            stream, seen = self.family.embed(self.model, batch.inputs), []
             for index, context in enumerate(self.contexts):
                 seen.append(stream)
                 stream = self.family.run_layer(self.model, index, stream, context)
             self.streams.append(seen)
-            self.reference.append(self.family.logits(self.model, stream).log_softmax(-1))
+            self.reference.append(self.task.outputs_from(self.family, self.model, stream, batch))
 
     @torch.no_grad()
     def damage(self, layer: int, option: nn.Module) -> tuple[float, float]:
-        """Mean KL in nats per token with one layer replaced by `option`, and its standard error over sequences."""
+        """Mean divergence with one layer replaced by `option`, and its standard error over sequences."""
         rows = []
         with self.family.replaced(self.model, layer, option):
-            for seen, reference in zip(self.streams, self.reference, strict=True):
+            for batch, seen, reference in zip(self.batches, self.streams, self.reference, strict=True):
                 stream = seen[layer]
                 for index in range(layer, len(self.contexts)):
                     stream = self.family.run_layer(self.model, index, stream, self.contexts[index])
-                cut = self.family.logits(self.model, stream).log_softmax(-1)
-                rows.append((reference.exp() * (reference - cut)).sum(-1).mean(-1))
+                cut = self.task.outputs_from(self.family, self.model, stream, batch)
+                rows.append(self.task.divergence(reference, cut))
         values = torch.cat(rows).double()
         error = values.std() / math.sqrt(len(values)) if len(values) > 1 else torch.tensor(float("nan"))
         return float(values.mean().clamp_min(0)), float(error)
 
 
 def measure(
-    family: ModuleType,
+    family: Family,
     model: nn.Module,
     tokens: torch.Tensor,
     predicted: Sequence[Reading],
@@ -67,12 +72,14 @@ def measure(
     seed: int,
     track: Track = silently,
     healed: bool = False,
+    task: Task | None = None,
 ) -> list[Reading]:
     """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try.
 
     `healed` says that `cut` heals what it cuts, so that the readings say so.
     """
-    swapper = Swapper(family, model, tokens)
+    swapper = Swapper(family, model, tokens, task, seed)
+    how = f"{swapper.task.divergence_name} to the source{', the layer healed' if healed else ''}"
     shapes = family.shape_of(model.config).layers
     jobs = [
         (reading, layer, size)
@@ -85,9 +92,7 @@ def measure(
     for reading, layer, size in track(jobs, "measured damage"):
         option = cut(layer, options[reading.kind](shapes[layer], size))
         found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
-    return [
-        _corrected(reading, found, tokens.numel(), seed, healed) for reading in predicted if reading.kind in options
-    ]
+    return [_corrected(reading, found, tokens.numel(), seed, how) for reading in predicted if reading.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
@@ -103,13 +108,12 @@ def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
 
 
 def _corrected(
-    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, healed: bool
+    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, how: str
 ) -> Reading:
     rows = [
         correct_curve(ticks, values, found.get((reading.kind, layer), {}))
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True))
     ]
-    how = "KL to the source, the layer healed" if healed else "KL to the source"
     return Reading(
         probe=NAME,
         kind=reading.kind,

@@ -44,7 +44,7 @@ def _front_matter(dossier: Dossier) -> str:
     if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", name):
         lines += [f"base_model: {json.dumps(name)}"]
     kind = "portable" if facts.is_portable(dossier) else "tailored"
-    lines += ["pipeline_tag: text-generation", "tags:", "- headwise", "- pruned", f"- {kind}", "---"]
+    lines += [f"pipeline_tag: {facts.use(dossier)[1]}", "tags:", "- headwise", "- pruned", f"- {kind}", "---"]
     return "\n".join(lines)
 
 
@@ -84,7 +84,7 @@ def _damage(dossier: Dossier) -> str:
     rows = damage_rows(dossier.readings, dossier.plan)
     units = [unit for unit in UNITS if any(unit in row.parts for row in rows)]
     cells = tuple((str(r.layer), *(number(r.parts.get(unit)) for unit in units), number(r.total)) for r in rows)
-    words = f"Predicted, in nats per token. Together {number(sum(row.total for row in rows))}."
+    words = f"Predicted, in {facts.damage_unit(dossier)}. Together {number(sum(row.total for row in rows))}."
     return f"{words}\n\n" + _table(("layer", *(UNIT_LABELS[unit] for unit in units), "together"), cells)
 
 

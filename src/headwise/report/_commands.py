@@ -8,10 +8,11 @@ from typing import Any
 from headwise.types import Dossier
 
 FOLDER = "DIR"  # the run folder, which the dossier does not know
-PROBE_FLAGS = ("data", "seed", "device", "tokens", "swap_tokens", "length")
+PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length")
 RUN_FLAGS = (
     "data",
     "eval",
+    "task",
     "strategy",
     "rounds",
     "heal",

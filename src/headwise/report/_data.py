@@ -23,6 +23,7 @@ UNIT_LABELS = {
     "mlp": "MLP width",
     "heads": "query heads",
     "kv_heads": "key/value heads",
+    "depth": "whole layer",
 }
 
 
@@ -142,6 +143,8 @@ def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
     """Per unit that the plan cuts in a layer: the reading that prices the cut, and the size on its axis."""
     old, new = plan.source.layers[layer], plan.target.layers[layer]
     kinds: dict[str, tuple[str, int]] = {}
+    if new.gone:
+        return kinds
     if new.qk_width < old.qk_width:
         kinds["qk"] = ("damage.qk_pairs_shared" if plan.portable else "damage.qk_pairs", new.qk_width)
     elif new.qk_dim < old.qk_dim:
@@ -155,7 +158,12 @@ def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
 def damage_rows(readings: Readings, plan: Plan) -> tuple[DamageRow, ...]:
     """What every layer's chosen sizes were predicted to cost, by unit; what was not priced is left out."""
     rows = []
-    for layer in range(len(plan.target.layers)):
+    gone = len(plan.target.layers) - len(plan.kept_layers)
+    for layer, shape in enumerate(plan.target.layers):
+        if shape.gone:  # priced together, so each has its share
+            price = _look_up(readings.curve("damage.depth"), 0, gone)
+            rows.append(DamageRow(layer, {} if price is None else {"depth": price / gone}))
+            continue
         kinds = chosen_kinds(plan, layer)
         found = {
             unit: _look_up(readings.curve(kinds[unit][0]), layer, kinds[unit][1]) for unit in UNITS if unit in kinds

@@ -92,7 +92,7 @@ def draw_damage(rows: tuple[DamageRow, ...]) -> str:
             if value is not None:
                 width = scale(max(0.0, value))
                 body += titled(
-                    f"layer {row.layer}, {UNIT_LABELS[unit]}: {number(value)} nats per token",
+                    f"layer {row.layer}, {UNIT_LABELS[unit]}: damage {number(value)}",
                     rect(x, y, width, 9, f"u-{unit}"),
                 )
                 x += width
@@ -105,7 +105,7 @@ def draw_curve(group: CurveSet, curve: Curve) -> str:
     low, high = group.ticks
     across = _across(group)
     up = Scale(*group.values, 68, 14, group.log)
-    body = text(30, 9, f"layer {curve.layer}", "t")
+    body = text(30, 9, "the model" if group.kind == "damage.depth" else f"layer {curve.layer}", "t")
     ticks = up.ticks(3)
     body += path("".join(f"M30 {xy(up(tick))}h98" for tick in ticks), "l")
     for tick in (ticks[0], ticks[-1]):
@@ -163,7 +163,7 @@ def draw_frontier(data: Frontier) -> str:
     low, high = min(shares), max(shares)
     across = Scale(low if low < high else low - 0.1, high, 56, 410)
     up = Scale(*value_range(damages, log), 238, 22, log)
-    body = text(56, 9, "damage, nats per token", "m")
+    body = text(56, 9, "damage", "m")
     body += "".join(line(56, up(t), 410, up(t), "l") + text(51, up(t) + 4, number(t), "m", "end") for t in up.ticks())
     body += "".join(text(across(t), 256, f"{t:.0%}", "m", "middle") for t in across.ticks(8))
     body += text(233, 276, f"share of the source's {data.budget} ({data.unit})", "m", "middle")

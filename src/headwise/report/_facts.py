@@ -12,6 +12,13 @@ from headwise.report._text import MISSING, as_number, human, listing, number, re
 from headwise.types import Budget, Dossier, ModelShape
 
 Rows = tuple[tuple[str, ...], ...]
+NATS = "nats per token"
+USES = {  # unit of damage -> Auto class and tag of the models whose damage is counted so
+    NATS: ("AutoModelForCausalLM", "text-generation"),
+    "nats per masked token": ("AutoModelForMaskedLM", "fill-mask"),
+    "1 - cosine": ("AutoModel", "sentence-similarity"),
+    "nats per text": ("AutoModelForSequenceClassification", "text-classification"),
+}
 
 
 class Measure(NamedTuple):
@@ -55,17 +62,42 @@ def is_portable(dossier: Dossier) -> bool:
     return dossier.plan.portable if dossier.plan else bool(dossier.settings.get("portable"))
 
 
+def damage_unit(dossier: Dossier) -> str:
+    """What damage is counted in, which says what the model is for."""
+    curves = dossier.readings.curves if dossier.readings else ()
+    return next((curve.unit for curve in curves if curve.kind.startswith("damage.")), NATS)
+
+
+def use(dossier: Dossier) -> tuple[str, str]:
+    """Auto class and tag of a model of this kind."""
+    return USES.get(damage_unit(dossier), USES[NATS])
+
+
 def measures(dossier: Dossier) -> tuple[Measure, ...]:
-    """The four numbers that answer most questions: perplexity, cache, parameters, time."""
+    """The numbers that answer most questions: perplexity or its like, cache where there is one, parameters, time."""
     quality, speed = (dossier.verdict.quality, dossier.verdict.speed) if dossier.verdict else ({}, {})
     decode = any(key.startswith("decode_ms_per_token") for key in speed) or not speed
     key, phase = ("decode_ms_per_token", "generating") if decode else ("prefill_ms_per_token", "reading")
+    cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
     return (
-        _pair("Perplexity", "", quality, "perplexity"),
-        _size(dossier, "KV cache per token", "bytes", "kv_bytes_per_token", kv_bytes_per_token),
+        _quality(quality),
+        *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
         _size(dossier, "Parameters", "", "parameters", parameters),
         _pair(f"Time per token, {phase}", "ms", speed, key),
     )
+
+
+CACHE = "KV cache per token"
+
+
+def _quality(quality: Any) -> Measure:
+    """Perplexity, or the best that the task has in its place."""
+    for key, label in (("cosine", "Cosine to the source"), ("kl", "KL to the source")):
+        if key in quality and "loss_after" not in quality and "perplexity_after" not in quality:
+            mean, low, high = (as_number(quality.get(name)) for name in (key, f"{key}_low", f"{key}_high"))
+            return Measure(label, "", None, mean, low, high)
+    masked = "loss_after" in quality and "perplexity_after" not in quality
+    return _pair("Loss", "nats", quality, "loss") if masked else _pair("Perplexity", "", quality, "perplexity")
 
 
 def _pair(label: str, unit: str, values: Any, key: str) -> Measure:
@@ -87,15 +119,13 @@ def headline(dossier: Dossier) -> str:
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
-    perplexity, cache, size, _ = measures(dossier)
-    verb = "will need" if cache.planned and size.planned else "now needs"
-    shrunk = [_shrunk(cache, "less KV cache", " bytes per token"), _shrunk(size, "fewer parameters", "")]
-    sentence = f"{name} {verb} " + (
-        listing([part for part in shrunk if part]) or "as much cache and as many parameters as before"
-    )
-    sentence += (
-        f"; {_cost(perplexity)}" if dossier.verdict else "; what that costs in quality has not been measured yet"
-    )
+    first, *sizes, _ = measures(dossier)
+    verb = "will need" if all(size.planned for size in sizes) else "now needs"
+    fewer = {CACHE: ("less KV cache", " bytes per token"), "Parameters": ("fewer parameters", "")}
+    shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
+    same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
+    sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
+    sentence += f"; {_cost(first)}" if dossier.verdict else "; what that costs in quality has not been measured yet"
     return f"{sentence}; {checks_in_words(dossier)}." if dossier.verdict else f"{sentence}."
 
 
@@ -107,15 +137,16 @@ def _shrunk(measure: Measure, what: str, unit: str) -> str:
 
 
 def _cost(measure: Measure) -> str:
+    what = measure.label[:1].lower() + measure.label[1:] if measure.label[:2] != "KL" else measure.label
     if measure.after is None:
-        return "its perplexity was not measured"
+        return f"its {what} was not measured"
     if measure.before is None:
-        return f"perplexity is {number(measure.after)}" + (
+        return f"{what} is {number(measure.after)}" + (
             f" (95% interval {measure.interval})" if measure.interval else ""
         )
     interval = f", 95% interval {measure.interval}" if measure.interval else ""
     change = relative(measure.before, measure.after)
-    return f"perplexity went from {number(measure.before)} to {number(measure.after)} ({change}{interval})"
+    return f"{what} went from {number(measure.before)} to {number(measure.after)} ({change}{interval})"
 
 
 def checks_in_words(dossier: Dossier) -> str:
@@ -142,12 +173,13 @@ def way_out(dossier: Dossier) -> str:
     if rival is None or dossier.plan is None:
         return text
     ours, theirs = number(dossier.plan.predicted_damage), number(rival.predicted)
-    return f"{text} Predicted damage is {ours} nats per token; the {rival.strategy} plan predicts {theirs}."
+    return f"{text} Predicted damage is {ours} {damage_unit(dossier)}; the {rival.strategy} plan predicts {theirs}."
 
 
 def loading(dossier: Dossier, folder: str = "folder") -> str:
     """Python that loads the result."""
-    stock = "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained"
+    auto = use(dossier)[0]
+    stock = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained"
     if is_portable(dossier):
         return f'{stock}("{folder}")'
     ours = f'import headwise\n\nmodel = headwise.load("{folder}")'
@@ -248,12 +280,13 @@ def damage_in_words(dossier: Dossier) -> str:
         predicted = dossier.plan.predicted_damage
     if predicted is None or measured is None:
         known = [
-            f"{word} {number(v)} nats per token"
+            f"{word} {number(v)} {damage_unit(dossier)}"
             for word, v in (("predicted", predicted), ("measured", measured))
             if v is not None
         ]
         return f"Damage: {known[0]}; there is nothing to compare it with." if known else ""
-    text = f"The plan predicted a damage of {number(predicted)} nats per token; {number(measured)} was measured"
+    unit = damage_unit(dossier)
+    text = f"The plan predicted a damage of {number(predicted)} {unit}; {number(measured)} was measured"
     if low is not None and high is not None:
         inside = "inside" if low <= predicted <= high else "outside"
         text += f" (95% interval {number(low)} to {number(high)}; the prediction lies {inside} it)"

@@ -130,7 +130,8 @@ def _damage(dossier: Dossier) -> str:
             if any(unit in row.parts for row in rows)
         ]
         body = paragraph(
-            f"Predicted loss increase of every layer at its chosen sizes, in nats per token. Together {number(total)}; "
+            f"Predicted loss increase of every layer at its chosen sizes, in {facts.damage_unit(dossier)}. "
+            f"Together {number(total)}; "
             f"the plan says {number(dossier.plan.predicted_damage)}.{_rounds(dossier)}"
         )
         shares = tuple((UNIT_LABELS[u], number(v), f"{v / total:.0%}" if total > 0 else "–") for u, v in sums)
@@ -226,7 +227,7 @@ def _baselines(dossier: Dossier) -> str:
         for row in rows
     )
     heads = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
-    words = "The same budgets, spent in other ways. Damage in nats per token; less is better."
+    words = f"The same budgets, spent in other ways. Damage in {facts.damage_unit(dossier)}; less is better."
     return paragraph(words) + table(heads, cells, (1, 2, 3), now=0)
 
 
@@ -280,5 +281,6 @@ def _samples(dossier: Dossier) -> str:
 def _reproduce(dossier: Dossier) -> str:
     words = paragraph("The whole run, into a new folder DIR:") + pre(run_command(dossier.settings))
     again = "Think again with another budget, from the same readings and without a GPU: "
-    words += f"<p>{again}{code('headwise allocate DIR --budget kv=60%')}</p>"
+    budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
+    words += f"<p>{again}{code(f'headwise allocate DIR --budget {budget}=60%')}</p>"
     return words + table(("", "value"), facts.provenance(dossier), ())

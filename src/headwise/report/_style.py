@@ -5,7 +5,7 @@ from __future__ import annotations
 # Units have their own colours, from the set of Okabe and Ito that colour-blind readers can tell apart.
 CSS = """
 :root{color-scheme:light dark;--bg:#fff;--ink:#1c2024;--soft:#5b6470;--line:#dfe3e8;--card:#f6f7f9;--accent:#0b63a5;
---ghost:#d9dee4;--mid:#8fbadd;--bad:#a33a00;--u-qk:#0072b2;--u-v:#e69f00;--u-mlp:#009e73;--u-heads:#cc79a7;--u-kv_heads:#56b4e9}
+--ghost:#d9dee4;--mid:#8fbadd;--bad:#a33a00;--u-qk:#0072b2;--u-v:#e69f00;--u-mlp:#009e73;--u-heads:#cc79a7;--u-kv_heads:#56b4e9;--u-depth:#d55e00}
 @media(prefers-color-scheme:dark){:root{--bg:#14171a;--ink:#e6e9ec;--soft:#9aa4ae;--line:#2c3238;--card:#1c2126;
 --accent:#62b0ee;--ghost:#343c44;--mid:#33688f;--bad:#ff9d66;--u-qk:#1280c4;--u-mlp:#1fb78d;--u-kv_heads:#9ad5f7}}
 *{box-sizing:border-box}
@@ -44,7 +44,7 @@ font-variant-numeric:tabular-nums}
 .l,.c,.e,.f,.w,.x{fill:none}.l{stroke:var(--line)}.c{stroke:var(--accent);stroke-width:1.5}
 .d,.r{fill:none;stroke:var(--accent)}.d{stroke-width:5.5;stroke-linecap:round;opacity:.55}.r{stroke:var(--ink)}
 .e{stroke:var(--soft);stroke-dasharray:2 2}.f{stroke:var(--accent);opacity:.6}.w,.x{stroke:var(--ink);stroke-width:1.4}
-.u-qk{fill:var(--u-qk)}.u-v{fill:var(--u-v)}.u-mlp{fill:var(--u-mlp)}.u-heads{fill:var(--u-heads)}.u-kv_heads{fill:var(--u-kv_heads)}
+.u-qk{fill:var(--u-qk)}.u-v{fill:var(--u-v)}.u-mlp{fill:var(--u-mlp)}.u-heads{fill:var(--u-heads)}.u-kv_heads{fill:var(--u-kv_heads)}.u-depth{fill:var(--u-depth)}
 [class^=u-]{stroke:var(--bg);stroke-width:.8}
 .legend{list-style:none;padding:0;margin:10px 0;display:flex;flex-wrap:wrap;gap:4px 18px;font-size:.875rem}
 .legend svg{display:inline-block;width:14px;height:14px;margin-right:6px;vertical-align:-2px}

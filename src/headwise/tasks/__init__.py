@@ -1,0 +1,25 @@
+"""What a model is for: how text becomes its input, what it answers, and how two answers differ. One task per file."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from headwise import families
+from headwise.registry import find, names
+from headwise.tasks._task import Prepared, Task
+
+__all__ = ["Prepared", "Task", "known", "of"]
+
+
+def known() -> tuple[str, ...]:
+    """The names of all tasks."""
+    return names("headwise.tasks")
+
+
+def of(model: nn.Module, tokenizer: Any, where: str = "") -> Task:
+    """The task of a loaded model; `where` is the hub id or folder that it came from."""
+    config: Any = model.config
+    task: Task = find("headwise.tasks", families.task_of(config)).TASK.for_model(config, tokenizer, where)
+    return task
