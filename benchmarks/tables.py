@@ -21,6 +21,7 @@ MODELS = {  # result file -> how the README calls the model
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
 }
 METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
+EMBEDDINGS, EMBEDDINGS_END = "<!-- embeddings: printed by benchmarks/tables.py -->", "<!-- end of embeddings -->"
 START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
 
 
@@ -56,6 +57,26 @@ def _cell(row: dict[str, Any]) -> str:
     return f"+{change:.1f}% ± {half:.1f}"
 
 
+def embeddings() -> str:
+    """What a quarter of MiniLM's attention costs its embeddings, with 95% intervals."""
+    result = json.loads((RESULTS / "embeddings-minilm.json").read_text())
+    lines = [
+        "| all-MiniLM-L6-v2 | attention parameters | cosine to the source | STS-B Spearman |",
+        "| --- |" + " --- |" * 3,
+    ]
+    for row in result["rows"]:
+        half = (row["cosine_high"] - row["cosine_low"]) / 2
+        change = f"{row['change']:+.2f} ({row['change_low']:+.2f} to {row['change_high']:+.2f})"
+        kept = f"{row['attention_parameters_kept']:.1%}"
+        lines.append(f"| {row['method']} | {kept} | {row['cosine']:.4f} ± {half:.4f} | {change} |")
+    before = result["rows"][0]["spearman_before"]
+    note = (
+        f"- {result['evaluation']}, {result['pairs']:,} pairs, Spearman {before:.2f} before; calibrated on "
+        f"{result['calibration_tokens']:,} tokens of {result['calibration']}; {result['hardware']}, {result['date']}."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def picture() -> str:
     """Key and value dimensions per layer of the embedded model at 75%: what stays of the 64 that each layer had."""
     rows = results()[MODELS["quality-embedded.json"]]["rows"]
@@ -80,6 +101,11 @@ def picture() -> str:
     )
 
 
+def _between(page: str, start: str, end: str, text: str) -> str:
+    """The page with what lies between two marks replaced."""
+    return f"{page.partition(start)[0]}{start}\n\n{text}\n\n{end}{page.partition(end)[2]}"
+
+
 def main() -> None:
     """Rewrite or check."""
     parser = argparse.ArgumentParser()
@@ -87,7 +113,7 @@ def main() -> None:
     check = parser.parse_args().check
     readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
     old = readme.read_text()
-    new = f"{old.partition(START)[0]}{START}\n\n{table()}\n\n{END}{old.partition(END)[2]}"
+    new = _between(_between(old, START, END, table()), EMBEDDINGS, EMBEDDINGS_END, embeddings())
     if check:
         sys.exit(0 if new == old and drawing.read_text() == picture() else "README.md or docs/allocation.svg is stale")
     readme.write_text(new)
