@@ -104,9 +104,12 @@ class Rotary(Family):
             inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
             down=layer.mlp.down_proj,
             activation=layer.mlp.act_fn,
-            attention_norm=layer.input_layernorm,
-            mlp_norm=layer.post_attention_layernorm,
+            **self.norms(layer),
         )
+
+    def norms(self, layer: nn.Module) -> dict[str, Any]:
+        """The norms of a layer by their place in a `Block`."""
+        return {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""

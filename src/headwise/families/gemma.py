@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families._family import Block
 from headwise.families._rotary import Rotary
 
 
@@ -33,21 +32,16 @@ class Gemma(Rotary):
         stream = super().layer_norms(config) * (1 if kind == "gemma" else 2)
         return stream + (2 * self.head_dim(config) if kind == "gemma3_text" else 0)
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
+    def norms(self, layer: nn.Module) -> dict[str, Any]:
+        """Before and after each part, but for the first Gemma."""
         if not hasattr(layer, "pre_feedforward_layernorm"):
-            return super().block(layer)
-        return Block(
-            attention=layer.self_attn,
-            output=layer.self_attn.o_proj,
-            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=layer.mlp.down_proj,
-            activation=layer.mlp.act_fn,
-            attention_norm=layer.input_layernorm,
-            attention_scale=layer.post_attention_layernorm,
-            mlp_norm=layer.pre_feedforward_layernorm,
-            mlp_scale=layer.post_feedforward_layernorm,
-        )
+            return super().norms(layer)
+        return {
+            "attention_norm": layer.input_layernorm,
+            "attention_scale": layer.post_attention_layernorm,
+            "mlp_norm": layer.pre_feedforward_layernorm,
+            "mlp_scale": layer.post_feedforward_layernorm,
+        }
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""

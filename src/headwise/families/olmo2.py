@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import nn
 
-from headwise.families._family import Block
 from headwise.families._rotary import Rotary
 
 
@@ -28,17 +27,9 @@ class Olmo2(Rotary):
         heads = config.num_attention_heads + config.num_key_value_heads
         return super().layer_norms(config) + int(heads * self.head_dim(config))
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.self_attn,
-            output=layer.self_attn.o_proj,
-            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=layer.mlp.down_proj,
-            activation=layer.mlp.act_fn,
-            attention_scale=layer.post_attention_layernorm,
-            mlp_scale=layer.post_feedforward_layernorm,
-        )
+    def norms(self, layer: nn.Module) -> dict[str, Any]:
+        """After each part, none before."""
+        return {"attention_scale": layer.post_attention_layernorm, "mlp_scale": layer.post_feedforward_layernorm}
 
 
 FAMILY = Olmo2()
