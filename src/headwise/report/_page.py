@@ -177,7 +177,9 @@ def _layers(dossier: Dossier) -> str:
     topics = diagnostics(dossier.readings, dossier.plan)
     if not topics:
         return paragraph("These readings hold damages only; a new run also measures what the layers do.")
-    body = paragraph("What the probes saw beside damage. It says why some cuts are cheap; of the strategies only `bound` chooses sizes by it.")
+    body = paragraph(
+        "What the probes saw beside damage: why some cuts are cheap. Only the strategy bound decides by it."
+    )
     for topic in topics:
         body += f"<h3>{escape(topic.question)}</h3>" + (paragraph(topic.answer) if topic.answer else "")
         for group in topic.sets:
