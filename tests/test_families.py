@@ -422,3 +422,21 @@ def test_a_tailored_model_gives_its_attention_weights(family, kind):
         got = family.tailor(model)(IDS, output_attentions=True, **family.quiet).attentions
     assert len(want) == len(got) == 3
     assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS)
+def test_every_unit_is_priced(family, kind):
+    from headwise.probes import sensitivity
+
+    model = family.tailor(tiny(family, kind, {}))
+    if not family.shape_of(model.config).cached:
+        pytest.skip("encoders are priced by their tasks")
+    moments = gram.collect(family, model, IDS, mlp=True)
+    curves, orders = sensitivity.measure(family, model, IDS, moments, True, 0)
+    kinds = {curve.kind for curve in curves}
+    assert {"damage.qk_projected", "damage.v", "damage.mlp", "damage.heads", "damage.kv_heads"} <= kinds
+    assert ("damage.qk_pairs" in kinds) == family.shape_of(model.config).grain.rotary, "pairs where pairs can go"
+    for curve in curves:
+        for row in curve.values:
+            assert row[0] == 0 and all(value >= 0 for value in row), f"{curve.kind}: nothing lost costs nothing"
+    assert all(sorted(order["mlp"][0]) == list(range(moments[0]["gram_mlp"].shape[0])) for order in orders)
