@@ -42,6 +42,7 @@ SAYS = (
 STRATEGIES = ("uniform", "taper", "reversed taper", "bound", "exact")
 STAGES = ("cut", "refit", "fine-tuned")
 ALLOW = ("qk", "v", "heads", "kv_heads")
+UNSTEADY = 0.1  # of a time's ratio: more than that between turns, and the machine was not quiet
 SAME = math.log(1.01)  # nats: what counts as the same accuracy
 
 
@@ -223,7 +224,12 @@ def measured(result: dict[str, Any]) -> str:
             clock = row["time"]
             parts.append(f"{strategy} {', '.join(steps)}, time {clock['ratio']:.2f} ± {clock['ratio_spread'] / 2:.2f}")
         lines.append(f"{LABELS[name]}, {kept} of attention FLOPs: {'; '.join(parts)}.")
-    lines.append("Times are those of the cut model's turns over the source's, ± half the range of six pairs of turns.")
+    clocks = [row["time"] for _, _, rows in _rows(result) for row in rows.values()]
+    unsteady = sum(clock["ratio_spread"] > UNSTEADY * clock["ratio"] for clock in clocks)
+    lines.append(
+        "Times are those of the cut model's turns over the source's, ± half the range of six pairs of turns; "
+        f"{unsteady} of {len(clocks)} vary by more than {UNSTEADY:.0%} between turns, too much to tell fast from slow."
+    )
     return "\n".join(f"- {line}" for line in lines)
 
 

@@ -36,7 +36,7 @@ Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from -
 Task = Annotated[
     str | None, typer.Option(help="causal, masked, embedding or classification; that of the model's head if not given.")
 ]
-Strategy = Annotated[str, typer.Option(help="exact, uniform, taper, bound or published.")]
+Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
 Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]

@@ -146,6 +146,8 @@ def closed_blocks(
             row = [*ends[:half], *pool[: size - len(ends)], *ends[half:]]
             rows.append(row + [NOTHING] * (length - size))
             pool, size = pool[size - len(ends) :], draw.choice(lengths)
+        if count is not None and len(rows) == count:
+            break
     if not rows:
         raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {size}; give a longer text.")
     return torch.tensor(rows)

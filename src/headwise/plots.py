@@ -5,13 +5,13 @@ Data comes in, a drawing goes onto a given figure; nothing is computed here. mat
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import HeadwiseError, OutputError
+from headwise.types import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -58,21 +58,14 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> Figure:
 def save(figure: Figure, path: Path) -> None:
     """Write SVG or PNG by the suffix: the same figure gives the same bytes, and a reader never sees half a file."""
     matplotlib = _matplotlib()
-    suffix = check_suffix(path)
+    suffix, drawn = check_suffix(path), io.BytesIO()
+    with matplotlib.rc_context(STYLE):
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(drawn, format=suffix[1:], dpi=160, metadata=metadata)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_atomically(path, drawn.getvalue())
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
-    try:
-        with os.fdopen(handle, "wb") as file, matplotlib.rc_context(STYLE):
-            metadata = {"Date": None} if suffix == ".svg" else None
-            figure.savefig(file, format=suffix[1:], dpi=160, metadata=metadata)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def check_suffix(path: Path) -> str:

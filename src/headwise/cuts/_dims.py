@@ -52,10 +52,15 @@ def fold(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim: i
         heads = len(tensors[f"{name}.weight"]) // down.shape[1]
         down = down.repeat_interleave(heads // groups, dim=0)
         for key, rows in rows_of(tensors, name, heads).items():
-            flat = rows if rows.dim() == 3 else rows.unsqueeze(-1)
-            cut = (down.mT.to(flat.device) @ flat.double()).to(flat)
-            out[key] = (cut if rows.dim() == 3 else cut.squeeze(-1)).flatten(0, 1).contiguous()
+            out[key] = _through(down, rows)
     return out
+
+
+def _through(down: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """Weights (heads, rows, inputs) or biases (heads, rows) seen through every head's `down`, heads in one again."""
+    flat = rows if rows.dim() == 3 else rows.unsqueeze(-1)
+    cut = (down.mT.to(flat.device) @ flat.double()).to(flat)
+    return (cut if rows.dim() == 3 else cut.squeeze(-1)).flatten(0, 1).contiguous()
 
 
 def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
@@ -63,9 +68,7 @@ def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim:
     out, like = dict(tensors), tensors["o.weight"]
     p = value_basis(gram_z, like, shape.kv_heads)[0][..., :v_dim]
     for key, rows in rows_of(tensors, "v", shape.kv_heads).items():
-        flat = rows if rows.dim() == 3 else rows.unsqueeze(-1)
-        cut = (p.mT @ flat.double()).to(like)
-        out[key] = (cut if rows.dim() == 3 else cut.squeeze(-1)).flatten(0, 1).contiguous()
+        out[key] = _through(p, rows)
     p_head = p.repeat_interleave(shape.query_heads // shape.kv_heads, dim=0)
     gram = gram_z.to(p)
     inner = p_head.mT @ gram @ p_head

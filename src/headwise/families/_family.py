@@ -74,7 +74,6 @@ class Family(ABC):
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
-    portable_units: ClassVar[tuple[str, ...]] = units  # what a portable plan may cut; `shape_of` tells its grain
 
     # What every family says.
 

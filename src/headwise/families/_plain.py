@@ -25,7 +25,7 @@ class Plain(Family):
     """What these families have in common."""
 
     portable = True
-    portable_units = ("mlp",)
+    portable_units: ClassVar[tuple[str, ...]] = ("mlp",)  # stock code forces all other sizes
     folds: ClassVar[bool]  # no position lies between the weights of queries and keys and the softmax
     width_setting: ClassVar[str]  # what the configuration calls the MLP's width
     small: ClassVar[dict[str, Any]]  # configuration of the tiny model

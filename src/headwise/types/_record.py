@@ -54,13 +54,13 @@ class Record:
         return cls.from_json(data, Path(path).name)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write text to a temporary neighbour, then rename: a full disk or a kill leaves the old file whole."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write to a temporary neighbour, then rename: a full disk or a kill leaves the old file whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)
     except BaseException:
