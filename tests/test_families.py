@@ -111,7 +111,7 @@ def tiny(family, kind, changes):
 
 def logits(model, ids=IDS):
     with torch.no_grad():
-        out = model(ids, use_cache=False)
+        out = families.family_of(model.config).call(model, ids)
         return out["logits"] if "logits" in out else out["last_hidden_state"]  # encoders may be bare
 
 

@@ -94,7 +94,7 @@ class Encoder(Family):
         """What the model says about unpadded rows: logits, or the last stream where it has no head."""
         if stream is not None:
             return super().run(model, ids, stream)
-        out = model(ids, **self.quiet)
+        out = self.call(model, ids)
         found: torch.Tensor = out["logits"] if "logits" in out else out["last_hidden_state"]
         return found
 

@@ -246,10 +246,18 @@ class Family(ABC):
 
     # Streams: what flows between layers.
 
+    def call(self, model: nn.Module, rows: torch.Tensor) -> Any:
+        """A forward pass of a model or of its body. Rows are unpadded tokens unless a family says otherwise."""
+        return model(rows, **self.quiet)
+
+    def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
+        """Rows that any model of the family reads, for tests."""
+        return torch.arange(count * length).reshape(count, length) % 90 + 3
+
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
         if stream is None:
-            out: torch.Tensor = model(ids, **self.quiet).logits
+            out: torch.Tensor = self.call(model, ids).logits
             return out
         hook = self.layers(model)[0].register_forward_pre_hook(
             lambda _m, args, kwargs: ((stream, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}),
@@ -280,7 +288,7 @@ class Family(ABC):
 
         hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers(model)[:count]]
         try:
-            self.body(model)(ids, **self.quiet)
+            self.call(self.body(model), ids)
         except Captured:
             pass
         finally:
