@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._family import Family, Tensors, element_bytes, grain_of, layers_of, unsettled
+from headwise.families._config import element_bytes, grain_of, layers_of
+from headwise.families._family import Family, Tensors, unsettled
 from headwise.runtime.modeling_headwise import BARE, CLASSIFIER, MASKED, stock_classes
 from headwise.types import LayerShape, ModelShape
 

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._config import NOT_COPIED, without
 from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, TailoredAttention, classes, stock_classes, tailor_layer
-from headwise.types import Grain, LayerShape, ModelShape
+from headwise.types import LayerShape, ModelShape
 
-NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
 Tensors = dict[str, torch.Tensor]
 Norm = Callable[[torch.Tensor], torch.Tensor]
 
@@ -141,7 +141,7 @@ class Family(ABC):
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
-            settings, tensors = _without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
+            settings, tensors = without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
         origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
         settings["headwise"] = {
             "version": 1,
@@ -310,47 +310,9 @@ class Family(ABC):
         return first
 
 
-def _without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
-    """A configuration for fewer layers: their number, and every list that has one entry per layer."""
-    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    found = {k: len(kept) if k in names and v == count else v for k, v in settings.items()}
-    return {k: [v[i] for i in kept] if isinstance(v, list) and len(v) == count else v for k, v in found.items()}
-
-
-def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
-    """Multiples of eight, which kernels like, or finer where heads are small; nothing below a quarter."""
-    step = 8 if head_dim >= 64 else 4 if head_dim >= 32 else 2
-    mlp_step = 32 if mlp_width >= 256 else 8
-    return Grain(
-        qk_step=step,
-        v_step=step,
-        mlp_step=mlp_step,
-        qk_floor=max(step, head_dim // 4),
-        v_floor=max(step, head_dim // 4),
-        mlp_floor=max(mlp_step, mlp_width // 4),
-        rotary=pairs,
-        projectable=True,
-        folds=folds,
-    )
-
-
 def unsettled(model: nn.Module) -> nn.Module:
     """A fresh model, its biases and norms moved off the zeros and ones that would hide a mistake with them."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter.data)
     return model.eval()
-
-
-def element_bytes(config: Any) -> int:
-    """Of one number as the model is stored."""
-    dtype = getattr(config, "dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return int(torch.empty((), dtype=dtype).element_size())
-
-
-def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, ...]:
-    """All layers: those that a tailored configuration names, or so many alike."""
-    if tailored := getattr(config, "headwise", None):
-        return tuple(LayerShape(**sizes) for sizes in tailored["layers"])
-    return (stock,) * count

@@ -10,16 +10,8 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._family import (
-    NOT_COPIED,
-    Block,
-    Family,
-    Tensors,
-    element_bytes,
-    grain_of,
-    layers_of,
-    unsettled,
-)
+from headwise.families._config import NOT_COPIED, element_bytes, grain_of, layers_of
+from headwise.families._family import Block, Family, Tensors, unsettled
 from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 from headwise.types import LayerShape, ModelShape
 
