@@ -23,19 +23,26 @@ import transformers
 
 from headwise import pipeline
 from headwise.checks import quality, speed
+from headwise.cost import parameters
+from headwise.errors import BudgetError
 from headwise.runfolder import Settings
+from headwise.types import LayerShape
 
 METHODS: dict[str, dict[str, Any]] = {
     "published": dict(strategy="published", heal="none"),
     "uniform": dict(strategy="uniform", heal="none"),
     "uniform + refit": dict(strategy="uniform", heal="refit"),
+    "depth + refit": dict(strategy="depth", heal="refit"),
     "exact": dict(strategy="exact", heal="none"),
     "exact + refit": dict(strategy="exact", heal="refit"),
     "exact + refit, 3 rounds": dict(strategy="exact", heal="refit", rounds=3),
 }
 
 
-def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
+DEFAULT_METHODS = [name for name in METHODS if name != "depth + refit"]  # which needs parameters or FLOPs to save
+
+
+def measure(settings: Settings, methods: list[str], asked_samples: bool = False) -> dict[str, Any]:
     """Every method at every budget; the source is probed once."""
     bench = pipeline.workbench(settings)
     first = pipeline.probe(settings, bench, bench.source)
@@ -44,14 +51,21 @@ def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
         for name in methods:
             asked = replace(settings, budgets=(budget,), **METHODS[name])
             start = time.perf_counter()
-            fitted = pipeline.fit(
-                asked,
-                bench,
-                lambda number, model, asked=asked: first if number == 1 else pipeline.probe(asked, bench, model),
-            )
+            try:
+                fitted = pipeline.fit(
+                    asked,
+                    bench,
+                    lambda number, model, asked=asked: first if number == 1 else pipeline.probe(asked, bench, model),
+                )
+            except BudgetError as error:
+                print(f"{budget:8} {name:24} {error}", flush=True)
+                continue
             seconds = time.perf_counter() - start
             found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation)
             rows.append(_row(budget, name, fitted, found, seconds, rows))
+            if asked_samples:
+                texts = quality.samples(bench.source, fitted.model, bench.tokenizer, bench.evaluation)
+                rows[-1]["samples"] = [text.to_json() for text in texts]
             print(_line(rows[-1]), flush=True)
     return {
         "settings": settings.to_json(),
@@ -90,9 +104,15 @@ def _row(
         "sum_of_prices": fitted.plan.predicted_damage,
         "of_published": damage["measured"] / bar if bar else None,
         "next_token_agreement": float(found.agreement.mean()),
-        "sizes": [[layer.qk_width, layer.qk_dim, layer.v_dim] for layer in fitted.plan.target.layers],
+        "sizes": [_sizes(layer) for layer in fitted.plan.target.layers],
+        "parameters": parameters(fitted.plan.target),
         "seconds": seconds,
     }
+
+
+def _sizes(layer: LayerShape) -> list[int]:
+    """Width and dimension of queries and keys, dimension of values, query heads, key/value heads, MLP width."""
+    return [layer.qk_width, layer.qk_dim, layer.v_dim, layer.query_heads, layer.kv_heads, layer.mlp_width]
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -110,6 +130,8 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--budget", action="append", required=True)
     parser.add_argument("--method", action="append", choices=list(METHODS))
+    parser.add_argument("--allow", help="units that may be cut, separated by commas")
+    parser.add_argument("--samples", action="store_true", help="keep texts that source and cut model write")
     parser.add_argument("--data")
     parser.add_argument("--eval")
     parser.add_argument("--tokens", type=int, default=131_072)
@@ -120,9 +142,11 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args())
-    out, methods = asked.pop("out"), asked.pop("method") or list(METHODS)
-    settings = Settings(budgets=tuple(asked.pop("budget")), **asked)
-    result = measure(settings, methods)
+    out, methods, samples = asked.pop("out"), asked.pop("method") or DEFAULT_METHODS, asked.pop("samples")
+    allow = asked.pop("allow")
+    more = {"allow": tuple(allow.split(","))} if allow else {}
+    settings = Settings(budgets=tuple(asked.pop("budget")), **asked, **more)
+    result = measure(settings, methods, samples)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(result, indent=1) + "\n")
 

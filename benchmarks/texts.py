@@ -3,9 +3,9 @@
     python benchmarks/texts.py DATA OUT
 
 DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, novels), `glue/` and `zero-shot/`. Written:
-`wikitext-eval.txt` (the second half of WikiText-2's articles), `mix.txt` (the first half among seven kinds of text),
-`prose.txt` (novels and reviews only: another kind of text than the evaluation's), `stories-cal.txt` and
-`stories-eval.txt`.
+`wikitext-all.txt` (WikiText-2's validation articles), `wikitext-eval.txt` (their second half), `mix.txt` (their first
+half among seven kinds of text), `other.txt` (the same without WikiText), `prose.txt` (novels and reviews only: another
+kind of text than the evaluation's), `stories-cal.txt` and `stories-eval.txt`.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def kinds(data: Path, articles: list[str], tales: list[str]) -> dict[str, list[s
 
 
 def main() -> None:
-    """Write the five texts."""
+    """Write the texts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
@@ -88,21 +88,29 @@ def main() -> None:
     tales = stories(data / "text" / "tinystories-sample.txt")
     most = int(len(tales) * 0.7)
     found = kinds(data, articles[:half], tales[:most])
-    mixed = []
+    chosen: dict[str, list[str]] = {}
     for kind, documents in found.items():
         draw.shuffle(documents)
-        size = 0
+        size, chosen[kind] = 0, []
         for document in documents:
             if size >= CHARACTERS[kind]:
                 break
-            mixed.append(document)
+            chosen[kind].append(document)
             size += len(document)
+    mixed = [text for texts in chosen.values() for text in texts]
     draw.shuffle(mixed)
+    other = [text for kind, texts in chosen.items() if kind != "wiki" for text in texts]
+    random.Random(1).shuffle(other)
     prose = [text for pair in zip(found["novels"], found["reviews"], strict=False) for text in pair]
     written = {
-        "wikitext-eval": articles[half:], "mix": mixed, "prose": prose[:400], "stories-cal": tales[:most],
+        "wikitext-all": articles,
+        "wikitext-eval": articles[half:],
+        "mix": mixed,
+        "other": other,
+        "prose": prose[:400],
+        "stories-cal": tales[:most],
         "stories-eval": tales[most:],
-    }  # fmt: skip
+    }
     for name, documents in written.items():
         (out / f"{name}.txt").write_text(END.join(documents))
         print(f"{name}: {len(documents)} documents, {sum(map(len, documents)):,} characters")

@@ -21,7 +21,7 @@ from headwise.types import Reading
 
 NAME = "depth"
 TRIED = 8  # candidates after the first removal: those that were cheapest the last time they were measured
-WORST = 1.0  # damage before healing: nobody wants to go on from there
+WORST = 3.0  # damage before healing, twenty times the perplexity: nobody wants to go on from there
 Remove = Callable[[tuple[int, ...]], nn.Module]  # the model without those layers, healed
 
 
