@@ -97,7 +97,10 @@ def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
         return ()
     points: list[Point] = []
     for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
-        damage = min(case.damage_at(float(share)) + lost for case, lost in cases)
+        damage = float("inf")
+        for case, lost in cases:
+            if lost < damage:  # else the removed layers alone do more
+                damage = min(damage, case.damage_at(float(share)) + lost)
         if damage < float("inf"):
             # A plan for less is a plan for more, so within the gap the better of the two counts.
             points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))

@@ -20,11 +20,13 @@ def allocate(
     offered = menus(source, readings, allow, ways(readings))
     steps = depth_steps(readings, allow)
     cases = [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
-    solved = [(case.solve(), lost) for case, lost in cases]
-    feasible = [(found.damage + lost, found) for found, lost in solved if found is not None]
-    if not feasible:
+    best, total = None, float("inf")
+    for case, lost in cases:
+        found = case.solve() if lost < total else None  # the removed layers alone may do more damage than is needed
+        if found is not None and found.damage + lost < total:
+            best, total = found, found.damage + lost
+    if best is None:
         least = [min(case.least[row] for case, _ in cases) for row in range(len(budgets))]
         raise refuse(source, budgets, least, allow)
-    total, best = min(feasible, key=lambda pair: pair[0])
     points = frontier(cases)
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
