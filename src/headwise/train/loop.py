@@ -141,7 +141,7 @@ def _step(
         with _unsynchronised(state.model, part < settings.accumulate - 1):
             with cast():
                 value = loss(state.model, batches(state.step * settings.accumulate + part))
-            (value / settings.accumulate).backward()  # type: ignore[no-untyped-call]
+            (value / settings.accumulate).backward()
         state.sums[0] += value.detach() / settings.accumulate
     limit = settings.clip or math.inf
     state.sums[1] += nn.utils.clip_grad_norm_(state.model.parameters(), limit)
@@ -152,7 +152,7 @@ def _step(
 
 def _unsynchronised(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
     """Processes need not agree on a gradient that is still growing."""
-    return model.no_sync() if wanted and hasattr(model, "no_sync") else contextlib.nullcontext()  # type: ignore[operator]
+    return model.no_sync() if wanted and hasattr(model, "no_sync") else contextlib.nullcontext()
 
 
 def _due(state: State, settings: FitSettings) -> bool:
