@@ -205,7 +205,8 @@ class TailoredAttention(nn.Module):
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
         self.resid_dropout = getattr(stock, "resid_dropout", None)
         if self.rotary and self.qk_width < self.head_dim:
-            kept = torch.arange(pairs := self.qk_width // 2) * (self.rotary // 2) // pairs  # as a smaller stock head turns
+            # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
+            kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
             self.q_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
