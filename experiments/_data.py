@@ -23,9 +23,7 @@ VOCABULARY = 4096
 END, MASK, SEPARATOR, PAD, CLASS = range(5)
 GLUE = ("CoLA", "SST-2", "MRPC", "RTE")
 PATCH = 4
-PACKING = (
-    "python -m experiments._pack --shared ../shared/data --cifar cifar10.npz --corpus carry/corpus --out carry/b"
-)
+PACKING = "python -m experiments._pack --shared ../shared/data --cifar cifar10.npz --corpus carry/corpus --out carry/b"
 
 
 def folder(assets: Path | None) -> Path:

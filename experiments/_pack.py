@@ -38,9 +38,11 @@ FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1}]  #
 
 
 def english(shared: Path, seed: int = 0) -> tuple[list[str], list[str]]:
-    """Pieces of novels and film reviews in a seeded order; the last two novels and the last reviews are held out."""
-    novels = lzma.open(shared / "text/gutenberg-24-novels.txt.xz", "rt", encoding="utf-8").read()
-    reviews = lzma.open(shared / "text/imdb-reviews.txt.xz", "rt", encoding="utf-8").read(60_000_000)
+    """Pieces of novels and film reviews in a seeded order; the end of the novels and the last reviews are held out."""
+    with lzma.open(shared / "text/gutenberg-24-novels.txt.xz", "rt", encoding="utf-8") as file:
+        novels = file.read()
+    with lzma.open(shared / "text/imdb-reviews.txt.xz", "rt", encoding="utf-8") as file:
+        reviews = file.read(60_000_000)
     border = len(novels) * 95 // 100
     told = [novels[at : at + 20_000] for at in range(0, border, 20_000)]
     said = [text for text in reviews.replace("<br />", " ").split("\n") if text.strip()]

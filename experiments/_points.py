@@ -49,9 +49,7 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
     return mean(np.subtract(values, others).tolist())
 
 
-def work(
-    jobs: dict[str, Callable[[], Any]], parts: MutableMapping[str, Any], track: Track, label: str
-) -> list[str]:
+def work(jobs: dict[str, Callable[[], Any]], parts: MutableMapping[str, Any], track: Track, label: str) -> list[str]:
     """Do what is not done yet, in order, while time is left; the names of what was left out."""
     left, longest = [], 0.0
     for key in track(list(jobs), label):
@@ -81,6 +79,11 @@ def _forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def left_out(result: dict[str, Any]) -> str:
+    """A sentence on what time did not allow, for the end of a text."""
+    return f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:

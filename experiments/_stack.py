@@ -58,6 +58,7 @@ class Net(NamedTuple):
     causal: bool = False
     rotary: bool = False  # Llama's block: rotary positions, RMS norms, gated MLP; otherwise learned positions and GELU
     landmarks: int = 0  # of Nystrom attention; 0: exact
+    head_dim: int = 0  # that attention is scaled and turned for, where layers differ; 0: each layer's own
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -177,7 +178,7 @@ def attention(
         for part, count in zip(qkv.split(layer.sizes, -1), (heads, kv, kv), strict=True)
     )
     if turn is not None:
-        cos, sin = (part[..., : layer.dim] for part in turn[layer.dim])
+        cos, sin = turn[layer.dim]
         q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
     if net.landmarks:
         z = nystrom(q, k, v, net.landmarks, keep, conv)
@@ -186,16 +187,18 @@ def attention(
         wide = max(q.shape[-1], v.shape[-1])  # kernels want one dimension; zeros change nothing
         q, k, padded = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
         z = F.scaled_dot_product_attention(
-            q, k, padded, mask, is_causal=net.causal, scale=layer.dim**-0.5, enable_gqa=kv != heads
+            q, k, padded, mask, is_causal=net.causal, scale=(net.head_dim or layer.dim) ** -0.5, enable_gqa=kv != heads
         )[..., : v.shape[-1]]
     return z.transpose(1, 2).flatten(2)
 
 
 def _turns(net: Net, length: int, like: Tensor) -> dict[int, tuple[Tensor, Tensor]]:
-    """Cosines and sines by head dimension, as Llama's."""
+    """Cosines and sines by head dimension, as Llama's; a head below `head_dim` turns with some of its frequencies."""
     found = {}
     for dim in {layer.dim for layer in net.layers if layer.heads}:
-        rates = ROTARY_BASE ** (-torch.arange(0, dim, 2, device=like.device) / dim)
+        full, pairs = net.head_dim or dim, dim // 2
+        kept = torch.arange(pairs, device=like.device) * (full // 2) // pairs
+        rates = ROTARY_BASE ** (-2.0 * kept / full)
         angles = torch.arange(length, device=like.device)[:, None] * torch.cat([rates, rates])
         found[dim] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
     return found

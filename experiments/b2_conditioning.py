@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "tiny": Plan(24, 2, (1, 2, 4, 8), 8, (8, 10), 3, 8, (0, 1), 4, (24, 1, (2, 4), 8)),
+    "tiny": Plan(24, 2, (1, 2, 4, 8), 8, (8, 10), 5, 8, (0, 1), 4, (24, 1, (2, 4), 8)),
     "small": Plan(96, 2, (1, 3, 6, 12), 32, (3, 6), 60, 32, (0, 1, 2), 8, (384, 2, (3, 6, 12), 14)),
     "full": Plan(
         192, 4, (1, 2, 3, 6, 12, 24, 48), 32, (3, 12, 24), 500, 256, (0, 1, 2), 16, (768, 12, (3, 6, 12, 24, 48), 14)
@@ -169,11 +169,10 @@ def measured(result: dict[str, Any]) -> str:
         for when, name in (("start", "before"), ("after", "after"))
         for field, what in (("train_loss", "the training loss of the first half"), ("accuracy", "test accuracy"))
     ]
-    left = f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
     return (
         f"Condition number (geometric mean over layers and images, {len(result['seeds'])} seeds, width {result['width']}) "
         f"{'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
-        f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}.{left}"
+        f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}.{_points.left_out(result)}"
     )
 
 
@@ -197,7 +196,9 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
                 _points.bars(left, [row["heads"] for row in rows], means, f"{label}, {when}", place)
             place += 1
         for row in result[way]:
-            right.plot(number(row, "after"), row["accuracy"], "os"[way == "grown"], color=PALETTE[place // 2], markersize=4)
+            right.plot(
+                number(row, "after"), row["accuracy"], "os"[way == "grown"], color=PALETTE[place // 2], markersize=4
+            )
     left.set_xscale("log", base=2)
     for axes in (left, right):
         axes.set_yscale("log") if axes is left else axes.set_xscale("log")

@@ -61,7 +61,7 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "tiny": Plan(24, (1, 2), (1, 3), (24, 48), 3, 8, (0, 1), 4),
+    "tiny": Plan(24, (1, 2), (1, 3), (24, 48), 5, 8, (0, 1), 5),
     "small": Plan(96, (2, 4), (3, 6), (192,), 60, 32, (0, 1, 2), 6),
     "full": Plan(WIDTH, (2, 4, 8, 12), (3, 6, 12), (384, 768), 880, 256, (0, 1, 2), 40),
 }
@@ -171,12 +171,11 @@ def measured(result: dict[str, Any]) -> str:
             words.append(f"A step to {name} gains {_points.mean(steps).signed(4)} over {len(steps)} pairs.")
     for price, name in (("parameters", "parameters"), ("flops", "FLOPs"), ("seconds", "seconds")):
         words.append(f"Best for its {name}: {'; '.join(front(result, price))}.")
-    left = f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
     return (
         f"{len(cells)} models, {len(result['seeds'])} seeds each, {result['images']:,} images. The original "
         f"({result['original']}, {first['parameters'] / 1e6:.2f}M): {_points.mean(first['accuracy']).spelled(4)}. "
         + " ".join(words)
-        + left
+        + _points.left_out(result)
     )
 
 

@@ -59,9 +59,9 @@ PLANS = {
         {DEEP: (2, 2, 16, 32), LEAN: (1, 4, 16, 32)},
         16,
         4,
-        Effort(3, 2, (0, 1), RATES[:1]),
+        Effort(5, 5, (0, 1), RATES[:1]),
         8,
-        {"CoLA": (2, 8), "RTE": (2, 16)},
+        {"CoLA": (5, 8), "RTE": (5, 16)},
         4,
     ),
     "small": Plan(
@@ -150,7 +150,10 @@ def fine_tune(pretrained: Run, task: Sentences, steps: int, plan: Plan) -> dict[
 def matthews(run: Run, task: Sentences) -> list[float]:
     """Matthews correlation on the development set, per seed."""
     w = named(run.net, run.flat.to(working(task.device)))
-    pairs = [task.answers(run.net, w, slice(at, min(task.held("test"), at + 64)), "test") for at in range(0, task.held("test"), 64)]
+    pairs = [
+        task.answers(run.net, w, slice(at, min(task.held("test"), at + 64)), "test")
+        for at in range(0, task.held("test"), 64)
+    ]
     said = torch.cat([answers.argmax(-1) for answers, _ in pairs], 1).cpu().numpy()
     true = torch.cat([targets for _, targets in pairs], 1).cpu().numpy()
     found = []
@@ -186,10 +189,7 @@ def measured(result: dict[str, Any]) -> str:
         for name, m in models.items()
         if name != DEEP
     )
-    left = f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
-    return (
-        f"{len(result['seeds'])} seeds, {result['tokens']:,} tokens of pretraining: {table}. Against deep: {told}.{left}"
-    )
+    return f"{len(result['seeds'])} seeds, {result['tokens']:,} tokens of pretraining: {table}. Against deep: {told}.{_points.left_out(result)}"
 
 
 def verdict(result: dict[str, Any]) -> str:

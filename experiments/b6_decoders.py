@@ -57,7 +57,7 @@ SHAPES = {
 TINY = {DEEP: (3, 2, 16, 32), LEAN: (1, 4, 16, 32), "narrow deep": (3, 2, 8, 16), "lean, 12 heads": (1, 2, 16, 32)}
 SMALL = {name: (depth, heads // 2, 2 * (width // 4), mlp // 2) for name, (depth, heads, width, mlp) in SHAPES.items()}
 PLANS = {
-    "tiny": Plan(TINY, 16, 4, Effort(6, 3, (0, 1), RATES[:2]), 8, 4),
+    "tiny": Plan(TINY, 16, 4, Effort(6, 5, (0, 1), RATES[:2]), 8, 4),
     "small": Plan(SMALL, 128, 8, Effort(150, 50, (0, 1, 2), RATES[1:]), 64, 6),
     "full": Plan(SHAPES, 256, 32, Effort(1200, 400, (0, 1, 2), RATES), 512, 40),
 }
@@ -139,10 +139,9 @@ def measured(result: dict[str, Any]) -> str:
         ("deep, 16 heads", DEEP, "16 heads against 12 in 12 layers"),
     )
     told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
-    left = f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
     return (
         f"Held-out loss in nats per token, mean over {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}.{left}"
+        f"Differences of loss, seed by seed: {'; '.join(told)}.{_points.left_out(result)}"
     )
 
 

@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 RATES = (1e-3, 3e-3)
 SEEDS = (0, 1, 2, 3, 4)
 PLANS = {
-    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Effort(3, 2, (0, 1), RATES)),
+    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Effort(5, 5, (0, 1), RATES)),
     "small": Plan((1, 2), (2, 4, 8), 64, 64, 16, (2000, 200, 400), 16, Effort(150, 50, (0, 1, 2), RATES)),
     "full": Plan((1, 2), (2, 4, 8), 64, 256, 32, (20_000, 1_000, 3_000), 64, Effort(2500, 800, SEEDS, RATES)),
 }
@@ -127,11 +127,10 @@ def measured(result: dict[str, Any]) -> str:
     rise = _pair(result, (1, 8), (1, 2))
     deep = _pair(result, (2, 8), (2, 2))
     told = [f"8 heads against 2 in {words} {v.signed()}" for words, v in (("1 layer", rise), ("2 layers", deep)) if v]
-    left = f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
     return (
         f"Test accuracy, {len(result['seeds'])} seeds, {result['steps']:,} steps, lists of up to {result['length']} "
         f"tokens (always the same answer: {result['chance']:.3f}): {table}. Against 2 layers of 2 heads: {contests}. "
-        f"{'; '.join(told)}.{left}"
+        f"{'; '.join(told)}.{_points.left_out(result)}"
     )
 
 
