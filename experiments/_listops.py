@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,18 +28,25 @@ def value(operator: int, arguments: list[int]) -> int:
     return (min(arguments), max(arguments), 0, sum(arguments) % 10)[operator]
 
 
-def tree(rng: random.Random, depth: int = 0) -> tuple[list[int], int]:
-    """A random list as tokens, and its value."""
-    operator, tokens, arguments = rng.randrange(4), [], []
+class TooLongError(Exception):
+    """A list that has outgrown what is wanted; there is no use in going on."""
+
+
+def tree(rng: random.Random, longest: int, depth: int = 0) -> tuple[list[int], int]:
+    """A random list of at most so many tokens, and its value."""
+    operator, arguments = rng.randrange(4), []
+    tokens = [10 + operator]
     for _ in range(rng.randint(2, MOST)):
         if depth < DEEPEST and rng.random() < NESTED:
-            inner, answer = tree(rng, depth + 1)
+            inner, answer = tree(rng, longest - len(tokens) - 1, depth + 1)
             tokens += inner
         else:
             answer = rng.randrange(10)
             tokens.append(answer)
         arguments.append(answer)
-    return [10 + operator, *tokens, CLOSE], value(operator, arguments)
+        if len(tokens) >= longest:
+            raise TooLongError
+    return [*tokens, CLOSE], value(operator, arguments)
 
 
 def read(tokens: list[int]) -> int:
@@ -61,8 +69,9 @@ def examples(count: int, shortest: int, longest: int, seed: int, device: torch.d
     tokens, labels = torch.full((count, longest), PAD), torch.zeros(count, dtype=torch.long)
     for place in range(count):
         found: tuple[list[int], int] = ([], 0)
-        while not shortest <= len(found[0]) <= longest:
-            found = tree(rng)
+        while len(found[0]) < shortest:
+            with suppress(TooLongError):
+                found = tree(rng, longest)
         tokens[place, : len(found[0])] = torch.tensor(found[0])
         labels[place] = found[1]
     return Examples(*(part.to(device) for part in (tokens, tokens != PAD, labels)))

@@ -72,15 +72,15 @@ def measured(result: dict[str, Any]) -> str:
     worst = max(far, key=lambda row: abs(row["off"]))
     tight = max(near, key=lambda row: abs(row["off"]))
     best = min(result["rows"], key=lambda row: row["mean"])
-    fixed = result["fixed_width"]
+    fixed = ", ".join(f"{value:.2f}" for value in result["fixed_width"])
     return (
         f"{len(result['rows'])} points of {result['draws']} Gaussian matrices, heads of dimension {result['dim']}: "
         f"where D >= {FAR} N the mean is at most {abs(worst['off']):.1%} from the formula ({worst['tokens']} tokens, "
         f"{worst['heads']} heads: {worst['mean']:.3f} ± {1.96 * worst['standard_error']:.3f} against "
         f"{worst['formula']:.3f}); closer to D = N it is up to {abs(tight['off']):.0%} off. Adding heads raised it "
         f"{_rises(result)} times; the lowest is {best['mean']:.2f} ({best['tokens']} tokens, {best['heads']} heads). "
-        f"The theorem adds columns. Heads that share a fixed width of {result['width']} add none, and the number stays: "
-        f"{', '.join(f'{value:.2f}' for value in fixed)} for {', '.join(map(str, FIXED_HEADS))} heads and 64 tokens."
+        f"The theorem adds columns. Heads that share a fixed width of {result['width']} add none, and the number "
+        f"stays: {fixed} for {', '.join(map(str, FIXED_HEADS))} heads and 64 tokens."
     )
 
 

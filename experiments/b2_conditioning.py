@@ -170,8 +170,8 @@ def measured(result: dict[str, Any]) -> str:
         for field, what in (("train_loss", "the training loss of the first half"), ("accuracy", "test accuracy"))
     ]
     return (
-        f"Condition number (geometric mean over layers and images, {len(result['seeds'])} seeds, width {result['width']}) "
-        f"{'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
+        f"Condition number (geometric mean over layers and images, {len(result['seeds'])} seeds, width "
+        f"{result['width']}) {'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
         f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}.{_points.left_out(result)}"
     )
 

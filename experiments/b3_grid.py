@@ -95,7 +95,7 @@ def vit(depth: int, heads: int, width: int, mlp: int) -> Net:
 
 
 def measure(cell: tuple[int, int, int], task: Pictures, plan: Plan) -> dict[str, Any]:
-    """All rates and seeds of one cell at once; the rate of least loss on held-out images is reported on the test set."""
+    """All rates and seeds of one cell at once; the rate of least loss on held-out images is reported."""
     net = vit(cell[0], cell[1], plan.width, cell[2])
     seeds = list(plan.seeds)
     members = [Member(seed, rate) for rate in RATES for seed in seeds]
@@ -120,7 +120,7 @@ def measure(cell: tuple[int, int, int], task: Pictures, plan: Plan) -> dict[str,
 
 
 def gains(result: dict[str, Any], field: str) -> list[float]:
-    """Accuracy gained by each step up in `field` with the other sizes equal, among models shallower than the original."""
+    """Accuracy gained by each step up in `field`, other sizes equal, among models shallower than the original."""
     cells, others = list(result["cells"].values()), {"depth", "heads", "mlp"} - {field}
     deep = result["cells"][result["original"]]["depth"]
     found = []

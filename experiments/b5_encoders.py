@@ -79,7 +79,7 @@ PLANS = {
         128,
         Effort(800, 200, (0, 1, 2), RATES),
         512,
-        {"CoLA": (700, 64), "SST-2": (1000, 64), "MRPC": (400, 128), "RTE": (280, 128)},
+        {"CoLA": (700, 40), "SST-2": (1000, 56), "MRPC": (400, 128), "RTE": (280, 128)},
         32,
     ),
 }
@@ -177,8 +177,8 @@ def measured(result: dict[str, Any]) -> str:
     """Averages, tasks, and differences from the deep model."""
     models = result["models"]
     table = "; ".join(
-        f"{name} ({m['depth']} layers, {m['heads']} heads, width {m['width']}, {m['parameters'] / 1e6:.1f}M, masked loss "
-        f"{_points.mean(m['masked_loss']).spelled()}): average {_points.mean(average(m)).spelled(1)} ("
+        f"{name} ({m['depth']} layers, {m['heads']} heads, width {m['width']}, {m['parameters'] / 1e6:.1f}M, "
+        f"masked loss {_points.mean(m['masked_loss']).spelled()}): average {_points.mean(average(m)).spelled(1)} ("
         + ", ".join(f"{task} {_points.mean(points(m, task)).mean:.1f}" for task in m["glue"])
         + ")"
         for name, m in models.items()
@@ -189,7 +189,9 @@ def measured(result: dict[str, Any]) -> str:
         for name, m in models.items()
         if name != DEEP
     )
-    return f"{len(result['seeds'])} seeds, {result['tokens']:,} tokens of pretraining: {table}. Against deep: {told}.{_points.left_out(result)}"
+    seeds, tokens = len(result["seeds"]), result["tokens"]
+    ends = _points.left_out(result)
+    return f"{seeds} seeds, {tokens:,} tokens of pretraining: {table}. Against deep: {told}.{ends}"
 
 
 def verdict(result: dict[str, Any]) -> str:

@@ -140,7 +140,7 @@ def measured(result: dict[str, Any]) -> str:
     )
     told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
     return (
-        f"Held-out loss in nats per token, mean over {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
+        f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
         f"Differences of loss, seed by seed: {'; '.join(told)}.{_points.left_out(result)}"
     )
 

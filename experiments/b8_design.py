@@ -86,7 +86,10 @@ PLANS = {
         BASELINE._replace(width=128, heads=2, mlp=352),
         _designs(12), 128, 8, Effort(150, 50, (0, 1, 2), RATES[1:]), 64, "params=10M", 4096, (2, 64), 3,
     ),
-    "full": Plan(BASELINE, _designs(12), 256, 32, Effort(900, 300, (0, 1, 2), RATES), 512, "params=300M", 32_000, (8, 1024), 12),
+    "full": Plan(
+        BASELINE,
+        _designs(12), 256, 32, Effort(900, 300, (0, 1, 2), RATES), 512, "params=300M", 32_000, (8, 1024), 12,
+    ),
 }  # fmt: skip
 
 
@@ -240,13 +243,13 @@ def measured(result: dict[str, Any]) -> str:
         ratio = _points.mean(pace["ratios"])
         told = (
             f" Training a model of {pace['taper']['parameters'] / 1e6:.0f}M parameters with "
-            f"{pace['taper']['kinds_of_layers']} kinds of layers runs at {ratio.spelled(2)} of the uniform model's FLOPs "
-            f"per second ({pace['uniform']['flops_per_second'] / 1e12:.3g} TFLOP/s)."
+            f"{pace['taper']['kinds_of_layers']} kinds of layers runs at {ratio.spelled(2)} of the uniform model's "
+            f"FLOPs per second ({pace['uniform']['flops_per_second'] / 1e12:.3g} TFLOP/s)."
         )
     return (
         f"Held-out loss, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: baseline ({base['depth']} layers, "
-        f"width {base['width']}, {base['parameters'] / 1e6:.1f}M) {_points.mean(base['loss']).spelled()}. Designs, loss "
-        f"above it: {table}. {ends}{told}{_points.left_out(result)}"
+        f"width {base['width']}, {base['parameters'] / 1e6:.1f}M) {_points.mean(base['loss']).spelled()}. Designs, "
+        f"loss above it: {table}. {ends}{told}{_points.left_out(result)}"
     )
 
 
