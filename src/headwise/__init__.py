@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from headwise import _autoregister
 
 if TYPE_CHECKING:
+    from headwise import train
     from headwise.api import allocate, load, probe, reshape, run, verify
 
-__all__ = ["allocate", "load", "probe", "reshape", "run", "verify"]
+__all__ = ["allocate", "load", "probe", "reshape", "run", "train", "verify"]
 
 _autoregister.install()
 
@@ -24,6 +25,8 @@ _autoregister.install()
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("headwise")
+    if name == "train":  # a package that can be called
+        return import_module("headwise.train")
     if name in __all__:
         return getattr(import_module("headwise.api"), name)
     raise AttributeError(f"module 'headwise' has no attribute '{name}'")
