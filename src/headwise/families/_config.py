@@ -15,7 +15,8 @@ def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, 
     """A configuration for fewer layers: their number, and every list that has one entry per layer."""
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
     found = {k: len(kept) if k in names and v == count else v for k, v in settings.items()}
-    return {k: [v[i] for i in kept] if isinstance(v, list) and len(v) == count else v for k, v in found.items()}
+    lists = [k for k, v in found.items() if isinstance(v, list) and len(v) == count and k != "label_names"]
+    return {k: [v[i] for i in kept] if k in lists else v for k, v in found.items()}
 
 
 def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:

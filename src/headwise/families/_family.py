@@ -43,6 +43,7 @@ class Block:
     mlp_norm: Norm | None = None
     attention_scale: Norm | None = None
     mlp_scale: Norm | None = None
+    channel_norm: Norm | None = None  # before the down projection
     attention_end: Norm | None = None
     mlp_end: Norm | None = None
     parallel: bool = False
@@ -51,7 +52,7 @@ class Block:
         """The MLP's channels, for the streams before the layer and after attention."""
         x = _maybe(self.mlp_norm, start if self.parallel else middle)
         hidden: torch.Tensor = self.activation(self.inner[0](x))
-        return hidden * self.inner[1](x) if len(self.inner) > 1 else hidden
+        return _maybe(self.channel_norm, hidden * self.inner[1](x) if len(self.inner) > 1 else hidden)
 
     def middle(self, start: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """The stream after attention whose heads put out `z` (B, T, H V)."""
@@ -141,14 +142,14 @@ class Family(ABC):
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
-            settings, tensors = without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
+            settings, tensors = self.without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
         origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
         settings["headwise"] = {
             "version": 1,
             "layers": [layers[index].to_json() for index in kept],
             "kept": [origin[index] for index in kept],  # of the source's layers
         }
-        config = made["AutoConfig"](**settings)
+        config = self.configured(made["AutoConfig"], settings)
         config._attn_implementation = like.config._attn_implementation
         with torch.device("meta"):
             model = made[auto](config)
@@ -161,6 +162,14 @@ class Family(ABC):
         if getattr(like, "generation_config", None) is not None:
             model.generation_config = copy.deepcopy(like.generation_config)
         return model.train(like.training)
+
+    def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
+        """A configuration with the settings of another."""
+        return config_class(**settings)
+
+    def without(self, settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
+        """The settings for fewer layers."""
+        return without(settings, kept, count)
 
     def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
         """The state dictionary without the layers that are gone."""
@@ -282,7 +291,7 @@ class Family(ABC):
         def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             more = bound.pop("kwargs", {})
-            seen.append((bound.pop("hidden_states"), {**bound, **more}))
+            seen.append((bound.pop(next(iter(bound))), {**bound, **more}))  # the stream comes first
             if len(seen) == count:
                 raise Captured
 

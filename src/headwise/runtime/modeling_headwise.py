@@ -9,7 +9,7 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CAUSAL, BARE = "AutoModelForCausalLM", "AutoModel"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+IMAGES = "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,11 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
-SCALE_QUERIES = ("opt",)  # these scale queries before the product with keys, not the product
+ANATOMY["timm_wrapper"] = Anatomy(
+    "timm_wrapper", "TimmWrapper", {IMAGES: "ForImageClassification"}, "", "timm_model.blocks", "attn", "attn.o_proj",
+    ("mlp.fc1",), "mlp.fc2",
+)  # fmt: skip
+SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 
 
 def _eager(
@@ -186,11 +191,12 @@ class TailoredAttention(nn.Module):
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin")
-        bias = made.bias is not None
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj")
+        keys, bias = getattr(stock, "k_proj", None), made.bias is not None or _first(stock, "q_bias") is not None
+        k_bias = bias and not hasattr(stock, "k_bias") if keys is None else keys.bias is not None
         self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=k_bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=bias)
         if out is not None:  # some layers keep the output projection elsewhere
             self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=out.bias is not None)
@@ -201,7 +207,7 @@ class TailoredAttention(nn.Module):
             factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = getattr(stock, "resid_dropout", None)
+        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop")
         if self.rotary and self.qk_width < self.head_dim:
             self.register_buffer("pairs_GP", torch.zeros(self.kv_heads, self.qk_width // 2, dtype=torch.long))
         if self.qk_dim < self.qk_width:
@@ -271,18 +277,68 @@ class TailoredAttention(nn.Module):
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
 
 
+class PatchAttention(TailoredAttention):
+    """The same for timm: a layer wants the output alone, and positions turn patches but not the tokens before them."""
+
+    def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
+        super().__init__(stock, sizes)
+        self.num_prefix_tokens = getattr(stock, "num_prefix_tokens", 0)
+        self.rotate_half = getattr(stock, "rotate_half", False)
+        if isinstance(self.q_norm, nn.Identity):
+            self.q_norm = self.k_norm = None
+
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None) -> Any:
+        """As the others'; positions are one table, sines beside cosines."""
+        q_BHTW, k_BGTW, v_BGTV = super().heads(hidden)
+        if position_embeddings is None:
+            return q_BHTW, k_BGTW, v_BGTV
+        return self._turned(q_BHTW, position_embeddings), self._turned(k_BGTW, position_embeddings), v_BGTV
+
+    def _turned(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Patches turned: coordinate j pairs with its neighbour, or with j + half."""
+        (sin, cos), still, x = table.chunk(2, -1), x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        if self.rotate_half:
+            across = torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), dim=-1)
+        else:
+            across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
+        return torch.cat((still, x * cos + across * sin), dim=2).to(x.dtype)
+
+    def forward(self, x: torch.Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+        """As the stock attention's."""
+        q, k, v = self.heads(x, rope)
+        q, k = self.project(q, k)
+        z, _ = self.attend(q, k, v, _added(attn_mask, q, k, is_causal))
+        return self.resid_dropout(self.o_proj(z.flatten(2)))
+
+
+def _introduce(attention: nn.Module, config: Any) -> None:
+    """Tell a stock attention of timm, by our names, what others know of themselves."""
+    attention.config, attention.is_causal, attention.rotary = config, False, 0
+    attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
+    attention.attention_dropout = attention.attn_drop
+
+
 class GatedMLP(nn.Module):
     """A gated MLP with gate and up apart, in place of one that fuses them; `tailor_layer` sets its projections."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = stock.gate_up_proj
-        self.down_proj, self.act_fn = stock.down_proj, stock.activation_fn
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "fc1", "fc1_g")
+        self.down_proj, self.act_fn = _first(stock, "down_proj", "fc2"), _first(stock, "activation_fn", "act")
+        self.norm = getattr(stock, "norm", nn.Identity())
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
-        out: torch.Tensor = self.down_proj(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        channels = self.norm(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        out: torch.Tensor = self.down_proj(channels)
         return out
+
+
+def fitting(anatomy: Anatomy, layer: nn.Module) -> Anatomy:
+    """The anatomy as a model with such layers has it: MLPs of timm may be gated, and are then kept as `GatedMLP`."""
+    if anatomy.module != "timm_wrapper" or type(layer.mlp).__name__ not in ("GluMlp", "SwiGLU", "GatedMLP"):
+        return anatomy
+    return replace(anatomy, fused_mlp="mlp", mlp_in=("mlp.gate_proj", "mlp.up_proj"), mlp_out="mlp.down_proj")
 
 
 def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
@@ -293,7 +349,8 @@ def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
 
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
-    attention = TailoredAttention(layer.get_submodule(anatomy.attention), sizes)
+    tailored = PatchAttention if anatomy.module == "timm_wrapper" else TailoredAttention
+    attention = tailored(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
         bias = layer.get_submodule(anatomy.output).bias is not None
@@ -307,15 +364,18 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
     """Give every layer the sizes that the configuration names. Runs before weights are loaded."""
-    anatomy = ANATOMY[kind]
-    layers: Any = body.get_submodule(anatomy.layers)
+    layers: Any = body.get_submodule(ANATOMY[kind].layers)
+    anatomy = fitting(ANATOMY[kind], layers[0])
     kept = model.config.headwise.get("kept", range(len(layers)))
     for index, (layer, sizes) in enumerate(zip(layers, model.config.headwise["layers"], strict=True)):
+        if kind == "timm_wrapper":
+            _introduce(layer.attn, model.config)
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
-    _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
+    if kind != "timm_wrapper":  # whose models give no attention weights
+        _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
 
 
 def _let_record(body: nn.Module) -> None:

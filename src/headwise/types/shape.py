@@ -117,6 +117,7 @@ class ModelShape(Record):
     layers: tuple[LayerShape, ...]
     grain: Grain
     qkv_bias: bool = False
+    k_bias: bool = True  # whether keys have one too where queries and values do
     o_bias: bool = False
     mlp_bias: bool = False
     mlp_matrices: int = 3  # gate, up and down; two without a gate
