@@ -5,6 +5,7 @@ Models come from scratch, by timm's own arguments; on the device "meta" they tak
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -189,8 +190,8 @@ def _divides(name: str, heads: int, width: int, multiple: int) -> None:
 def _made(name: str, arguments: dict[str, Any], device: str) -> nn.Module:
     timm = installed()
     if not timm.is_model(name):
-        near = timm.list_models(f"*{name.partition('_')[0]}*")[:5]
-        hint = f" Some that it knows: {', '.join(near)}." if near else ""
+        near = difflib.get_close_matches(name, timm.list_models(), 3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ModelError(f"timm {timm.__version__} knows no model called '{name}'.{hint}")
     with torch.device(device):
         if arguments and name.startswith("volo_"):  # whose names take no other sizes
