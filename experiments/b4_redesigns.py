@@ -230,6 +230,7 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     for panel, shown in zip(panels, (rows, fast), strict=False):
         panel.set_xticks(range(len(shown)), [row["title"] for row in shown], rotation=30)
         panel.set_xlabel("architecture")
+        panel.set_ylim(top=1.35 * panel.get_ylim()[1])  # room for the legend
         panel.legend()
 
 

@@ -132,7 +132,7 @@ def _tnt(model: Any) -> Build:
 
 def _davit(model: Any) -> Build:
     stages = [stage.blocks for stage in model.stages]
-    attention = [next(m for m in stage.modules() if hasattr(m, "qkv")) for stage in stages]
+    attention: list[Any] = [next(m for m in stage.modules() if hasattr(m, "qkv")) for stage in stages]
     return Build(
         tuple(map(len, stages)),
         tuple(found.num_heads for found in attention),
@@ -142,7 +142,7 @@ def _davit(model: Any) -> Build:
 
 
 def _volo(model: Any) -> Build:
-    stages = [stage for stage in model.network if isinstance(stage, nn.Sequential)]
+    stages: list[Any] = [stage for stage in model.network if isinstance(stage, nn.Sequential)]
     attention = [stage[0].attn for stage in stages]
     return Build(
         tuple(map(len, stages)),
@@ -169,10 +169,14 @@ def _stages(name: str, what: str, given: Sizes, present: tuple[int, ...]) -> Siz
     if len(sizes) != len(present):
         stages = "no stages" if len(present) == 1 else f"{len(present)} stages"
         shown = present[0] if len(present) == 1 else present
-        raise ShapeError(f"{name} has {stages}, with {what} {shown}; {len(sizes)} numbers were given.")
+        raise ShapeError(f"{name} has {stages}, with {what} {shown}; {_numbers(len(sizes))} given.")
     if small := [size for size in sizes if size < 1]:
         raise ShapeError(f"{what} {small[0]} leaves nothing; give at least 1.")
     return sizes[0] if len(present) == 1 else sizes
+
+
+def _numbers(count: int) -> str:
+    return "one number was" if count == 1 else f"{count} numbers were"
 
 
 def _divides(name: str, heads: int, width: int, multiple: int) -> None:
@@ -190,7 +194,8 @@ def _divides(name: str, heads: int, width: int, multiple: int) -> None:
 def _made(name: str, arguments: dict[str, Any], device: str) -> nn.Module:
     timm = installed()
     if not timm.is_model(name):
-        near = difflib.get_close_matches(name, timm.list_models(), 3)
+        every = timm.list_models()
+        near = [full for full in every if full.startswith(name)][:3] or difflib.get_close_matches(name, every, 3)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise ModelError(f"timm {timm.__version__} knows no model called '{name}'.{hint}")
     with torch.device(device):

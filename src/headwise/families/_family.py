@@ -75,6 +75,7 @@ class Family(ABC):
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
+    package: ClassVar[str] = ""  # that its models need beside transformers
 
     # What every family says.
 

@@ -17,7 +17,7 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._config import element_bytes, grain_of
 from headwise.families._family import Block, Family, Norm, Tensors, unsettled
-from headwise.runtime.modeling_headwise import BARE, IMAGES, Anatomy, fitting, stock_classes
+from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, Anatomy, fitting, stock_classes
 from headwise.types import Grain, LayerShape, ModelShape
 
 MODELS = ("VisionTransformer", "VisionTransformerDistilled", "Eva")
@@ -34,13 +34,15 @@ class Timm(Family):
     name = "timm"
     model_types = ("timm_wrapper",)
     summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
+    package = "timm"
+    images = True
     quiet: ClassVar[dict[str, Any]] = {}
 
     def head(self, config: Any) -> str:
         """The Auto class of the model that a configuration belongs to; without a name the number of classes tells."""
         name = (getattr(config, "architectures", None) or [""])[0]
         bare = name.endswith("WrapperModel") if "TimmWrapper" in name else not config.num_labels
-        return BARE if bare else IMAGES
+        return BARE if bare else IMAGE_CLASSIFIER
 
     def outline(self, config: Any) -> nn.Module:
         """The stock model without storage; one that cannot be reshaped is refused with the reason."""
@@ -81,6 +83,18 @@ class Timm(Family):
         """Tokens of an image: its patches and what comes before them."""
         model = self.outline(config)
         return int(model.patch_embed.num_patches + model.num_prefix_tokens)
+
+    def row_tokens(self, config: Any, rows: torch.Tensor) -> int:
+        """Tokens that an image makes."""
+        return self.longest(config)
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(self.outline(config).embed_dim)
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Images have no end to be cut off."""
+        return rows
 
     def block(self, layer: nn.Module) -> Block:
         """The parts of one layer of a tailored model."""
@@ -165,11 +179,13 @@ class Timm(Family):
 
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Images of random pixels, for tests."""
-        model = self.outline(config)
+        model: Any = self.outline(config)
         size = (count, model.in_chans, *model.patch_embed.img_size)
         return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
-    def tiny(self, model_type: str = "", head: str = IMAGES, architecture: str = "", **changes: Any) -> nn.Module:
+    def tiny(
+        self, model_type: str = "", head: str = IMAGE_CLASSIFIER, architecture: str = "", **changes: Any
+    ) -> nn.Module:
         """A tiny random stock model for tests, computed by plain attention."""
         made = stock_classes("timm_wrapper")
         sizes = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)
@@ -240,7 +256,7 @@ def _gated(mlp: nn.Module) -> bool:
     return type(mlp).__name__ in ("GluMlp", "SwiGLU", "GatedMLP")
 
 
-def _inner(mlp: nn.Module) -> tuple[nn.Linear, int]:
+def _inner(mlp: Any) -> tuple[nn.Linear, int]:
     """A stock MLP's first projection, and its channels."""
     first = mlp.fc1_g if hasattr(mlp, "fc1_g") else mlp.fc1
     return first, first.out_features // (2 if type(mlp).__name__ == "GluMlp" else 1)

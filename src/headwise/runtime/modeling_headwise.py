@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CAUSAL, BARE = "AutoModelForCausalLM", "AutoModel"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
-IMAGES = "AutoModelForImageClassification"
+IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ ANATOMY["distilbert"] = Anatomy(
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
 ANATOMY["timm_wrapper"] = Anatomy(
-    "timm_wrapper", "TimmWrapper", {IMAGES: "ForImageClassification"}, "", "timm_model.blocks", "attn", "attn.o_proj",
-    ("mlp.fc1",), "mlp.fc2",
+    "timm_wrapper", "TimmWrapper", {IMAGE_CLASSIFIER: "ForImageClassification"}, "", "timm_model.blocks", "attn",
+    "attn.o_proj", ("mlp.fc1",), "mlp.fc2",
 )  # fmt: skip
 SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 
@@ -303,7 +303,7 @@ class PatchAttention(TailoredAttention):
             across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
         return torch.cat((still, x * cos + across * sin), dim=2).to(x.dtype)
 
-    def forward(self, x: torch.Tensor, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:
+    def forward(self, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:  # type: ignore[override]
         """As the stock attention's."""
         q, k, v = self.heads(x, rope)
         q, k = self.project(q, k)
@@ -311,7 +311,7 @@ class PatchAttention(TailoredAttention):
         return self.resid_dropout(self.o_proj(z.flatten(2)))
 
 
-def _introduce(attention: nn.Module, config: Any) -> None:
+def _introduce(attention: Any, config: Any) -> None:
     """Tell a stock attention of timm, by our names, what others know of themselves."""
     attention.config, attention.is_causal, attention.rotary = config, False, 0
     attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
