@@ -74,6 +74,7 @@ class Family(ABC):
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
+    images: ClassVar[bool] = False  # whether its models read images, not tokens
 
     # What every family says.
 
@@ -110,6 +111,24 @@ class Family(ABC):
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
         return int(config.max_position_embeddings)
+
+    def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
+        """Tokens that a row makes where it does not consist of them: the patches of an image."""
+        return None
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(config.hidden_size)
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one length, without the places behind their end."""
+        return rows[:, rows[0] >= 0]
+
+    def stock_loader(self, config: Any, auto: str) -> Any:
+        """The class that loads a model of this configuration with that head."""
+        import transformers
+
+        return getattr(transformers, auto)
 
     def anatomy(self, config: Any) -> Anatomy:
         """Where the parts are."""
