@@ -76,6 +76,7 @@ class Family(ABC):
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
     package: ClassVar[str] = ""  # that its models need beside transformers
+    images: ClassVar[bool] = False  # whether its models read images, not tokens
 
     # What every family says.
 
@@ -109,9 +110,31 @@ class Family(ABC):
         """The model_type of the stock architecture behind a stock or tailored configuration."""
         return str(config.model_type).removeprefix("headwise_")
 
+    def class_name(self, config: Any) -> str:
+        """Of the model that a configuration belongs to; empty where it does not say."""
+        return str((getattr(config, "architectures", None) or [""])[0])
+
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
         return int(config.max_position_embeddings)
+
+    def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
+        """Tokens that a row makes where it does not consist of them: the patches of an image."""
+        return None
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(config.hidden_size)
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one length, without the places behind their end."""
+        return rows[:, rows[0] >= 0]
+
+    def stock_loader(self, config: Any, auto: str) -> Any:
+        """The class that loads a model of this configuration with that head."""
+        import transformers
+
+        return getattr(transformers, auto)
 
     def anatomy(self, config: Any) -> Anatomy:
         """Where the parts are."""

@@ -7,6 +7,7 @@ projected after that. Not supported: whatever norms or gates the heads' outputs,
 
 from __future__ import annotations
 
+import difflib
 import functools
 import json
 from typing import Any, ClassVar
@@ -38,11 +39,14 @@ class Timm(Family):
     images = True
     quiet: ClassVar[dict[str, Any]] = {}
 
+    def class_name(self, config: Any) -> str:
+        """Of the model that a configuration belongs to; where timm wrote it, the number of classes tells."""
+        name = super().class_name(config)
+        return name or f"TimmWrapper{'ForImageClassification' if config.num_labels else 'Model'}"
+
     def head(self, config: Any) -> str:
-        """The Auto class of the model that a configuration belongs to; without a name the number of classes tells."""
-        name = (getattr(config, "architectures", None) or [""])[0]
-        bare = name.endswith("WrapperModel") if "TimmWrapper" in name else not config.num_labels
-        return BARE if bare else IMAGE_CLASSIFIER
+        """The Auto class of the model that a configuration belongs to."""
+        return BARE if self.class_name(config).endswith("Model") else IMAGE_CLASSIFIER
 
     def outline(self, config: Any) -> nn.Module:
         """The stock model without storage; one that cannot be reshaped is refused with the reason."""
@@ -76,6 +80,7 @@ class Timm(Family):
             layer_norms=sum(part.numel() for name, part in layer.named_parameters() if not _cuttable(name)),
             other_parameters=sum(p.numel() for p in model.parameters()) - sum(part.numel() for part in every),
             element_bytes=element_bytes(config),
+            row_tokens=self.longest(config),
         )
         return shape.with_layers(tuple(LayerShape(**s) for s in tailored["layers"])) if tailored else shape
 
@@ -85,8 +90,14 @@ class Timm(Family):
         return int(model.patch_embed.num_patches + model.num_prefix_tokens)
 
     def row_tokens(self, config: Any, rows: torch.Tensor) -> int:
-        """Tokens that an image makes."""
-        return self.longest(config)
+        """Tokens that an image makes; one of a size that the model does not take is refused."""
+        model: Any = self.outline(config)
+        size, taken = tuple(rows.shape[-2:]), tuple(model.patch_embed.img_size)
+        if size != taken and not model.dynamic_img_size:
+            made, wanted = ("x".join(map(str, pair)) for pair in (size, taken))
+            raise ModelError(f"images are prepared as {made}, but {config.architecture} takes {wanted}.")
+        high, wide = model.patch_embed.patch_size
+        return int(model.num_prefix_tokens + (size[0] // high) * (size[1] // wide))
 
     def embedding_width(self, config: Any) -> int:
         """Of what a model without a head puts out."""
@@ -134,8 +145,11 @@ class Timm(Family):
         return found
 
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
-        """A configuration with the settings of another, whose labels only `from_dict` reads."""
-        return config_class.from_dict(settings)
+        """A configuration with the settings of another, whose labels only `from_dict` reads.
+
+        It also says how images are prepared; for models of its own transformers would know which class reads that.
+        """
+        return config_class.from_dict({**settings, "image_processor_type": "TimmWrapperImageProcessor"})
 
     def without(self, settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
         """The settings for fewer layers: timm is told their number."""
@@ -153,16 +167,18 @@ class Timm(Family):
         return model
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """Classes from the residual stream after the last layer; without a head, that stream normed."""
-        last: torch.Tensor = model.timm_model.norm(stream)
-        return last if self.head(model.config) == BARE else model.timm_model.forward_head(last)
+        """Classes from the residual stream after the last layer; without a head, what the model pools out of it."""
+        out: torch.Tensor = model.timm_model.forward_head(model.timm_model.norm(stream))
+        return out
 
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """What the model says about images: classes, or the last stream where it has no head."""
+        """What the model says about images: classes, or one vector where it has no head."""
         if stream is not None:
             return super().run(model, ids, stream)
         out = self.call(model, ids)
-        found: torch.Tensor = out["logits"] if "logits" in out else out["last_hidden_state"]
+        found: torch.Tensor = (
+            out["logits"] if "logits" in out else model.timm_model.forward_head(out["last_hidden_state"])
+        )
         return found
 
     @torch.no_grad()
@@ -220,6 +236,22 @@ def outline(architecture: str, arguments: str, classes: int) -> nn.Module:
     if reason := _unsupported(model):
         raise ModelError(f"{architecture} of timm cannot be reshaped: {reason}. Supported are {SUPPORTED}.")
     return model
+
+
+def hub_id(name: str) -> str:
+    """Where the weights of a model of timm lie; without a tag those that timm would load."""
+    timm = installed()
+    try:
+        found = timm.models.get_pretrained_cfg(name, allow_unregistered=False)
+    except RuntimeError:  # no such name, or no such tag
+        found = None
+    if found is None or not found.has_weights:
+        near = difflib.get_close_matches(name, timm.list_models(pretrained=True), 3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise ModelError(f"timm {timm.__version__} has no weights for '{name}'.{hint}")
+    tagged = name.partition(".")[0] + (f".{found.tag}" if found.tag else "")
+    home = found.hf_hub_id or "timm/"
+    return f"{home}{tagged}" if home.endswith("/") else str(home)
 
 
 def installed() -> Any:

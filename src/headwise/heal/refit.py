@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise.families import Block, Family
 from headwise.linalg import balanced, ridge, value_basis
-from headwise.probes._watch import Track, batches, silently
+from headwise.probes._watch import Track, batches, places, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
@@ -47,7 +47,8 @@ def refit(
     device = healed.device
     contexts = family.layer_contexts(source, tokens[:1].to(device))
     kept = _kept_of(source, healed)
-    parts = batches(tokens)
+    image = family.row_tokens(source.config, tokens)
+    parts = batches(tokens, row=image)
     rows = [_Rows(family.embed(source, p.to(device)), family.embed(healed, p.to(device))) for p in parts]
     ours, theirs = family.blocks(healed), family.blocks(source)
     gains = []
@@ -61,7 +62,7 @@ def refit(
         worker.queries_and_keys()
         worker.values()
         gains.append({"attention": worker.output(), "mlp": worker.down(lost)})
-    return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
+    return healed, {"method": NAME, "tokens": places(tokens, image), "strength": strength, "layers": gains}
 
 
 class LayerHealer:
@@ -76,7 +77,7 @@ class LayerHealer:
         self.contexts = family.layer_contexts(model, tokens[:1].to(model.device))
         self.streams: list[list[torch.Tensor]] = [[] for _ in self.whole]
         with torch.no_grad():
-            for part in batches(tokens):
+            for part in batches(tokens, row=family.row_tokens(model.config, tokens)):
                 stream = family.embed(model, part.to(model.device))
                 for index, context in enumerate(self.contexts):
                     self.streams[index].append(stream)

@@ -40,6 +40,8 @@ class Anatomy:
     mlp_out: str = "mlp.down_proj"
     fused_mlp: str = ""  # where an MLP is whose own code wants gate and up in one
     config: str = ""  # where its name is not stem + Config
+    bare: str = "Model"  # end of the class without a head; empty where that is nothing of ours
+    variant: str = ""  # tells our class names apart where stock classes serve several of our kinds
 
 
 ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
@@ -71,10 +73,29 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
-ANATOMY["timm_wrapper"] = Anatomy(
-    "timm_wrapper", "TimmWrapper", {IMAGE_CLASSIFIER: "ForImageClassification"}, "", "timm_model.blocks", "attn",
-    "attn.o_proj", ("mlp.fc1",), "mlp.fc2",
+IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
+_o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit"] = Anatomy("deit", "DeiT", IMAGE_HEADS, "deit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit_with_teacher"] = Anatomy(
+    "deit", "DeiT", {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}, "deit", "layers", "attention", _o, *_mlp,
+    variant="Taught",
 )  # fmt: skip
+ANATOMY["dinov2"] = Anatomy("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_mlp)
+ANATOMY["dinov2_swiglu"] = Anatomy(
+    "dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_gated, "mlp", variant="SwiGLU"
+)
+_clip: Any = dict(
+    module="clip", body_at="vision_model", layers="encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2"
+)
+ANATOMY["clip_vision_model"] = Anatomy(stem="CLIPVision", heads={}, **_clip)
+ANATOMY["clip_vision_projected"] = Anatomy(
+    stem="CLIPVision", heads={BARE: "ModelWithProjection"}, variant="Projected", **_clip
+)
+ANATOMY["clip"] = Anatomy(stem="CLIP", heads=IMAGE_HEADS, bare="", **_clip)
+ANATOMY["timm_wrapper"] = Anatomy(
+    "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
+)
 SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 
 
@@ -119,8 +140,8 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = stock.scaling  # stays the original's
-        dropout = next(getattr(stock, n) for n in ("attention_dropout", "attn_dropout", "dropout") if hasattr(stock, n))
+        self.scaling = _first(stock, "scaling", "scale")  # stays the original's
+        dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
         self.attention_dropout = float(getattr(dropout, "p", dropout))
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
         self.num_key_value_groups = sharing  # query heads that share one key/value head
@@ -185,6 +206,8 @@ class TailoredAttention(nn.Module):
 
     def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
         super().__init__()
+        output = getattr(stock, "output", None)  # DINOv2 before transformers 5.20 keeps it beside the attention
+        stock = getattr(stock, "attention", stock)
         self.layer_idx = getattr(stock, "layer_idx", None)  # encoders without a cache may have none
         self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
@@ -193,6 +216,7 @@ class TailoredAttention(nn.Module):
         self.hidden = hidden
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj")
+        out = out or getattr(output, "dense", None)
         keys, bias = getattr(stock, "k_proj", None), made.bias is not None or _first(stock, "q_bias") is not None
         k_bias = bias and not hasattr(stock, "k_bias") if keys is None else keys.bias is not None
         self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
@@ -323,8 +347,9 @@ class GatedMLP(nn.Module):
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "fc1", "fc1_g")
-        self.down_proj, self.act_fn = _first(stock, "down_proj", "fc2"), _first(stock, "activation_fn", "act")
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g")
+        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2")
+        self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
         self.norm = getattr(stock, "norm", nn.Identity())
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -347,6 +372,10 @@ def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
     setattr(layer.get_submodule(parent), name, module)
 
 
+def _output_alone(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return args[0][:1] if isinstance(args[0], tuple) else None
+
+
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
     tailored = PatchAttention if anatomy.module == "timm_wrapper" else TailoredAttention
@@ -356,7 +385,9 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
         bias = layer.get_submodule(anatomy.output).bias is not None
         _put(layer, anatomy.output, nn.Linear(sizes["query_heads"] * sizes["v_dim"], hidden, bias=bias))
     _put(layer, anatomy.attention, attention)
-    if anatomy.fused_mlp and not isinstance(fused := layer.get_submodule(anatomy.fused_mlp), GatedMLP):
+    if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
+        layer.layer_scale1.register_forward_pre_hook(_output_alone)
+    if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
         _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
@@ -393,7 +424,7 @@ def stock_classes(kind: str) -> dict[str, Any]:
     anatomy = ANATOMY[kind]
     modules = [importlib.import_module(f"transformers.models.{anatomy.module}.{part}_{anatomy.module}")
                for part in ("configuration", "modeling")]  # fmt: skip
-    ends = {"AutoModel": "Model", **anatomy.heads}
+    ends = {**({"AutoModel": anatomy.bare} if anatomy.bare else {}), **anatomy.heads}
     found = {"AutoConfig": getattr(modules[0], anatomy.config or f"{anatomy.stem}Config")}
     return {**found, **{auto: getattr(modules[1], anatomy.stem + end) for auto, end in ends.items()}}
 
@@ -406,17 +437,17 @@ def classes(kind: str) -> dict[str, Any]:
     if kind not in _made:
         stock = stock_classes(kind)
         field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **field})
+        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **field})
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(cls, {"config_class": config, "__init__": _starter(kind, auto)})
+                _made[kind][auto] = _subclass(cls, kind, {"config_class": config, "__init__": _starter(kind, auto)})
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
 
-def _subclass(stock: type, space: dict[str, Any]) -> type:
-    name = f"Headwise{stock.__name__}"
+def _subclass(stock: type, kind: str, space: dict[str, Any]) -> type:
+    name = f"Headwise{ANATOMY[kind].variant}{stock.__name__}"
     doc = f"{stock.__name__} with sizes per layer: `config.headwise['layers'][i]` holds them."
     return type(stock)(name, (stock,), {"__module__": __name__, "__doc__": doc, "__qualname__": name, **space})
 
@@ -424,7 +455,8 @@ def _subclass(stock: type, space: dict[str, Any]) -> type:
 def _starter(kind: str, auto: str) -> Any:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(_made[kind][auto], self).__init__(config, *args, **kwargs)
-        body = self if auto == "AutoModel" else self.get_submodule(ANATOMY[kind].body_at)
+        bare = auto == "AutoModel" and not hasattr(self, ANATOMY[kind].body_at)  # some without a head are wrapped too
+        body = self if bare else self.get_submodule(ANATOMY[kind].body_at)
         _tailor(self, body, kind)
 
     return __init__
@@ -433,7 +465,7 @@ def _starter(kind: str, auto: str) -> Any:
 def __getattr__(name: str) -> Any:
     """Tailored classes come into being when they are asked for: nothing of other architectures is imported."""
     for kind, anatomy in ANATOMY.items():
-        if name.startswith(f"Headwise{anatomy.stem}"):
+        if name.startswith(f"Headwise{anatomy.variant}{anatomy.stem}"):
             found = {cls.__name__: cls for cls in classes(kind).values()}
             if name in found:
                 return found[name]
