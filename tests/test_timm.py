@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 try:
-    import timm  # noqa: F401
+    import timm
 except Exception as error:  # torchvision beside another torch raises more than ImportError
     pytest.skip(f"timm cannot be imported ({error})", allow_module_level=True)
 
 from test_families import LOADERS, FakeTokenizer, logits, masked, random_plan
 
-from headwise import redesign
+import headwise
+from headwise import families, redesign, tasks
 from headwise.cost import parameters
 from headwise.cuts import reshape, reshape_layer, save
 from headwise.cuts._dims import cut_values
 from headwise.errors import ModelError, ShapeError
 from headwise.families.timm import FAMILY as family
 from headwise.heal.refit import refit
-from headwise.probes import gram
+from headwise.probes import gram, sensitivity
 from headwise.types import GONE, LayerKeep, Plan
 
 EVEN = {"mlp_ratio": 2.0}  # a width at which a fused product and its two halves take the same path to the last bit
@@ -50,9 +53,7 @@ SOME = pytest.mark.parametrize("changes", [{}, EVA02, VARIANTS["post-norm"]], id
 
 
 def tiny(changes):
-    model = family.tiny("timm_wrapper", **changes)
-    model.config._attn_implementation = "eager"
-    return model
+    return family.tiny("timm_wrapper", **changes)  # computes plain attention, and so does what is made of it
 
 
 def images(model):
@@ -183,18 +184,68 @@ def test_a_cut_model_compiles_without_a_break():
     assert torch.allclose(got, said(made), atol=1e-5)
 
 
-@pytest.mark.parametrize(("changes", "how"), [({}, "without headwise"), (EVA02, "with headwise")], ids=["vit", "eva02"])
-def test_a_saved_model_loads_in_a_fresh_process(changes, how, tmp_path, monkeypatch):
-    model = tiny(changes)
+def test_a_saved_model_loads_in_a_fresh_process(tmp_path, monkeypatch):
+    model = tiny(EVA02)
     made = save(family, cut(model, random_plan(family, model, 5)), FakeTokenizer(), tmp_path / "model", portable=False)
     torch.save({"images": images(model), "logits": said(made)}, tmp_path / "want.pt")
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    line = LOADERS[how].format("AutoModelForImageClassification")
+    line = LOADERS["without headwise"].format("AutoModelForImageClassification")
     check = f"import sys, torch; {line}; w = torch.load(sys.argv[2]); m.config._attn_implementation = 'eager'; "
     check += "assert (m(w['images']).logits - w['logits']).abs().max() < 1e-4"
     arguments = [sys.executable, "-c", check, str(tmp_path / "model"), str(tmp_path / "want.pt")]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-800:]
+
+
+SIZES = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model as timm itself saves it."""
+    torch.manual_seed(0)
+    overlay = {"input_size": (3, 16, 16), "crop_pct": 1.0}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=5, pretrained_cfg_overlay=overlay, **SIZES)
+    timm.models.save_for_hf(model, tmp_path / "source", model_args=SIZES, safe_serialization=True)
+    return tmp_path / "source"
+
+
+def test_what_timm_saved_goes_the_whole_way(folder, tmp_path):
+    draw = np.random.default_rng(0)
+    np.savez(tmp_path / "images.npz", x=draw.integers(0, 255, (60, 16, 16, 3), np.uint8), y=draw.integers(0, 5, 60))
+    dossier = headwise.run(
+        str(folder), budget="params=80%", data=str(tmp_path / "images.npz"), out=tmp_path / "run", swap_tokens=0
+    )
+    assert all(check.passed for check in dossier.verdict.checks), "reloading in a fresh process among them"
+    assert {"kl", "class_agreement", "accuracy_after"} <= set(dossier.verdict.quality)
+    assert dossier.verdict.size["parameters_after"] <= 0.8 * dossier.verdict.size["parameters_before"]
+
+
+def test_images_of_another_size_are_refused(folder):
+    settings = json.loads((folder / "config.json").read_text())
+    settings["pretrained_cfg"]["input_size"] = [3, 32, 32]
+    (folder / "config.json").write_text(json.dumps(settings))
+    model, processor = families.load(str(folder))
+    with pytest.raises(ModelError, match="images are prepared as 32x32, but vit_tiny_patch16_224 takes 16x16"):
+        tasks.of(model, processor, str(folder))
+
+
+def test_names_lead_to_the_hub():
+    assert families.locate("timm:vit_tiny_patch16_224.augreg_in21k")[0] == "timm/vit_tiny_patch16_224.augreg_in21k"
+    assert families.locate("timm:deit_tiny_patch16_224")[0] == "timm/deit_tiny_patch16_224.fb_in1k", "its own tag"
+    with pytest.raises(ModelError, match="has no weights for 'deit_tiny_patch16'. Did you mean deit_tiny_patch16_224"):
+        families.locate("timm:deit_tiny_patch16")
+
+
+def test_every_unit_is_priced_in_what_the_model_is_for():
+    model = family.tailor(tiny(EVA02))
+    rows = family.example(model.config, 6)
+    task = tasks.of(model, None, "")
+    moments = gram.collect(family, model, rows, mlp=True)
+    curves, _ = sensitivity.measure(family, model, rows, moments, True, 0, task=task)
+    kinds = {curve.kind for curve in curves}
+    assert kinds == {f"damage.{unit}" for unit in ("qk_projected", "v", "mlp", "heads", "kv_heads")}
+    assert all(row[0] == 0 and max(row) > 0 for curve in curves if curve.kind != "damage.heads" for row in curve.values)
 
 
 REFUSED = {

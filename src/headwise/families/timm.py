@@ -161,8 +161,10 @@ class Timm(Family):
         return f"{super().anatomy(config).layers}.{index}."
 
     def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
-        """A tailored model with the head of `like`."""
+        """A tailored model with the head of `like`, and attention by the same kernel: timm chooses its own."""
         model = super().build(like, layers, tensors)
+        if not self.is_tailored(like):
+            model.config._attn_implementation = "sdpa" if self.layers(like)[0].attn.fused_attn else "eager"
         model.config.architectures = [type(model).__name__]
         return model
 
@@ -196,7 +198,7 @@ class Timm(Family):
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Images of random pixels, for tests."""
         model: Any = self.outline(config)
-        size = (count, model.in_chans, *model.patch_embed.img_size)
+        size = (count, model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
         return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
     def tiny(

@@ -438,10 +438,13 @@ def classes(kind: str) -> dict[str, Any]:
         stock = stock_classes(kind)
         field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
         config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **field})
+        more = {"_supports_sdpa": True} if kind == "timm_wrapper" else {}  # which does not always say so
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(cls, kind, {"config_class": config, "__init__": _starter(kind, auto)})
+                _made[kind][auto] = _subclass(
+                    cls, kind, {"config_class": config, "__init__": _starter(kind, auto), **more}
+                )
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
