@@ -32,6 +32,7 @@ class Block:
 
     `attention_norm` and `mlp_norm` come before a part, `attention_scale` and `mlp_scale` after it (sandwich norms),
     `attention_end` and `mlp_end` after the sum (post-norm layers). In a `parallel` layer both parts read one stream.
+    `by_channel` says that scales are factors of channels, so that they can be undone.
     """
 
     attention: TailoredAttention
@@ -47,6 +48,7 @@ class Block:
     attention_end: Norm | None = None
     mlp_end: Norm | None = None
     parallel: bool = False
+    by_channel: bool = False
 
     def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
         """The MLP's channels, for the streams before the layer and after attention."""

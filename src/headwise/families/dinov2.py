@@ -73,6 +73,7 @@ class DINOv2(Vision):
             mlp_norm=layer.norm2,
             attention_scale=layer.layer_scale1,
             mlp_scale=layer.layer_scale2,
+            by_channel=True,
         )
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
