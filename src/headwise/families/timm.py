@@ -110,7 +110,7 @@ class Timm(Family):
     def block(self, layer: nn.Module) -> Block:
         """The parts of one layer of a tailored model."""
         mlp, after = layer.mlp, type(layer).__name__ in ("ResPostBlock", "EvaBlockPostNorm")
-        gated = _gated(mlp)
+        gated, scales = _gated(mlp), (_scale(layer, 1), _scale(layer, 2))
         return Block(
             attention=layer.attn,
             output=layer.attn.o_proj,
@@ -119,8 +119,9 @@ class Timm(Family):
             activation=mlp.act_fn if gated else mlp.act,
             attention_norm=None if after else layer.norm1,
             mlp_norm=None if after else layer.norm2,
-            attention_scale=layer.norm1 if after else _scale(layer, 1),
-            mlp_scale=layer.norm2 if after else _scale(layer, 2),
+            attention_scale=layer.norm1 if after else scales[0],
+            mlp_scale=layer.norm2 if after else scales[1],
+            by_channel=not after and None not in scales,
             channel_norm=None if isinstance(mlp.norm, nn.Identity) else mlp.norm,
         )
 
