@@ -19,6 +19,8 @@ def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, 
     found = {k: len(kept) if k in names and v == count else v for k, v in settings.items() if k not in STAGES}
     if isinstance(inner := found.get("vision_config"), dict):
         found["vision_config"] = without(inner, kept, count)
+    if "model_args" in found:  # timm is told the number
+        found["model_args"] = {**(found["model_args"] or {}), "depth": len(kept)}
     lists = [k for k, v in found.items() if isinstance(v, list) and len(v) == count and k != "label_names"]
     return {k: [v[i] for i in kept] if k in lists else v for k, v in found.items()}
 

@@ -168,7 +168,7 @@ class Family(ABC):
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
-            settings, tensors = self.without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
+            settings, tensors = without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
         origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
         settings["headwise"] = {
             "version": 1,
@@ -192,10 +192,6 @@ class Family(ABC):
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
         """A configuration with the settings of another."""
         return config_class(**settings)
-
-    def without(self, settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
-        """The settings for fewer layers."""
-        return without(settings, kept, count)
 
     def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
         """The state dictionary without the layers that are gone."""

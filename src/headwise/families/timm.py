@@ -152,12 +152,6 @@ class Timm(Family):
         """
         return config_class.from_dict({**settings, "image_processor_type": "TimmWrapperImageProcessor"})
 
-    def without(self, settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
-        """The settings for fewer layers: timm is told their number."""
-        return super().without(settings, kept, count) | {
-            "model_args": {**(settings.get("model_args") or {}), "depth": len(kept)}
-        }
-
     def _prefix(self, config: Any, index: int) -> str:
         return f"{super().anatomy(config).layers}.{index}."
 
