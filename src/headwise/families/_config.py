@@ -16,7 +16,9 @@ STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may 
 def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
     """A configuration for fewer layers: their number, and every list that has one entry per layer."""
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    found = {k: len(kept) if k in names and v == count else v for k, v in settings.items() if k not in STAGES}
+    found: dict[str, Any] = {
+        k: len(kept) if k in names and v == count else v for k, v in settings.items() if k not in STAGES
+    }
     if isinstance(inner := found.get("vision_config"), dict):
         found["vision_config"] = without(inner, kept, count)
     if "model_args" in found:  # timm is told the number
