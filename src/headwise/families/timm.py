@@ -96,8 +96,8 @@ class Timm(Family):
         if size != taken and not model.dynamic_img_size:
             made, wanted = ("x".join(map(str, pair)) for pair in (size, taken))
             raise ModelError(f"images are prepared as {made}, but {config.architecture} takes {wanted}.")
-        high, wide = model.patch_embed.patch_size
-        return int(model.num_prefix_tokens + (size[0] // high) * (size[1] // wide))
+        high, wide = model.patch_embed.dynamic_feat_size(size)
+        return int(model.num_prefix_tokens + high * wide)
 
     def embedding_width(self, config: Any) -> int:
         """Of what a model without a head puts out."""
@@ -193,8 +193,8 @@ class Timm(Family):
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Images of random pixels, for tests."""
         model: Any = self.outline(config)
-        size = (count, model.patch_embed.proj.in_channels, *model.patch_embed.img_size)
-        return torch.randn(size, generator=torch.Generator().manual_seed(0))
+        channels = getattr(model, "in_chans", None) or model.patch_embed.proj.in_channels
+        return torch.randn((count, channels, *model.patch_embed.img_size), generator=torch.Generator().manual_seed(0))
 
     def tiny(
         self, model_type: str = "", head: str = IMAGE_CLASSIFIER, architecture: str = "", **changes: Any
