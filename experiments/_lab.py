@@ -40,7 +40,7 @@ SIZES = ("tiny", "small", "full")
 DEVICES = ("auto", "cpu", "cuda")
 VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
 ANSWERED = "answered"  # the verdict on a question that the papers left open
-PACKAGES = ("torch", "numpy", "scipy", "transformers", "headwise")
+PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
 QUIET_SECONDS = 10.0  # between two lines of progress in a log
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_families import IDS, KINDS, logits, random_plan, tiny
+from test_families import IDS, KINDS, logits, random_plan, rows, tiny
 
 from headwise.cost import parameters
 from headwise.cuts import reshape
@@ -28,11 +28,12 @@ def without(family, model, gone, seed=4):
 @pytest.mark.parametrize("gone", [(0,), (1,), (0, 2)], ids=str)
 def test_a_removed_layer_is_one_that_is_skipped(family, kind, gone):
     model = family.tailor(tiny(family, kind, {}))
-    moments = gram.collect(family, model, IDS, mlp=False)
+    ids = rows(family, model)
+    moments = gram.collect(family, model, ids, mlp=False)
     all_layers, plan = without(family, model, gone)
     made, whole = (reshape(family, model, p, moments) for p in (plan, all_layers))
-    stream = family.embed(whole, IDS)
-    for index, context in enumerate(family.layer_contexts(whole, IDS)):
+    stream = family.embed(whole, ids)
+    for index, context in enumerate(family.layer_contexts(whole, ids)):
         if index not in gone:
             stream = family.run_layer(whole, index, stream, context)
     assert torch.allclose(logits(made), family.logits(whole, stream), atol=1e-5)
@@ -48,7 +49,7 @@ def test_layers_make_up_for_those_removed_behind_them(family, kind):
     model = family.tailor(tiny(family, kind, {}))
     shape = family.shape_of(model.config)
     shorter = family.build(model, (shape.layers[0], GONE, shape.layers[2]), family.state_of(model))
-    healed, _ = refit(family, model, shorter, IDS)
+    healed, _ = refit(family, model, shorter, rows(family, model))
     want = logits(model)
     assert (logits(healed) - want).square().mean() <= (logits(shorter) - want).square().mean()
 

@@ -25,6 +25,8 @@ from headwise.runtime.modeling_headwise import BARE, CLASSIFIER, MASKED
 from headwise.tasks.causal import Causal
 from headwise.tasks.classification import Classification
 from headwise.tasks.embedding import Embedding
+from headwise.tasks.image_classification import ImageClassification
+from headwise.tasks.image_embedding import ImageEmbedding
 from headwise.tasks.masked import IGNORED, Masked
 from headwise.types import LayerKeep
 
@@ -36,6 +38,10 @@ IDS = torch.arange(60).reshape(3, 20) % 80 + 5
 
 def task_for(name: str, width: int = 32) -> tasks.Task:
     made = {"masked": Masked(MASK, (CLS, SEP, PAD)), "embedding": Embedding(width), "classification": Classification()}
+    made |= {
+        "image_embedding": ImageEmbedding(width, row_tokens=20),
+        "image_classification": ImageClassification(row_tokens=20),
+    }
     return made.get(name) or Causal()
 
 

@@ -32,10 +32,20 @@ Budgets = Annotated[
     list[str],
     typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%; repeatable."),
 ]
-Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
-Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'; of images: a folder, an .npz file, a "
+        "datasets name."
+    ),
+]
+Eval = Annotated[str | None, typer.Option(help="Evaluation text or images; held out from --data if not given.")]
 Task = Annotated[
-    str | None, typer.Option(help="causal, masked, embedding or classification; that of the model's head if not given.")
+    str | None,
+    typer.Option(
+        help="causal, masked, embedding, classification, image_embedding or image_classification; that of the model's "
+        "head if not given."
+    ),
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
@@ -44,7 +54,7 @@ Portable = Annotated[bool, typer.Option("--portable", help="One size for all lay
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
-Tokens = Annotated[int, typer.Option(help="Calibration tokens.")]
+Tokens = Annotated[int, typer.Option(help="Calibration tokens; an image counts as many as it has patches.")]
 EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
 SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measured; 0: predicted only.")]
 Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
@@ -260,7 +270,11 @@ def _quality_of(quality: dict[str, float]) -> str:
     name = "cosine" if "cosine" in quality else "kl"
     label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
     low, high = quality[f"{name}_low"], quality[f"{name}_high"]
-    return f"{label} {quality[name]:.4f} (95% interval {low:.4f} to {high:.4f})"
+    said = f"{label} {quality[name]:.4f} (95% interval {low:.4f} to {high:.4f})"
+    if "accuracy_after" not in quality:
+        return said
+    before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
+    return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"
 
 
 class _Bars:

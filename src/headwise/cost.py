@@ -29,7 +29,7 @@ def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
-    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)
+    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width * model.k_bias + layer.v_dim)
     biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
     inner = (model.mlp_matrices - 1) * layer.mlp_width
     return biases + (inner + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias

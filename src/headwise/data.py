@@ -1,7 +1,8 @@
 """Calibration and evaluation text from any source, cut into blocks; seeded.
 
 Blocks are rows of one tensor. Decoders get rows of equal length. Encoders meet texts of any length and mind which, so
-their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together.
+their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together. How many
+tokens a row of something else than tokens makes, such as an image, is told as `row`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,6 +28,17 @@ OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
 )
+
+
+class Rows(NamedTuple):
+    """What was read, row by row, and the right answers where they are known: a class for every row, -1 for none."""
+
+    rows: torch.Tensor
+    truth: torch.Tensor | None = None
+
+    def part(self, chosen: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.rows[chosen], None if self.truth is None else self.truth[chosen])
 
 
 def documents(source: str, seed: int = 0) -> Iterator[str]:
@@ -153,19 +165,29 @@ def closed_blocks(
     return torch.tensor(rows)
 
 
-def count_tokens(blocks: torch.Tensor) -> int:
+def lengths_of(blocks: torch.Tensor, row: int | None = None) -> torch.Tensor:
+    """Tokens of every block."""
+    return (blocks != NOTHING).sum(1) if row is None else torch.full((len(blocks),), row)
+
+
+def count_tokens(blocks: torch.Tensor, row: int | None = None) -> int:
     """How many tokens blocks hold."""
-    return int((blocks != NOTHING).sum())
+    return int(lengths_of(blocks, row).sum())
 
 
-def mean_length(blocks: torch.Tensor) -> int:
+def mean_length(blocks: torch.Tensor, row: int | None = None) -> int:
     """Tokens of a block."""
-    return count_tokens(blocks) // len(blocks)
+    return count_tokens(blocks, row) // len(blocks)
 
 
-def rows_by_length(blocks: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, int]]:
+def places(blocks: torch.Tensor, row: int | None = None) -> int:
+    """How many tokens blocks have room for."""
+    return len(blocks) * (blocks.shape[1] if row is None else row)
+
+
+def rows_by_length(blocks: torch.Tensor, tokens: int, row: int | None = None) -> list[tuple[torch.Tensor, int]]:
     """Batches of about `tokens` tokens: the rows of each, and their length, which they share."""
-    lengths = (blocks != NOTHING).sum(1)
+    lengths = lengths_of(blocks, row)
     return [
         (rows, length)
         for length in map(int, lengths.unique())
@@ -173,9 +195,10 @@ def rows_by_length(blocks: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor
     ]
 
 
-def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
+def batches(blocks: torch.Tensor, tokens: int = 4096, row: int | None = None) -> list[torch.Tensor]:
     """Rows in batches of about `tokens` tokens, each of one length."""
-    return [blocks[rows, :length] for rows, length in rows_by_length(blocks, tokens)]
+    parts = rows_by_length(blocks, tokens, row)
+    return [blocks[rows, :length] if row is None else blocks[rows] for rows, length in parts]
 
 
 @torch.no_grad()

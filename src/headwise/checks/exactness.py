@@ -37,8 +37,10 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
 
     That is its logits, or the last stream of a model without a head. How to load it is written beside them.
     """
-    ids = ids[:, ids[0] >= 0]  # a block may end early
-    logits = families.family_of(model.config).run(model, ids.to(model.device))
+    family = families.family_of(model.config)
+    ids = family.unpadded(ids)
+    found = family.call(model, ids.to(model.device))
+    logits = found["logits"] if "logits" in found else found[0]
     tensors = {"ids": ids.cpu().contiguous(), "logits": logits.float().cpu().contiguous()}
     save_file(tensors, path, metadata={"auto": families.auto_class_of(model)})
 
@@ -64,10 +66,10 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 @torch.no_grad()
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored."""
+    if not families.family_of(model.config).shape_of(model.config).cached:
+        return 0
     ids = torch.ones((1, length), dtype=torch.long, device=model.device)
-    cache = getattr(model(ids, use_cache=True), "past_key_values", None)
-    if cache is None:
-        return 0  # encoders keep none
+    cache = model(ids, use_cache=True).past_key_values
     numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
     return int(numbers // length * element_bytes)
 

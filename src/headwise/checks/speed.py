@@ -25,7 +25,8 @@ def measure(
     times: dict[str, list[float]] = {}
     family = families.family_of(source.config)
     if not family.shape_of(source.config).cached:
-        return _reading(source, cut, min(prompt, family.longest(source.config)), repeats)
+        rows = family.example(source.config, 1, min(prompt, family.longest(source.config))).to(source.device)
+        return _reading(source, cut, rows, family.row_tokens(source.config, rows), repeats)
     limit = int(getattr(source.config, "max_position_embeddings", None) or prompt + steps + 1)
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
@@ -37,15 +38,18 @@ def measure(
     return {**found, "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
 
 
-def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds per token to read a text as a whole."""
+def _reading(
+    source: nn.Module, cut: nn.Module, rows: torch.Tensor, image: int | None, repeats: int
+) -> dict[str, float]:
+    """Median milliseconds per token to read a text as a whole, or per image; `image` is how many tokens it makes."""
     times: dict[str, list[float]] = {}
-    ids = torch.full((1, prompt), 3, device=source.device)  # any token but padding, which some models count out
+    what, count = ("prefill_ms_per_token", rows.shape[1]) if image is None else ("ms_per_image", 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            _, seconds = _timed(lambda model=model: model(ids), model.device)  # type: ignore[misc]
-            times.setdefault(f"prefill_ms_per_token_{name}", []).append(seconds / prompt * 1e3)
-    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, "prompt_tokens": float(prompt)}
+            _, seconds = _timed(lambda model=model: model(rows), model.device)  # type: ignore[misc]
+            times.setdefault(f"{what}_{name}", []).append(seconds / count * 1e3)
+    tokens = {"prompt_tokens" if image is None else "tokens_per_image": float(image or count)}
+    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, **tokens}
 
 
 def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:

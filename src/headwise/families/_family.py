@@ -32,6 +32,7 @@ class Block:
 
     `attention_norm` and `mlp_norm` come before a part, `attention_scale` and `mlp_scale` after it (sandwich norms),
     `attention_end` and `mlp_end` after the sum (post-norm layers). In a `parallel` layer both parts read one stream.
+    `by_channel` says that scales are factors of channels, so that they can be undone.
     """
 
     attention: TailoredAttention
@@ -43,15 +44,17 @@ class Block:
     mlp_norm: Norm | None = None
     attention_scale: Norm | None = None
     mlp_scale: Norm | None = None
+    channel_norm: Norm | None = None  # before the down projection
     attention_end: Norm | None = None
     mlp_end: Norm | None = None
     parallel: bool = False
+    by_channel: bool = False
 
     def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
         """The MLP's channels, for the streams before the layer and after attention."""
         x = _maybe(self.mlp_norm, start if self.parallel else middle)
         hidden: torch.Tensor = self.activation(self.inner[0](x))
-        return hidden * self.inner[1](x) if len(self.inner) > 1 else hidden
+        return _maybe(self.channel_norm, hidden * self.inner[1](x) if len(self.inner) > 1 else hidden)
 
     def middle(self, start: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """The stream after attention whose heads put out `z` (B, T, H V)."""
@@ -74,6 +77,8 @@ class Family(ABC):
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
+    package: ClassVar[str] = ""  # that its models need beside transformers
+    images: ClassVar[bool] = False  # whether its models read images, not tokens
 
     # What every family says.
 
@@ -107,9 +112,31 @@ class Family(ABC):
         """The model_type of the stock architecture behind a stock or tailored configuration."""
         return str(config.model_type).removeprefix("headwise_")
 
+    def class_name(self, config: Any) -> str:
+        """Of the model that a configuration belongs to; empty where it does not say."""
+        return str((getattr(config, "architectures", None) or [""])[0])
+
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
         return int(config.max_position_embeddings)
+
+    def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
+        """Tokens that a row makes where it does not consist of them: the patches of an image."""
+        return None
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(config.hidden_size)
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one length, without the places behind their end."""
+        return rows[:, rows[0] >= 0]
+
+    def stock_loader(self, config: Any, auto: str) -> Any:
+        """The class that loads a model of this configuration with that head."""
+        import transformers
+
+        return getattr(transformers, auto)
 
     def anatomy(self, config: Any) -> Anatomy:
         """Where the parts are."""
@@ -148,7 +175,7 @@ class Family(ABC):
             "layers": [layers[index].to_json() for index in kept],
             "kept": [origin[index] for index in kept],  # of the source's layers
         }
-        config = made["AutoConfig"](**settings)
+        config = self.configured(made["AutoConfig"], settings)
         config._attn_implementation = like.config._attn_implementation
         with torch.device("meta"):
             model = made[auto](config)
@@ -161,6 +188,10 @@ class Family(ABC):
         if getattr(like, "generation_config", None) is not None:
             model.generation_config = copy.deepcopy(like.generation_config)
         return model.train(like.training)
+
+    def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
+        """A configuration with the settings of another."""
+        return config_class(**settings)
 
     def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
         """The state dictionary without the layers that are gone."""
@@ -282,7 +313,7 @@ class Family(ABC):
         def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             more = bound.pop("kwargs", {})
-            seen.append((bound.pop("hidden_states"), {**bound, **more}))
+            seen.append((bound.pop(next(iter(bound))), {**bound, **more}))  # the stream comes first
             if len(seen) == count:
                 raise Captured
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise.families import Block, Family
 from headwise.linalg import balanced, ridge, value_basis
-from headwise.probes._watch import Track, batches, silently
+from headwise.probes._watch import Track, batches, places, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
@@ -47,7 +47,8 @@ def refit(
     device = healed.device
     contexts = family.layer_contexts(source, tokens[:1].to(device))
     kept = _kept_of(source, healed)
-    parts = batches(tokens)
+    image = family.row_tokens(source.config, tokens)
+    parts = batches(tokens, row=image)
     rows = [_Rows(family.embed(source, p.to(device)), family.embed(healed, p.to(device))) for p in parts]
     ours, theirs = family.blocks(healed), family.blocks(source)
     gains = []
@@ -61,7 +62,7 @@ def refit(
         worker.queries_and_keys()
         worker.values()
         gains.append({"attention": worker.output(), "mlp": worker.down(lost)})
-    return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
+    return healed, {"method": NAME, "tokens": places(tokens, image), "strength": strength, "layers": gains}
 
 
 class LayerHealer:
@@ -76,7 +77,7 @@ class LayerHealer:
         self.contexts = family.layer_contexts(model, tokens[:1].to(model.device))
         self.streams: list[list[torch.Tensor]] = [[] for _ in self.whole]
         with torch.no_grad():
-            for part in batches(tokens):
+            for part in batches(tokens, row=family.row_tokens(model.config, tokens)):
                 stream = family.embed(model, part.to(model.device))
                 for index, context in enumerate(self.contexts):
                     self.streams[index].append(stream)
@@ -117,6 +118,8 @@ class _LayerRefit:
     def _wanted(self, row: _Rows, z: torch.Tensor) -> torch.Tensor:
         """What the output projection should give: the source's sum, or its own output where a norm follows it."""
         given: torch.Tensor = self.theirs.output(z)
+        if self.theirs.by_channel:
+            return _before(self.ours.attention_scale, self.theirs.middle(row.source, z) - row.cut)
         return given if self.theirs.attention_scale is not None else row.source + given - row.cut
 
     def queries_and_keys(self) -> None:
@@ -193,6 +196,8 @@ class _LayerRefit:
                 row.source = _pass(block, row.source, context)
             bare = self.theirs.mlp_scale is None and self.theirs.mlp_end is None
             wanted = row.source - row.cut if bare else given if self.theirs.mlp_scale else before + given - row.cut
+            if self.theirs.by_channel:
+                wanted = _before(self.ours.mlp_scale, row.source - row.cut)
             problem.add(self.ours.channels(row.cut_start, row.cut), wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
@@ -207,6 +212,12 @@ def _kept_of(source: nn.Module, cut: nn.Module) -> list[int]:
         model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
     ]
     return [list(numbers[0]).index(number) for number in numbers[1]]
+
+
+def _before(scale: Any, wanted: torch.Tensor) -> torch.Tensor:
+    """What factors of channels must be given so that they put out what is wanted."""
+    factors = scale(torch.ones_like(wanted[:1, :1]))
+    return wanted / torch.where(factors == 0, 1, factors)
 
 
 def _pass(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:

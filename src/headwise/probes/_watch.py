@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from headwise.data import batches as batches
+from headwise.data import places as places
 
 T = TypeVar("T")
 Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress

@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Prepared, Task
@@ -90,7 +91,7 @@ def measure(
         unit=skipper.task.unit,
         meaning=f"Measured damage ({skipper.task.divergence_name} to the source, healed) with whole layers removed, "
         "chosen jointly.",
-        tokens=tokens.numel(),
+        tokens=places(tokens, skipper.task.row_tokens),
         seed=seed,
     )
     return reading, order

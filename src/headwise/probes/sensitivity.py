@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
 from headwise.probes._watch import Track, silently, watching
@@ -157,7 +158,8 @@ def measure(
             order["qk_pairs_power"] = _strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
-    return [_reading(name, rows, tokens.numel(), seed, probe.task.unit) for name, rows in curves.items()], orders
+    read = places(tokens, probe.task.row_tokens)
+    return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
 
 
 def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:

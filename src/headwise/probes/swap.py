@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
@@ -92,7 +93,8 @@ def measure(
     for reading, layer, size in track(jobs, "measured damage"):
         option = cut(layer, options[reading.kind](shapes[layer], size))
         found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
-    return [_corrected(reading, found, tokens.numel(), seed, how) for reading in predicted if reading.kind in options]
+    read = places(tokens, swapper.task.row_tokens)
+    return [_corrected(reading, found, read, seed, how) for reading in predicted if reading.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:

@@ -145,7 +145,7 @@ def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
     kinds: dict[str, tuple[str, int]] = {}
     if new.gone:
         return kinds
-    if new.qk_width < old.qk_width:
+    if new.qk_width < old.qk_width and not plan.source.grain.folds:
         kinds["qk"] = ("damage.qk_pairs_shared" if plan.portable else "damage.qk_pairs", new.qk_width)
     elif new.qk_dim < old.qk_dim:
         kinds["qk"] = ("damage.qk_projected", new.qk_dim)

@@ -18,6 +18,8 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per masked token": ("AutoModelForMaskedLM", "fill-mask"),
     "1 - cosine": ("AutoModel", "sentence-similarity"),
     "nats per text": ("AutoModelForSequenceClassification", "text-classification"),
+    "nats per image": ("AutoModelForImageClassification", "image-classification"),
+    "1 - cosine per image": ("AutoModel", "image-feature-extraction"),
 }
 
 
@@ -73,26 +75,38 @@ def use(dossier: Dossier) -> tuple[str, str]:
     return USES.get(damage_unit(dossier), USES[NATS])
 
 
+def reads_images(dossier: Dossier) -> bool:
+    """Whether the model reads images, not text."""
+    return damage_unit(dossier).endswith("per image")
+
+
 def measures(dossier: Dossier) -> tuple[Measure, ...]:
     """The numbers that answer most questions: perplexity or its like, cache where there is one, parameters, time."""
     quality, speed = (dossier.verdict.quality, dossier.verdict.speed) if dossier.verdict else ({}, {})
     decode = any(key.startswith("decode_ms_per_token") for key in speed) or not speed
     key, phase = ("decode_ms_per_token", "generating") if decode else ("prefill_ms_per_token", "reading")
+    time = _pair(f"Time per token, {phase}", "ms", speed, key)
+    if reads_images(dossier):
+        time = _pair("Time per image", "ms", speed, "ms_per_image")
+    right = [_pair("Accuracy", "", quality, "accuracy")] if "accuracy_after" in quality else []
     cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
     return (
-        _quality(quality),
+        *right,
+        _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
         _size(dossier, "Parameters", "", "parameters", parameters),
-        _pair(f"Time per token, {phase}", "ms", speed, key),
+        time,
     )
 
 
 CACHE = "KV cache per token"
 
 
-def _quality(quality: Any) -> Measure:
+def _quality(quality: Any, unit: str) -> Measure:
     """Perplexity, or the best that the task has in its place."""
     for key, label in (("cosine", "Cosine to the source"), ("kl", "KL to the source")):
+        if not quality and unit.endswith(("cosine", "text", "image")) and (key == "kl" or "cosine" in unit):
+            return Measure(label, "", None, None)  # not measured yet
         if key in quality and "loss_after" not in quality and "perplexity_after" not in quality:
             mean, low, high = (as_number(quality.get(name)) for name in (key, f"{key}_low", f"{key}_high"))
             return Measure(label, "", None, mean, low, high)
@@ -119,7 +133,8 @@ def headline(dossier: Dossier) -> str:
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
-    first, *sizes, _ = measures(dossier)
+    found = measures(dossier)
+    first, sizes = found[0], [measure for measure in found if measure.label in (CACHE, "Parameters")]
     verb = "will need" if all(size.planned for size in sizes) else "now needs"
     fewer = {CACHE: ("less KV cache", " bytes per token"), "Parameters": ("fewer parameters", "")}
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
@@ -303,8 +318,8 @@ def provenance(dossier: Dossier) -> Rows:
     if dossier.verdict:
         v = dossier.verdict
         rows += [
-            ("Evaluation text", v.evaluation),
-            ("Evaluation tokens", number(v.tokens)),
+            ("Evaluation images" if reads_images(dossier) else "Evaluation text", v.evaluation),
+            ("Evaluation tokens", number(v.tokens) + (" (patches)" if reads_images(dossier) else "")),
             ("Machine", v.machine),
             ("Date", v.date),
         ]

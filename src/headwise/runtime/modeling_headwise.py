@@ -9,7 +9,7 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 CAUSAL, BARE = "AutoModelForCausalLM", "AutoModel"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Anatomy:
     mlp_out: str = "mlp.down_proj"
     fused_mlp: str = ""  # where an MLP is whose own code wants gate and up in one
     config: str = ""  # where its name is not stem + Config
+    bare: str = "Model"  # end of the class without a head; empty where that is nothing of ours
+    variant: str = ""  # tells our class names apart where stock classes serve several of our kinds
 
 
 ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
@@ -70,7 +73,30 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
-SCALE_QUERIES = ("opt",)  # these scale queries before the product with keys, not the product
+IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
+_o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit"] = Anatomy("deit", "DeiT", IMAGE_HEADS, "deit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit_with_teacher"] = Anatomy(
+    "deit", "DeiT", {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}, "deit", "layers", "attention", _o, *_mlp,
+    variant="Taught",
+)  # fmt: skip
+ANATOMY["dinov2"] = Anatomy("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_mlp)
+ANATOMY["dinov2_swiglu"] = Anatomy(
+    "dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_gated, "mlp", variant="SwiGLU"
+)
+_clip: Any = dict(
+    module="clip", body_at="vision_model", layers="encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2"
+)
+ANATOMY["clip_vision_model"] = Anatomy(stem="CLIPVision", heads={}, **_clip)
+ANATOMY["clip_vision_projected"] = Anatomy(
+    stem="CLIPVision", heads={BARE: "ModelWithProjection"}, variant="Projected", **_clip
+)
+ANATOMY["clip"] = Anatomy(stem="CLIP", heads=IMAGE_HEADS, bare="", **_clip)
+ANATOMY["timm_wrapper"] = Anatomy(
+    "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
+)
+SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 SMALL_OUTPUTS = ("gpt2",)  # these begin with smaller output projections the more layers there are
 
 
@@ -115,8 +141,8 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = stock.scaling  # stays the original's
-        dropout = next(getattr(stock, n) for n in ("attention_dropout", "attn_dropout", "dropout") if hasattr(stock, n))
+        self.scaling = _first(stock, "scaling", "scale")  # stays the original's
+        dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
         self.attention_dropout = float(getattr(dropout, "p", dropout))
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
         self.num_key_value_groups = sharing  # query heads that share one key/value head
@@ -182,17 +208,21 @@ class TailoredAttention(nn.Module):
 
     def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
         super().__init__()
+        output = getattr(stock, "output", None)  # DINOv2 before transformers 5.20 keeps it beside the attention
+        stock = getattr(stock, "attention", stock)
         self.layer_idx = getattr(stock, "layer_idx", None)  # encoders without a cache may have none
         self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin")
-        bias = made.bias is not None
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj")
+        out = out or getattr(output, "dense", None)
+        keys, bias = getattr(stock, "k_proj", None), made.bias is not None or _first(stock, "q_bias") is not None
+        k_bias = bias and not hasattr(stock, "k_bias") if keys is None else keys.bias is not None
         self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=bias)
+        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=k_bias)
         self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=bias)
         if out is not None:  # some layers keep the output projection elsewhere
             self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=out.bias is not None)
@@ -203,7 +233,7 @@ class TailoredAttention(nn.Module):
             factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = getattr(stock, "resid_dropout", None)
+        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop")
         if self.rotary and self.qk_width < self.head_dim:
             # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
@@ -275,18 +305,69 @@ class TailoredAttention(nn.Module):
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
 
 
+class PatchAttention(TailoredAttention):
+    """The same for timm: a layer wants the output alone, and positions turn patches but not the tokens before them."""
+
+    def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
+        super().__init__(stock, sizes)
+        self.num_prefix_tokens = getattr(stock, "num_prefix_tokens", 0)
+        self.rotate_half = getattr(stock, "rotate_half", False)
+        if isinstance(self.q_norm, nn.Identity):
+            self.q_norm = self.k_norm = None
+
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None) -> Any:
+        """As the others'; positions are one table, sines beside cosines."""
+        q_BHTW, k_BGTW, v_BGTV = super().heads(hidden)
+        if position_embeddings is None:
+            return q_BHTW, k_BGTW, v_BGTV
+        return self._turned(q_BHTW, position_embeddings), self._turned(k_BGTW, position_embeddings), v_BGTV
+
+    def _turned(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Patches turned: coordinate j pairs with its neighbour, or with j + half."""
+        (sin, cos), still, x = table.chunk(2, -1), x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        if self.rotate_half:
+            across = torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), dim=-1)
+        else:
+            across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
+        return torch.cat((still, x * cos + across * sin), dim=2).to(x.dtype)
+
+    def forward(self, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:  # type: ignore[override]
+        """As the stock attention's."""
+        q, k, v = self.heads(x, rope)
+        q, k = self.project(q, k)
+        z, _ = self.attend(q, k, v, _added(attn_mask, q, k, is_causal))
+        return self.resid_dropout(self.o_proj(z.flatten(2)))
+
+
+def _introduce(attention: Any, config: Any) -> None:
+    """Tell a stock attention of timm, by our names, what others know of themselves."""
+    attention.config, attention.is_causal, attention.rotary = config, False, 0
+    attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
+    attention.attention_dropout = attention.attn_drop
+
+
 class GatedMLP(nn.Module):
     """A gated MLP with gate and up apart, in place of one that fuses them; `tailor_layer` sets its projections."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = stock.gate_up_proj
-        self.down_proj, self.act_fn = stock.down_proj, stock.activation_fn
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g")
+        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2")
+        self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
+        self.norm = getattr(stock, "norm", nn.Identity())
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
-        out: torch.Tensor = self.down_proj(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        channels = self.norm(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        out: torch.Tensor = self.down_proj(channels)
         return out
+
+
+def fitting(anatomy: Anatomy, layer: nn.Module) -> Anatomy:
+    """The anatomy as a model with such layers has it: MLPs of timm may be gated, and are then kept as `GatedMLP`."""
+    if anatomy.module != "timm_wrapper" or type(layer.mlp).__name__ not in ("GluMlp", "SwiGLU", "GatedMLP"):
+        return anatomy
+    return replace(anatomy, fused_mlp="mlp", mlp_in=("mlp.gate_proj", "mlp.up_proj"), mlp_out="mlp.down_proj")
 
 
 def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
@@ -295,15 +376,22 @@ def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
     setattr(layer.get_submodule(parent), name, module)
 
 
+def _output_alone(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return args[0][:1] if isinstance(args[0], tuple) else None
+
+
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
-    attention = TailoredAttention(layer.get_submodule(anatomy.attention), sizes)
+    tailored = PatchAttention if anatomy.module == "timm_wrapper" else TailoredAttention
+    attention = tailored(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
         bias = layer.get_submodule(anatomy.output).bias is not None
         _put(layer, anatomy.output, nn.Linear(sizes["query_heads"] * sizes["v_dim"], hidden, bias=bias))
     _put(layer, anatomy.attention, attention)
-    if anatomy.fused_mlp and not isinstance(fused := layer.get_submodule(anatomy.fused_mlp), GatedMLP):
+    if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
+        layer.layer_scale1.register_forward_pre_hook(_output_alone)
+    if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
         _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
@@ -311,17 +399,20 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
     """Give every layer the sizes that the configuration names. Runs before weights are loaded."""
-    anatomy = ANATOMY[kind]
-    layers: Any = body.get_submodule(anatomy.layers)
+    layers: Any = body.get_submodule(ANATOMY[kind].layers)
+    anatomy = fitting(ANATOMY[kind], layers[0])
     kept = model.config.headwise.get("kept", range(len(layers)))
     for index, (layer, sizes) in enumerate(zip(layers, model.config.headwise["layers"], strict=True)):
+        if kind == "timm_wrapper":
+            _introduce(layer.attn, model.config)
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
     if not next(layers.parameters()).is_meta:
         _begin(body, layers, kind)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
-    _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
+    if kind != "timm_wrapper":  # whose models give no attention weights
+        _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
 
 
 @torch.no_grad()
@@ -351,7 +442,7 @@ def stock_classes(kind: str) -> dict[str, Any]:
     anatomy = ANATOMY[kind]
     modules = [importlib.import_module(f"transformers.models.{anatomy.module}.{part}_{anatomy.module}")
                for part in ("configuration", "modeling")]  # fmt: skip
-    ends = {"AutoModel": "Model", **anatomy.heads}
+    ends = {**({"AutoModel": anatomy.bare} if anatomy.bare else {}), **anatomy.heads}
     found = {"AutoConfig": getattr(modules[0], anatomy.config or f"{anatomy.stem}Config")}
     return {**found, **{auto: getattr(modules[1], anatomy.stem + end) for auto, end in ends.items()}}
 
@@ -364,17 +455,20 @@ def classes(kind: str) -> dict[str, Any]:
     if kind not in _made:
         stock = stock_classes(kind)
         field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **field})
+        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **field})
+        more = {"_supports_sdpa": True} if kind == "timm_wrapper" else {}  # which does not always say so
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(cls, {"config_class": config, "__init__": _starter(kind, auto)})
+                _made[kind][auto] = _subclass(
+                    cls, kind, {"config_class": config, "__init__": _starter(kind, auto), **more}
+                )
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
 
-def _subclass(stock: type, space: dict[str, Any]) -> type:
-    name = f"Headwise{stock.__name__}"
+def _subclass(stock: type, kind: str, space: dict[str, Any]) -> type:
+    name = f"Headwise{ANATOMY[kind].variant}{stock.__name__}"
     doc = f"{stock.__name__} with sizes per layer: `config.headwise['layers'][i]` holds them."
     return type(stock)(name, (stock,), {"__module__": __name__, "__doc__": doc, "__qualname__": name, **space})
 
@@ -382,7 +476,8 @@ def _subclass(stock: type, space: dict[str, Any]) -> type:
 def _starter(kind: str, auto: str) -> Any:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         super(_made[kind][auto], self).__init__(config, *args, **kwargs)
-        body = self if auto == "AutoModel" else self.get_submodule(ANATOMY[kind].body_at)
+        bare = auto == "AutoModel" and not hasattr(self, ANATOMY[kind].body_at)  # some without a head are wrapped too
+        body = self if bare else self.get_submodule(ANATOMY[kind].body_at)
         _tailor(self, body, kind)
 
     return __init__
@@ -391,7 +486,7 @@ def _starter(kind: str, auto: str) -> Any:
 def __getattr__(name: str) -> Any:
     """Tailored classes come into being when they are asked for: nothing of other architectures is imported."""
     for kind, anatomy in ANATOMY.items():
-        if name.startswith(f"Headwise{anatomy.stem}"):
+        if name.startswith(f"Headwise{anatomy.variant}{anatomy.stem}"):
             found = {cls.__name__: cls for cls in classes(kind).values()}
             if name in found:
                 return found[name]

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import torch
 from torch import nn
 
-from headwise.data import closed_blocks, closed_lengths, rows_by_length
+from headwise.data import Rows, closed_blocks, closed_lengths, documents, rows_by_length
 from headwise.families import Family
 
 
@@ -20,19 +20,28 @@ class Prepared(NamedTuple):
     inputs: torch.Tensor
     labels: torch.Tensor
     per_token: bool = True
+    row: int | None = None  # tokens of a row where rows are not tokens
+    truth: torch.Tensor | None = None  # the right answer to every row, where they are known
+
+    def with_truth(self, truth: torch.Tensor | None) -> Prepared:
+        """The same with right answers."""
+        return self._replace(truth=truth)
 
     def batches(self, tokens: int = 4096) -> list[Prepared]:
         """Rows in batches of about `tokens` tokens, each of one length."""
-        parts = rows_by_length(self.inputs, tokens)
-        ends = [length if self.per_token else self.labels.shape[1] for _, length in parts]
         return [
-            self._replace(inputs=self.inputs[rows, :length], labels=self.labels[rows, :end])
-            for (rows, length), end in zip(parts, ends, strict=True)
+            self._replace(
+                inputs=self.inputs[rows, :length] if self.row is None else self.inputs[rows],
+                labels=self.labels[rows, :length] if self.per_token else self.labels[rows],
+                truth=None if self.truth is None else self.truth[rows],
+            )
+            for rows, length in rows_by_length(self.inputs, tokens, self.row)
         ]
 
     def to(self, device: torch.device) -> Prepared:
         """The same on a device."""
-        return self._replace(inputs=self.inputs.to(device), labels=self.labels.to(device))
+        truth = None if self.truth is None else self.truth.to(device)
+        return self._replace(inputs=self.inputs.to(device), labels=self.labels.to(device), truth=truth)
 
 
 class Answers(NamedTuple):
@@ -53,6 +62,7 @@ class Task(ABC):
     agreement_name: ClassVar[str] = ""  # of the share of equal best answers, in verdicts
     perplexity: ClassVar[bool] = False  # whether exp(loss) is one
     generates: ClassVar[bool] = False  # whether the model writes text
+    row_tokens: int | None = None  # tokens of a row where rows are not tokens
     refit_strength: ClassVar[float] = 1.0  # of the ridge that holds refitted weights near those that a cut left
 
     @classmethod
@@ -89,6 +99,14 @@ class Task(ABC):
     def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Answers:
         """The answers of the source and of the reshaped model."""
         return Answers(None, None, self.divergence(before, after), None)
+
+    def right(self, outputs: torch.Tensor, truth: torch.Tensor) -> torch.Tensor | None:
+        """Whether the best answers are the right ones (B), where a task has such a thing."""
+        return None
+
+    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> Rows:
+        """Rows of a source as `data` names it, by the tokenizer or whatever else reads for the model."""
+        return Rows(self.blocks(documents(source, seed), reader, length, count, source))
 
     def blocks(
         self, texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"

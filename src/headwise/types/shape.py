@@ -117,6 +117,7 @@ class ModelShape(Record):
     layers: tuple[LayerShape, ...]
     grain: Grain
     qkv_bias: bool = False
+    k_bias: bool = True  # whether keys have one too where queries and values do
     o_bias: bool = False
     mlp_bias: bool = False
     mlp_matrices: int = 3  # gate, up and down; two without a gate
@@ -124,6 +125,7 @@ class ModelShape(Record):
     layer_norms: int = 0  # parameters of a layer that go only with the whole layer
     other_parameters: int = 0  # whatever else no plan changes
     element_bytes: int = 4  # of one number in the cache, as the model is saved
+    row_tokens: int | None = None  # tokens of every input where their number is fixed, as that of an image's patches
 
     def __post_init__(self) -> None:
         if not self.layers:
