@@ -92,6 +92,15 @@ MORE: dict[str, dict[str, dict]] = {  # model_type -> name -> changes to its tin
         }
         for kind in ("bert", "roberta", "distilbert")
     },
+    "modernbert": {
+        "plain": {},
+        "bare": {"head": "AutoModel"},
+        "classifier": {"head": "AutoModelForSequenceClassification", "num_labels": 3},
+        "mean": {"head": "AutoModelForSequenceClassification", "classifier_pooling": "mean", "classifier_bias": True},
+        "biases": {"attention_bias": True, "mlp_bias": True, "norm_bias": True},
+        "untied": {"tie_word_embeddings": False, "decoder_bias": False},
+        "all local": {"layer_types": ["sliding_attention"] * 3},
+    },
     "vit": {
         "plain": {},
         "bare": {"head": "AutoModel"},

@@ -73,6 +73,9 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
+ANATOMY["modernbert"] = Anatomy(
+    "modernbert", "ModernBert", ENCODER_HEADS, attention="attn", output="attn.o_proj", fused_mlp="mlp"
+)
 IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
 _o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
 ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
@@ -137,7 +140,7 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = _first(stock, "scaling", "scale")  # stays the original's
+        self.scaling = _first(stock, "scaling", "scale") or stock.head_dim**-0.5  # stays the original's
         dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
         self.attention_dropout = float(getattr(dropout, "p", dropout))
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
@@ -211,8 +214,8 @@ class TailoredAttention(nn.Module):
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin") or getattr(output, "dense", None)
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "Wqkv")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "Wo") or getattr(output, "dense", None)
         bias = made.bias is not None
         self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
         self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=bias)
@@ -226,7 +229,7 @@ class TailoredAttention(nn.Module):
             factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = getattr(stock, "resid_dropout", None)
+        self.resid_dropout = _first(stock, "resid_dropout", "out_drop")
         if self.rotary and self.qk_width < self.head_dim:
             self.register_buffer("pairs_GP", torch.zeros(self.kv_heads, self.qk_width // 2, dtype=torch.long))
         if self.qk_dim < self.qk_width:
@@ -301,13 +304,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in")
-        self.down_proj = _first(stock, "down_proj", "weights_out")
-        self.act_fn = getattr(stock, "activation_fn", nn.functional.silu)
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "Wi")
+        self.down_proj = _first(stock, "down_proj", "weights_out", "Wo")
+        self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
+        self.drop = _first(stock, "drop") or nn.Identity()
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
-        out: torch.Tensor = self.down_proj(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        # Side by side, as one product gives them: how some activations round depends on where their input lies.
+        gate, up = torch.cat((self.gate_proj(hidden_states), self.up_proj(hidden_states)), -1).chunk(2, -1)
+        out: torch.Tensor = self.down_proj(self.drop(up * self.act_fn(gate)))
         return out
 
 
