@@ -20,6 +20,8 @@ from headwise.errors import DataError, ModelError
 from headwise.families.bert import FAMILY as bert
 from headwise.families.distilbert import FAMILY as distilbert
 from headwise.families.llama import FAMILY as llama
+from headwise.families.modernbert import FAMILY as modernbert
+from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity, swap
 from headwise.runtime.modeling_headwise import BARE, CLASSIFIER, MASKED
 from headwise.tasks.causal import Causal
@@ -32,7 +34,7 @@ from headwise.types import LayerKeep
 
 CLS, SEP, MASK, PAD = 1, 2, 3, 0
 HEADS = {"masked": MASKED, "embedding": BARE, "classification": CLASSIFIER}
-KINDS = [(bert, "bert"), (bert, "roberta"), (distilbert, "distilbert")]
+KINDS = [(bert, "bert"), (bert, "roberta"), (distilbert, "distilbert"), (modernbert, "modernbert")]
 IDS = torch.arange(60).reshape(3, 20) % 80 + 5
 
 
@@ -162,6 +164,20 @@ def test_padding_changes_nothing(family, kind):
         alone = model(IDS[:, :12]).last_hidden_state
         padded = model(rows, attention_mask=(torch.arange(17) < 12).long().expand(3, -1)).last_hidden_state
     assert torch.allclose(padded[:, :12], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS, ids=[kind for _, kind in KINDS])
+def test_rows_of_any_length_go_layer_by_layer(family, kind, text):
+    model, task = family.tailor(family.tiny(kind)), task_for("masked")
+    model.config._attn_implementation = "sdpa"
+    rows = task.blocks(data.documents(str(text)), tokenizer(), 64, 12)
+    assert len(data.rows_by_length(rows, 64)) > 2
+    swapper = swap.Swapper(family, model, rows, task)
+    for batch, reference in zip(swapper.batches, swapper.reference, strict=True):
+        with torch.no_grad():
+            assert torch.allclose(task.outputs(family, model, batch), reference, atol=1e-4)
+    _, found = refit(family, model, family.tailor(model), task.prepare(rows, 0).inputs)
+    assert all(part["error_after"] < 1e-5 for layer in found["layers"] for part in layer.values()), "nothing to heal"
 
 
 def test_divergences_are_what_they_are_called():

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._contexts import of_length
 from headwise.families._family import Block, Family
 from headwise.registry import find, names
 from headwise.runtime import register
@@ -30,6 +31,7 @@ __all__ = [
     "known",
     "load",
     "locate",
+    "of_length",
     "quietly",
     "task_of",
 ]

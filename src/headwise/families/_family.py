@@ -15,6 +15,7 @@ from torch import nn
 
 from headwise.errors import ModelError
 from headwise.families._config import NOT_COPIED, without
+from headwise.families._contexts import of_length
 from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, TailoredAttention, classes, stock_classes, tailor_layer
 from headwise.types import LayerShape, ModelShape
 
@@ -79,6 +80,7 @@ class Family(ABC):
     portable: ClassVar[bool] = False
     package: ClassVar[str] = ""  # that its models need beside transformers
     images: ClassVar[bool] = False  # whether its models read images, not tokens
+    keeps_first: ClassVar[bool] = False  # whether the first layer has to stay
 
     # What every family says.
 
@@ -163,6 +165,8 @@ class Family(ABC):
 
         Layers that are gone leave no trace but the numbers of those that were kept, for healing.
         """
+        if self.keeps_first and layers[0].gone:
+            raise ModelError(f"the first layer of {self.name} models is unlike the others and has to stay.")
         made = classes(self.kind(like.config))
         auto = next(auto for auto, cls in stock_classes(self.kind(like.config)).items() if isinstance(like, cls))
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
@@ -336,7 +340,7 @@ class Family(ABC):
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
-        out = self.layers(model)[index](stream, **context)
+        out = self.layers(model)[index](stream, **of_length(context, stream.shape[1]))
         first: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return first
 

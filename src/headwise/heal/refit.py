@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families import Block, Family
+from headwise.families import Block, Family, of_length
 from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, places, silently
 
@@ -100,19 +100,22 @@ class _LayerRefit:
 
     def __init__(self, ours: Block, theirs: Block, context: dict[str, Any], rows: list[_Rows], strength: float) -> None:
         self.ours, self.theirs, self.rows, self.strength = ours, theirs, rows, strength
-        self.positions = context.get("position_embeddings")
-        self.mask = context.get("attention_mask")
+        self.context = context
 
     def _heads(
         self, block: Block, stream: torch.Tensor, like: Block | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries, keys and values of a block; its input is normed as `like` does."""
         norm = (like or block).attention_norm
-        return block.attention.heads(stream if norm is None else norm(stream), self.positions)
+        positions = of_length(self.context, stream.shape[1]).get("position_embeddings")
+        return block.attention.heads(stream if norm is None else norm(stream), positions)
+
+    def _mask(self, stream: torch.Tensor) -> Any:
+        return of_length(self.context, stream.shape[1]).get("attention_mask")
 
     def _outputs(self, block: Block, stream: torch.Tensor) -> torch.Tensor:
         q, k, v = self._heads(block, stream)
-        z: torch.Tensor = block.attention.attend(*block.attention.project(q, k), v, self.mask)[0]
+        z: torch.Tensor = block.attention.attend(*block.attention.project(q, k), v, self._mask(stream))[0]
         return z.flatten(2)
 
     def _wanted(self, row: _Rows, z: torch.Tensor) -> torch.Tensor:
@@ -157,7 +160,7 @@ class _LayerRefit:
         for row in self.rows:
             q, k, _ = self._heads(self.ours, row.cut)
             v = self._heads(self.theirs, row.cut, self.ours)[2]
-            z = ours.attend(*ours.project(q, k), v, self.mask)[0].flatten(2)
+            z = ours.attend(*ours.project(q, k), v, self._mask(row.cut))[0].flatten(2)
             problem.add(z, self._wanted(row, self._outputs(self.theirs, row.source)))
         full = problem.solution(self.strength)
         heads, width, groups = theirs.query_heads, theirs.v_dim, ours.kv_heads
@@ -222,6 +225,7 @@ def _before(scale: Any, wanted: torch.Tensor) -> torch.Tensor:
 
 def _pass(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
     """A stream through one whole layer of the source."""
+    context = of_length(context, stream.shape[1])
     x = stream if block.attention_norm is None else block.attention_norm(stream)
     q, k, v = block.attention.heads(x, context.get("position_embeddings"))
     z = block.attention.attend(*block.attention.project(q, k), v, context.get("attention_mask"))[0].flatten(2)

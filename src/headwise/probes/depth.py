@@ -33,8 +33,9 @@ class Skipper:
         self, family: Family, model: nn.Module, tokens: torch.Tensor, task: Task | None = None, seed: int = 0
     ) -> None:
         self.family, self.model, self.task = family, model, task or Causal()
-        self.parts = self.task.prepare(tokens, seed).to(model.device).batches(2048)
-        self.contexts = family.layer_contexts(model, self.parts[0].inputs)
+        prepared = self.task.prepare(tokens, seed).to(model.device)
+        self.parts = prepared.batches(2048)
+        self.contexts = family.layer_contexts(model, prepared.inputs[:1])
         self.reference = [self._answers(part, ()) for part in self.parts]
 
     @torch.no_grad()
@@ -98,7 +99,8 @@ def measure(
 
 
 def _greedy(skipper: Skipper, layers: int, most: int, track: Track) -> tuple[int, ...]:
-    last = {index: skipper.without((index,)) for index in track(range(layers), "depth")}
+    able = range(int(skipper.family.keeps_first), layers)
+    last = {index: skipper.without((index,)) for index in track(able, "depth")}
     order: list[int] = []
     while len(order) < most and last:
         if order:

@@ -31,8 +31,9 @@ class Swapper:
         self, family: Family, model: nn.Module, tokens: torch.Tensor, task: Task | None = None, seed: int = 0
     ) -> None:
         self.family, self.model, self.task = family, model, task or Causal()
-        self.batches = self.task.prepare(tokens, seed).to(model.device).batches(2048)
-        self.contexts = family.layer_contexts(model, self.batches[0].inputs)
+        prepared = self.task.prepare(tokens, seed).to(model.device)
+        self.batches = prepared.batches(2048)
+        self.contexts = family.layer_contexts(model, prepared.inputs[:1])
         self.streams: list[list[torch.Tensor]] = []
         self.reference: list[torch.Tensor] = []
         self._run_source()

@@ -73,6 +73,9 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
+ANATOMY["modernbert"] = Anatomy(
+    "modernbert", "ModernBert", ENCODER_HEADS, attention="attn", output="attn.o_proj", fused_mlp="mlp"
+)
 IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
 _o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
 ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
@@ -141,7 +144,7 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = _first(stock, "scaling", "scale")  # stays the original's
+        self.scaling = _first(stock, "scaling", "scale") or stock.head_dim**-0.5  # stays the original's
         dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
         self.attention_dropout = float(getattr(dropout, "p", dropout))
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
@@ -216,8 +219,8 @@ class TailoredAttention(nn.Module):
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj")
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo")
         out = out or getattr(output, "dense", None)
         keys, bias = getattr(stock, "k_proj", None), made.bias is not None or _first(stock, "q_bias") is not None
         k_bias = bias and not hasattr(stock, "k_bias") if keys is None else keys.bias is not None
@@ -233,7 +236,7 @@ class TailoredAttention(nn.Module):
             factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop")
+        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop", "out_drop")
         if self.rotary and self.qk_width < self.head_dim:
             # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
@@ -351,15 +354,16 @@ class GatedMLP(nn.Module):
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g")
-        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2")
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g", "Wi")
+        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2", "Wo")
         self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
-        self.norm = getattr(stock, "norm", nn.Identity())
+        self.norm, self.drop = (_first(stock, name) or nn.Identity() for name in ("norm", "drop"))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
-        channels = self.norm(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
-        out: torch.Tensor = self.down_proj(channels)
+        # Side by side, as one product gives them: how some activations round depends on where their input lies.
+        gate, up = torch.cat((self.gate_proj(hidden_states), self.up_proj(hidden_states)), -1).chunk(2, -1)
+        out: torch.Tensor = self.down_proj(self.drop(self.norm(up * self.act_fn(gate))))
         return out
 
 
