@@ -23,10 +23,7 @@ def command(
         str, typer.Argument(help="Folder or config.json, stock or tailored; a folder with weights is trained further.")
     ],
     data: Annotated[
-        str,
-        Option(
-            help="Text or jsonl file (also .xz, .gz, .bz2), datasets name, 'stdlib'; labelled .jsonl, .tsv or .npz."
-        ),
+        str, Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled .jsonl, .tsv, .npz.")
     ],
     out: Annotated[Path, Option(help="Folder to write; an unfinished run in it goes on.")],
     eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,

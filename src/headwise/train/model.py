@@ -104,9 +104,7 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
         where = settings.tokenizer or _beside(settings.config, config)
     try:
         with families.quietly():
-            found = AutoTokenizer.from_pretrained(families.locate(where)[0])
-    except HeadwiseError:
-        raise
+            found = AutoTokenizer.from_pretrained(families.locate(where)[0] if where == families.EMBEDDED else where)
     except Exception as error:  # transformers and tokenizers raise many kinds
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{where} holds no tokenizer that can be read ({reason}); give --tokenizer FOLDER.") from None
