@@ -25,6 +25,7 @@ from headwise.train import checkpoint
 from headwise.train.images import _moved
 from headwise.train.labelled import Labels, read
 from headwise.train.loop import FitSettings, begin, fit, next_token, optimiser_for, pace, right_class
+from headwise.train.model import has_weights
 from headwise.train.order import Order
 from headwise.train.settings import parts_of_step, usual_rate
 
@@ -397,6 +398,12 @@ def test_errors_say_what_to_do(tmp_path, text, change, settings, message):
         headwise.train(config, out=tmp_path / "out", **asked)
 
 
+def test_only_a_bare_configuration_begins_at_random(tmp_path):
+    config = folder_with(tmp_path, LLAMA)
+    found = [has_weights(where) for where in ("embedded", "owner/model", config, f"{config}/config.json")]
+    assert found == [True, True, False, False]
+
+
 def test_empty_and_short_texts_are_refused(tmp_path):
     config = folder_with(tmp_path, LLAMA)
     for content, message in (("", "holds no text"), ("few words", "fewer than one row of 32")):
@@ -424,10 +431,17 @@ def test_the_command_trains_once_and_says_so(tmp_path, text, monkeypatch, capsys
     assert code == 0 and json.loads(said.out)["fit"]["steps"] == 2
     code, said = run()
     assert code == 2 and "holds a finished training" in said.err
-    code, said = run("--seed", "1")
+    code, said = run("--seed", "1", "--micro-tokens", "64")
     assert code == 2 and "other settings" in said.err
     code, said = run("--overwrite")
     assert code == 0 and "held out: loss" in said.out and str(out / "model") in said.out
+
+
+def test_a_run_that_never_began_does_not_keep_the_folder(tmp_path, text):
+    config = folder_with(tmp_path, LLAMA)
+    with pytest.raises(HeadwiseError, match="no cls token"):
+        headwise.train(config, text, tmp_path / "out", task="masked", **FEW)
+    assert headwise.train(config, text, tmp_path / "out", steps=1, **FEW)["task"] == "causal"
 
 
 def test_the_folder_of_the_configuration_is_never_written(tmp_path, text):

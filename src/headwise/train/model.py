@@ -30,6 +30,8 @@ def read_config(where: str) -> Any:
     from transformers import AutoConfig
 
     register()
+    if where.endswith(".gguf"):
+        raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
     path = families.locate(where)[0] if not where.endswith(".json") else where
     if where.endswith(".json") and not Path(where).is_file():
         raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
@@ -59,9 +61,13 @@ def task_for(settings: TrainSettings, config: Any) -> str:
 
 
 def has_weights(where: str) -> bool:
-    """Whether a folder holds a model to go on from."""
-    folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where)
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    """Whether a folder holds a model to go on from; a hub id always does."""
+    if where.endswith(".json"):
+        return False
+    folder = Path(families.locate(where)[0])
+    return not folder.is_dir() or any(
+        (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
 
 
 def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
