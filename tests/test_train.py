@@ -340,7 +340,7 @@ def test_an_image_classifier_learns(tmp_path):
     config = folder_with(tmp_path, vit)
     settings = dict(device="cpu", batch_rows=16, epochs=8, rate=1e-2)
     found = headwise.train(config, str(tmp_path / "data.npz"), tmp_path / "out", **settings)
-    assert found["task"] == "images" and found["row_tokens"] == 5 and found["evaluation"]["accuracy"] == 1
+    assert found["task"] == "image_classification" and found["row_tokens"] == 5 and found["evaluation"]["accuracy"] == 1
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "model")
     assert model.config.num_labels == 2
     about = json.loads((tmp_path / "out" / "model" / "preprocessor_config.json").read_text())
@@ -383,7 +383,7 @@ def test_optimiser_state_survives_a_checkpoint(tmp_path):
         ({"vocab_size": 100}, {"tokenizer": "embedded"}, "4,096 tokens.*vocab_size of 100"),
         ({}, {"batch_rows": None, "batch_tokens": 16}, "16 tokens is smaller than one row of 32.*--batch-tokens"),
         ({}, {"task": "sorting"}, "no task is called 'sorting'. Known: causal"),
-        ({}, {"task": "images"}, "x_train"),
+        ({}, {"task": "image_classification"}, "x_train"),
         ({}, {"task": "masked"}, "no cls token"),
         ({}, {"steps": 2, "tokens": 9}, "both steps and tokens"),
         ({"model_type": "nonsense"}, {}, "no configuration that transformers can read"),

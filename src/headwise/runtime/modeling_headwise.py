@@ -71,7 +71,6 @@ ANATOMY["distilbert"] = Anatomy(
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
 SCALE_QUERIES = ("opt",)  # these scale queries before the product with keys, not the product
-SMALL_OUTPUTS = ("gpt2",)  # these begin with smaller output projections the more layers there are
 
 
 def _eager(
@@ -174,6 +173,18 @@ def _first(stock: nn.Module, *names: str) -> Any:
     return next((getattr(stock, name) for name in names if getattr(stock, name, None) is not None), None)
 
 
+@torch.no_grad()
+def _linear(stock: nn.Module, columns: int, rows: int, bias: bool) -> nn.Linear:
+    """A new matrix whose random entries spread as those of the stock one that it replaces, whatever rule drew them."""
+    new = nn.Linear(columns, rows, bias=bias)
+    for name in ("weight", "bias"):
+        ours, theirs = getattr(new, name), getattr(stock, name, None)
+        if ours is not None and theirs is not None and theirs.numel() and not (ours.is_meta or theirs.is_meta):
+            spread, mean = torch.std_mean(theirs.float(), correction=0)
+            ours.normal_(0.0 if name == "weight" else float(mean), float(spread))
+    return new
+
+
 class TailoredAttention(nn.Module):
     """Attention with its own sizes; a drop-in for the stock attention of a layer.
 
@@ -191,11 +202,12 @@ class TailoredAttention(nn.Module):
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin")
         bias = made.bias is not None
-        self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=bias)
+        keys, values = _first(stock, "k_proj", "key", "k_lin") or made, _first(stock, "v_proj", "value", "v_lin") or made
+        self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
+        self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, bias)
+        self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
         if out is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=out.bias is not None)
+            self.o_proj = _linear(out, self.query_heads * self.v_dim, hidden, out.bias is not None)
         self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
         self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
         if self.rotary is None:
@@ -209,8 +221,9 @@ class TailoredAttention(nn.Module):
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
-            self.q_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
-            self.k_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
+            # Drawn so that queries and keys keep their size; zeros could never be trained.
+            down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
+            self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
 
     def heads(
         self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -300,13 +313,15 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     attention = TailoredAttention(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
-        bias = layer.get_submodule(anatomy.output).bias is not None
-        _put(layer, anatomy.output, nn.Linear(sizes["query_heads"] * sizes["v_dim"], hidden, bias=bias))
+        out = layer.get_submodule(anatomy.output)
+        new = _linear(out, sizes["query_heads"] * sizes["v_dim"], hidden, out.bias is not None)
+        _put(layer, anatomy.output, new)
     _put(layer, anatomy.attention, attention)
     if anatomy.fused_mlp and not isinstance(fused := layer.get_submodule(anatomy.fused_mlp), GatedMLP):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
-        _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
+        stock = layer.get_submodule(path)
+        _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
 
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
@@ -318,22 +333,8 @@ def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
-    if not next(layers.parameters()).is_meta:
-        _begin(body, layers, kind)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
     _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
-
-
-@torch.no_grad()
-def _begin(body: Any, layers: Any, kind: str) -> None:
-    """Random weights, drawn as the stock architecture draws them; weights from a file come afterwards."""
-    layers.apply(body._init_weights)  # what is inside goes first, so that a stock MLP has the last word on its output
-    for attention in (module for module in layers.modules() if isinstance(module, TailoredAttention)):
-        if kind in SMALL_OUTPUTS:
-            attention.o_proj.weight /= (2 * len(layers)) ** 0.5
-        if attention.qk_dim < attention.qk_width:  # queries and keys keep their size
-            for down_GWK in (attention.q_down_GWK, attention.k_down_GWK):
-                down_GWK.normal_(std=attention.qk_width**-0.5)
 
 
 def _let_record(body: nn.Module) -> None:

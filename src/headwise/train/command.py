@@ -34,7 +34,7 @@ def command(
     out: Annotated[Path, Option(help="Folder to write; an unfinished run in it goes on.")],
     eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,
     task: Annotated[
-        str | None, Option(help="causal, masked, classification or images; by data and model if not given.")
+        str | None, Option(help="causal, masked, classification or image_classification; by data and model.")
     ] = None,
     tokenizer: Annotated[str | None, Option(help="Folder of the tokenizer, if CONFIG has none beside it.")] = None,
     train_tokenizer: Annotated[

@@ -21,7 +21,8 @@ from headwise.train.labelled import is_labelled
 from headwise.train.settings import TrainSettings
 from headwise.train.texts import train_tokenizer
 
-AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "images": "AutoModelForImageClassification"}
+IMAGES = "AutoModelForImageClassification"
+AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGES}
 SAMPLE = 2_000  # texts that a tokenizer is trained on
 
 
@@ -48,7 +49,7 @@ def task_for(settings: TrainSettings, config: Any) -> str:
     if settings.task is not None:
         return settings.task
     if settings.data.endswith(".npz"):
-        return "images"
+        return "image_classification"
     if is_labelled(settings.data):
         return "classification"
     try:
@@ -57,7 +58,7 @@ def task_for(settings: TrainSettings, config: Any) -> str:
         import transformers
 
         found = "causal" if type(config) in transformers.AutoModelForCausalLM._model_mapping else "masked"
-    return "masked" if found == "embedding" else found if found in ("causal", "masked") else "classification"
+    return found if found in AUTO else "image_classification" if found.startswith("image") else "masked"
 
 
 def has_weights(where: str) -> bool:

@@ -86,7 +86,7 @@ class Run:
         self.task = model.task_for(settings, config)
         with accelerator.main_process_first():  # it writes what the others read
             self.tokenizer = None
-            if self.task != "images":
+            if self.task != "image_classification":
                 self.tokenizer = model.tokenizer_for(settings, config, self.task, folder / "tokenizer")
             self.source = self._source(config)
         torch.manual_seed(settings.seed)
@@ -115,7 +115,7 @@ class Run:
     def _source(self, config: Any) -> Source:
         """The data of the task, and a configuration that fits it where that is left open."""
         settings, device = self.settings, self.device
-        if self.task == "images":
+        if self.task == "image_classification":
             images = Images(settings, int(getattr(config, "patch_size", 16) or 16), device)
             _fit_images(config, images, settings)
             return images

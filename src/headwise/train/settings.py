@@ -8,7 +8,7 @@ from math import ceil
 from headwise.errors import HeadwiseError
 from headwise.types import Record
 
-TASKS = ("causal", "masked", "classification", "images")
+TASKS = ("causal", "masked", "classification", "image_classification")
 RATE, RATE_WIDTH, HIGHEST_RATE = 6e-4, 768, 3e-3  # see `usual_rate`
 TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 
