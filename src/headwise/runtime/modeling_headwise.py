@@ -202,7 +202,8 @@ class TailoredAttention(nn.Module):
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin")
         bias = made.bias is not None
-        keys, values = _first(stock, "k_proj", "key", "k_lin") or made, _first(stock, "v_proj", "value", "v_lin") or made
+        keys = _first(stock, "k_proj", "key", "k_lin") or made  # or fused with the queries
+        values = _first(stock, "v_proj", "value", "v_lin") or made
         self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
         self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, bias)
         self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
