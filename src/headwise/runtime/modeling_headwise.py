@@ -370,7 +370,8 @@ def classes(kind: str) -> dict[str, Any]:
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(cls, {"config_class": config, "__init__": _starter(kind, auto)})
+                more = {"__init__": _starter(kind, auto), "_initialize_weights": _drawer(cls)}
+                _made[kind][auto] = _subclass(cls, {"config_class": config, **more})
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
@@ -388,6 +389,14 @@ def _starter(kind: str, auto: str) -> Any:
         _tailor(self, body, kind)
 
     return __init__
+
+
+def _drawer(stock: Any) -> Any:
+    def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
+        """As stock code draws its own: transformers leaves out some of the rules for code that it does not know."""
+        stock._initialize_weights(self, module, *(False for _ in custom))
+
+    return _initialize_weights
 
 
 def __getattr__(name: str) -> Any:
