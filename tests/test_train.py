@@ -25,9 +25,9 @@ from headwise.train import checkpoint
 from headwise.train.images import _moved
 from headwise.train.labelled import Labels, read
 from headwise.train.loop import FitSettings, begin, fit, next_token, optimiser_for, pace, right_class
-from headwise.train.model import has_weights
+from headwise.train.model import AUTO, has_weights
 from headwise.train.order import Order
-from headwise.train.settings import parts_of_step, usual_rate
+from headwise.train.settings import TASKS, parts_of_step, usual_rate
 
 LLAMA = dict(
     model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=4096, hidden_size=16, intermediate_size=24,
@@ -59,7 +59,7 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def tailored(kind: str, change: dict | None = None) -> dict:
+def tailored(kind: str) -> dict:
     """A tailored configuration: the second layer with fewer query/key and more value dimensions."""
     config = transformers.AutoConfig.for_model(**(LLAMA if kind == "llama" else GPT2))
     family = families.family_of(config)
@@ -233,7 +233,8 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(tmp_path, text):
 def test_two_processes_train_the_same_model(tmp_path, text):
     config, settings = folder_with(tmp_path, LLAMA), dict(FEW, steps=4, point_every=1)
     headwise.train(config, text, tmp_path / "one", **settings)
-    code = f"import headwise\nheadwise.train({config!r}, {text!r}, {str(tmp_path / 'two')!r}, **{settings!r})"
+    parts = dict(settings, micro_tokens=32)  # every process computes its two rows one after the other
+    code = f"import headwise\nheadwise.train({config!r}, {text!r}, {str(tmp_path / 'two')!r}, **{parts!r})"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -246,7 +247,8 @@ def test_two_processes_train_the_same_model(tmp_path, text):
         for process in both:
             process.kill()
     assert [process.returncode for process in both] == [0, 0], said
-    assert json.loads((tmp_path / "two" / "training.json").read_text())["processes"] == 2
+    found = json.loads((tmp_path / "two" / "training.json").read_text())
+    assert (found["processes"], found["fit"]["accumulate"]) == (2, 2)
     one, two = curve_of(tmp_path / "one"), curve_of(tmp_path / "two")
     assert [point["loss"] for point in two] == pytest.approx([point["loss"] for point in one], rel=1e-5)
     assert two[-1]["evaluation"]["loss"] == pytest.approx(one[-1]["evaluation"]["loss"], rel=1e-5)
@@ -395,6 +397,10 @@ def test_errors_say_what_to_do(tmp_path, text, change, settings, message):
     asked = {"data": text, **FEW, **settings}
     with pytest.raises(HeadwiseError, match=message):
         headwise.train(config, out=tmp_path / "out", **asked)
+
+
+def test_every_task_has_a_class_of_transformers():
+    assert set(AUTO) == set(TASKS) and all(hasattr(transformers, name) for name in AUTO.values())
 
 
 def test_only_a_bare_configuration_begins_at_random(tmp_path):

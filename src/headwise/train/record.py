@@ -33,14 +33,17 @@ def machine(device: torch.device) -> dict[str, str]:
     return {"machine": name, "torch": torch.__version__, "date": datetime.date.today().isoformat()}
 
 
-def training_flops(config: Any, length: int, tokens: int) -> float | None:
-    """FLOPs of forward and backward passes (twice a forward one) over `tokens` in rows of `length`, if known."""
+def training_flops(config: Any, length: int, tokens: int, every_token: bool) -> float | None:
+    """FLOPs of forward and backward passes (twice a forward one) over `tokens` in rows of `length`, if known.
+
+    `every_token`: the model gives logits over its vocabulary for all tokens of a row, not once.
+    """
     try:
         shape = families.family_of(config).shape_of(config)
     except HeadwiseError:
         return None
     per_row = cost.prefill_flops(shape, length)
-    if shape.cached:  # a decoder learns from the logits of all tokens
+    if every_token:
         per_row += (length - 1) * 2.0 * shape.hidden_size * shape.vocab_size
     return 3.0 * per_row * tokens / length
 

@@ -23,7 +23,7 @@ from headwise.train.logs import Logs
 from headwise.train.loop import FitSettings, State, begin, fit
 from headwise.train.order import Order
 from headwise.train.record import machine, outcome, training_flops
-from headwise.train.settings import TASKS, TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
+from headwise.train.settings import TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
 from headwise.train.texts import Masked, Text
 from headwise.types import write_atomically
 
@@ -230,7 +230,7 @@ class Run:
             "processes": self.processes,
             "resumed": resumed,
             **outcome(state, tokens),
-            "flops": training_flops(self.model.config, self.source.row_tokens, tokens),
+            "flops": training_flops(self.model.config, self.source.row_tokens, tokens, isinstance(self.source, Text)),
             **machine(self.device),
         }
 
@@ -261,6 +261,3 @@ def _fit_images(config: Any, images: Images, settings: TrainSettings) -> None:
         )
     if config.num_labels != images.classes:
         _name_labels(config, tuple(str(number) for number in range(images.classes)))
-
-
-assert set(model.AUTO) == set(TASKS)
