@@ -14,7 +14,7 @@ import typer
 from headwise import calculators, reproduce
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
-from headwise.train.command import command as train
+from headwise.train import command as training
 from headwise.types import UNITS
 
 app = typer.Typer(
@@ -229,7 +229,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
     show_file(file)
 
 
-app.command("train")(train)
+app.command("train", help=training.HELP)(training.command)
 app.command("reproduce")(reproduce.command)
 
 

@@ -100,7 +100,6 @@ ANATOMY["timm_wrapper"] = Anatomy(
     "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
 )
 SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
-SMALL_OUTPUTS = ("gpt2",)  # these begin with smaller output projections the more layers there are
 
 
 def _eager(
@@ -203,6 +202,18 @@ def _first(stock: nn.Module, *names: str) -> Any:
     return next((getattr(stock, name) for name in names if getattr(stock, name, None) is not None), None)
 
 
+@torch.no_grad()
+def _linear(stock: nn.Module, columns: int, rows: int, bias: bool) -> nn.Linear:
+    """A new matrix whose random entries spread as those of the stock one that it replaces, whatever rule drew them."""
+    new = nn.Linear(columns, rows, bias=bias)
+    for name in ("weight", "bias"):
+        ours, theirs = getattr(new, name), getattr(stock, name, None)
+        if ours is not None and theirs is not None and theirs.numel() and not (ours.is_meta or theirs.is_meta):
+            spread, mean = torch.std_mean(theirs.float(), correction=0)
+            ours.normal_(0.0 if name == "weight" else float(mean), float(spread))
+    return new
+
+
 class TailoredAttention(nn.Module):
     """Attention with its own sizes; a drop-in for the stock attention of a layer.
 
@@ -222,13 +233,15 @@ class TailoredAttention(nn.Module):
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo")
         out = out or getattr(output, "dense", None)
-        keys, bias = getattr(stock, "k_proj", None), made.bias is not None or _first(stock, "q_bias") is not None
-        k_bias = bias and not hasattr(stock, "k_bias") if keys is None else keys.bias is not None
-        self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=k_bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=bias)
+        bias = made.bias is not None or _first(stock, "q_bias") is not None
+        keys = _first(stock, "k_proj", "key", "k_lin") or made  # or fused with the queries
+        values = _first(stock, "v_proj", "value", "v_lin") or made
+        k_bias = bias and not hasattr(stock, "k_bias") if keys is made else keys.bias is not None
+        self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
+        self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, k_bias)
+        self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
         if out is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=out.bias is not None)
+            self.o_proj = _linear(out, self.query_heads * self.v_dim, hidden, out.bias is not None)
         self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
         self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
         if self.rotary is None:
@@ -242,8 +255,9 @@ class TailoredAttention(nn.Module):
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
-            self.q_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
-            self.k_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
+            # Drawn so that queries and keys keep their size; zeros could never be trained.
+            down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
+            self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
 
     def heads(
         self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -390,15 +404,17 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     attention = tailored(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
-        bias = layer.get_submodule(anatomy.output).bias is not None
-        _put(layer, anatomy.output, nn.Linear(sizes["query_heads"] * sizes["v_dim"], hidden, bias=bias))
+        out = layer.get_submodule(anatomy.output)
+        new = _linear(out, sizes["query_heads"] * sizes["v_dim"], hidden, out.bias is not None)
+        _put(layer, anatomy.output, new)
     _put(layer, anatomy.attention, attention)
     if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
         layer.layer_scale1.register_forward_pre_hook(_output_alone)
     if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
-        _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
+        stock = layer.get_submodule(path)
+        _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
 
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
@@ -412,23 +428,9 @@ def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
-    if not next(layers.parameters()).is_meta:
-        _begin(body, layers, kind)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
     if kind != "timm_wrapper":  # whose models give no attention weights
         _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
-
-
-@torch.no_grad()
-def _begin(body: Any, layers: Any, kind: str) -> None:
-    """Random weights, drawn as the stock architecture draws them; weights from a file come afterwards."""
-    layers.apply(body._init_weights)  # what is inside goes first, so that a stock MLP has the last word on its output
-    for attention in (module for module in layers.modules() if isinstance(module, TailoredAttention)):
-        if kind in SMALL_OUTPUTS:
-            attention.o_proj.weight /= (2 * len(layers)) ** 0.5
-        if attention.qk_dim < attention.qk_width:  # queries and keys keep their size
-            for down_GWK in (attention.q_down_GWK, attention.k_down_GWK):
-                down_GWK.normal_(std=attention.qk_width**-0.5)
 
 
 def _let_record(body: nn.Module) -> None:
@@ -464,9 +466,8 @@ def classes(kind: str) -> dict[str, Any]:
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(
-                    cls, kind, {"config_class": config, "__init__": _starter(kind, auto), **more}
-                )
+                drawn = {"__init__": _starter(kind, auto), "_initialize_weights": _drawer(cls)}
+                _made[kind][auto] = _subclass(cls, kind, {"config_class": config, **drawn, **more})
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
@@ -485,6 +486,14 @@ def _starter(kind: str, auto: str) -> Any:
         _tailor(self, body, kind)
 
     return __init__
+
+
+def _drawer(stock: Any) -> Any:
+    def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
+        """As stock code draws its own: transformers leaves out some of the rules for code that it does not know."""
+        stock._initialize_weights(self, module, *(False for _ in custom))
+
+    return _initialize_weights
 
 
 def __getattr__(name: str) -> Any:

@@ -43,6 +43,8 @@ def save(folder: Path, model: nn.Module, state: State) -> None:
             save_file({key: tensor.contiguous() for key, tensor in found.items()}, target / name)
         (target / "state.json").write_text(json.dumps(facts) + "\n")
 
+    for half in folder.glob(".step-*"):  # left by a kill
+        shutil.rmtree(half, ignore_errors=True)
     write_folder(folder / f"step-{state.step:08d}", write)
     for old in all_in(folder)[:-KEPT]:
         shutil.rmtree(old, ignore_errors=True)

@@ -15,6 +15,12 @@ from headwise.train.settings import TrainSettings
 
 DEFAULT = TrainSettings(config="", data="")  # every default has its home there
 
+HELP = (
+    "Train a model from a configuration, or train one further.\n\n"
+    "The folder then holds model/ (loads with from_pretrained), training.json, curve.jsonl, logs/ (TensorBoard) and "
+    "checkpoints/. A run that was killed goes on with the same command and ends as if it had not stopped. "
+    "On several GPUs: torchrun --nproc-per-node 4 -m headwise train ..."
+)
 Option = typer.Option
 
 
@@ -23,15 +29,12 @@ def command(
         str, typer.Argument(help="Folder or config.json, stock or tailored; a folder with weights is trained further.")
     ],
     data: Annotated[
-        str,
-        Option(
-            help="Text or jsonl file (also .xz, .gz, .bz2), datasets name, 'stdlib'; labelled .jsonl, .tsv or .npz."
-        ),
+        str, Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled .jsonl, .tsv, .npz.")
     ],
     out: Annotated[Path, Option(help="Folder to write; an unfinished run in it goes on.")],
     eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,
     task: Annotated[
-        str | None, Option(help="causal, masked, classification or images; by data and model if not given.")
+        str | None, Option(help="causal, masked, classification or image_classification; by data and model.")
     ] = None,
     tokenizer: Annotated[str | None, Option(help="Folder of the tokenizer, if CONFIG has none beside it.")] = None,
     train_tokenizer: Annotated[
@@ -64,12 +67,7 @@ def command(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing training in --out.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a model from a configuration, or train one further.
-
-    The folder then holds model/ (loads with from_pretrained), training.json, curve.jsonl, logs/ (TensorBoard) and
-    checkpoints/. A run that was killed goes on with the same command and ends as if it had not stopped. On several
-    GPUs or machines: torchrun --nproc-per-node 4 -m headwise train ...
-    """
+    """Train a model; see HELP."""
     given = {name: value for name, value in locals().items() if name not in ("config", "data", "out", "as_json")}
     from headwise.train.run import train
 
@@ -97,12 +95,16 @@ def _bar() -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bar = progress.add_task("", total=None)
+    progress = Progress(*columns, console=Console(stderr=True))
+    bar = progress.add_task("", total=None)
 
-        def watch(now: Any) -> None:
-            loss = "" if now.loss is None else f"loss {now.loss:.3f}"
-            speed = "" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f} tokens/s"
-            progress.update(bar, total=now.steps, completed=now.step, description=f"{loss} {speed}")
+    def watch(now: Any) -> None:
+        progress.start()
+        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
+        speed = "" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f} tokens/s"
+        progress.update(bar, total=now.steps, completed=now.step, description=f"{loss} {speed}")
 
+    try:
         yield watch
+    finally:
+        progress.stop()

@@ -126,9 +126,7 @@ class Texts(Source):
     order_on_host = True  # how far a batch is padded must be known there
 
     def __init__(self, settings: TrainSettings, tokenizer: Any, length: int, device: torch.device, config: Any) -> None:
-        self.types = (
-            getattr(config, "type_vocab_size", 0) or 0
-        ) > 1  # is the model told which text of a pair is which?
+        self.types = (getattr(config, "type_vocab_size", 0) or 0) > 1  # whether the model tells texts of a pair apart
         examples = read(settings.data)
         if settings.eval is None:
             random.Random(settings.seed).shuffle(examples)
@@ -138,11 +136,8 @@ class Texts(Source):
             other = read(settings.eval)
         if not examples:
             raise DataError(f"{settings.data} has one example; give more, or others with --eval.")
-        self.labels, self.device, self.pad = (
-            Labels.of([*examples, *other], config.label2id or {}),
-            device,
-            tokenizer.pad_token_id or 0,
-        )
+        self.labels = Labels.of([*examples, *other], config.label2id or {})
+        self.device, self.pad = device, tokenizer.pad_token_id or 0
         self.train, self.held = (self._encoded(part, tokenizer, length, settings) for part in (examples, other))
         self.train_rows, self.eval_rows = len(examples), len(other)
         self.row_tokens, self.mean_tokens = int(self.train[1].max()), float(self.train[1].float().mean())

@@ -21,7 +21,8 @@ from headwise.train.labelled import is_labelled
 from headwise.train.settings import TrainSettings
 from headwise.train.texts import train_tokenizer
 
-AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "images": "AutoModelForImageClassification"}
+IMAGES = "AutoModelForImageClassification"
+AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGES}
 SAMPLE = 2_000  # texts that a tokenizer is trained on
 
 
@@ -30,6 +31,8 @@ def read_config(where: str) -> Any:
     from transformers import AutoConfig
 
     register()
+    if where.endswith(".gguf"):
+        raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
     path = families.locate(where)[0] if not where.endswith(".json") else where
     if where.endswith(".json") and not Path(where).is_file():
         raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
@@ -46,7 +49,7 @@ def task_for(settings: TrainSettings, config: Any) -> str:
     if settings.task is not None:
         return settings.task
     if settings.data.endswith(".npz"):
-        return "images"
+        return "image_classification"
     if is_labelled(settings.data):
         return "classification"
     try:
@@ -55,13 +58,17 @@ def task_for(settings: TrainSettings, config: Any) -> str:
         import transformers
 
         found = "causal" if type(config) in transformers.AutoModelForCausalLM._model_mapping else "masked"
-    return "masked" if found == "embedding" else found if found in ("causal", "masked") else "classification"
+    return found if found in AUTO else "image_classification" if found.startswith("image") else "masked"
 
 
 def has_weights(where: str) -> bool:
-    """Whether a folder holds a model to go on from."""
-    folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where)
-    return any((folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json"))
+    """Whether a folder holds a model to go on from; a hub id always does."""
+    if where.endswith(".json"):
+        return False
+    folder = Path(families.locate(where)[0])
+    return not folder.is_dir() or any(
+        (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
 
 
 def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
@@ -104,9 +111,7 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
         where = settings.tokenizer or _beside(settings.config, config)
     try:
         with families.quietly():
-            found = AutoTokenizer.from_pretrained(families.locate(where)[0])
-    except HeadwiseError:
-        raise
+            found = AutoTokenizer.from_pretrained(families.locate(where)[0] if where == families.EMBEDDED else where)
     except Exception as error:  # transformers and tokenizers raise many kinds
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{where} holds no tokenizer that can be read ({reason}); give --tokenizer FOLDER.") from None

@@ -5,8 +5,6 @@ from __future__ import annotations
 import datetime
 import json
 import math
-import platform
-import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,16 +13,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise import cost, families
-from headwise.errors import HeadwiseError, ModelError, OutputError
+from headwise.errors import HeadwiseError, ModelError
 from headwise.train import checkpoint, model
 from headwise.train._source import Source
+from headwise.train.claim import claim
 from headwise.train.images import Images
 from headwise.train.labelled import Texts
 from headwise.train.logs import Logs
-from headwise.train.loop import FitSettings, Point, State, begin, fit
+from headwise.train.loop import FitSettings, State, begin, fit
 from headwise.train.order import Order
-from headwise.train.settings import TASKS, TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
+from headwise.train.record import machine, outcome, training_flops
+from headwise.train.settings import TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
 from headwise.train.texts import Masked, Text
 from headwise.types import write_atomically
 
@@ -76,31 +75,6 @@ def _accelerator(settings: TrainSettings) -> Any:
     return made
 
 
-def claim(folder: Path, settings: TrainSettings, overwrite: bool) -> None:
-    """Take the folder for a run: a new one, or one that the same run left unfinished."""
-    about, source = folder / "train.json", Path(settings.config)
-    source = source if source.is_dir() else source.parent
-    if source != Path(".") and source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-        raise OutputError(f"{folder} lies in the folder of {settings.config}, which is never written; choose another.")
-    if overwrite and about.exists():
-        shutil.rmtree(folder)
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        if not about.is_file():
-            raise OutputError(f"{folder} is not empty and holds no training of headwise; choose another --out.")
-        if TrainSettings.read(about) != settings:
-            raise OutputError(
-                f"{folder} holds a training with other settings; run it with the same ones, "
-                "choose another --out or add --overwrite."
-            )
-        if (folder / "training.json").exists():
-            raise OutputError(f"{folder} holds a finished training; choose another --out or add --overwrite.")
-        return
-    try:
-        settings.save(about)
-    except OSError as error:
-        raise OutputError(f"{folder} cannot be written ({error.strerror}); choose another --out.") from None
-
-
 class Run:
     """One run: what it trains, on what, and where that is written."""
 
@@ -112,7 +86,7 @@ class Run:
         self.task = model.task_for(settings, config)
         with accelerator.main_process_first():  # it writes what the others read
             self.tokenizer = None
-            if self.task != "images":
+            if self.task != "image_classification":
                 self.tokenizer = model.tokenizer_for(settings, config, self.task, folder / "tokenizer")
             self.source = self._source(config)
         torch.manual_seed(settings.seed)
@@ -141,7 +115,7 @@ class Run:
     def _source(self, config: Any) -> Source:
         """The data of the task, and a configuration that fits it where that is left open."""
         settings, device = self.settings, self.device
-        if self.task == "images":
+        if self.task == "image_classification":
             images = Images(settings, int(getattr(config, "patch_size", 16) or 16), device)
             _fit_images(config, images, settings)
             return images
@@ -205,17 +179,16 @@ class Run:
                 speed = tokens * last.step / last.seconds if last and last.seconds else None
                 watch(Progress(state.step, self.fitting.steps, last.loss if last else None, speed))
 
-        fit(
-            self.model,
-            self.batches,
-            self.fitting,
-            self.source.loss,
-            evaluate=self.evaluate,
-            on_step=after,
-            state=state,
-            accelerator=self.accelerator,
-        )
-        logs.close()
+        more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state, accelerator=self.accelerator)
+        try:
+            fit(self.model, self.batches, self.fitting, self.source.loss, **more)
+        except torch.OutOfMemoryError:
+            raise HeadwiseError(
+                f"the device has too little memory for {self.settings.micro_tokens} tokens at once; the same run goes "
+                f"on with a smaller --micro-tokens, such as {self.settings.micro_tokens // 4}."
+            ) from None
+        finally:
+            logs.close()
         return self._finish(state, resumed)
 
     def _due(self, state: State, at_point: bool) -> bool:
@@ -235,7 +208,7 @@ class Run:
 
     def _finish(self, state: State, resumed: bool) -> dict[str, Any]:
         """Write the model and then training.json, which says that the run is done."""
-        found = self._record(state, resumed)
+        found = self._found(state, resumed)
         if self.accelerator.is_main_process:
             processor = self.source.processor() if isinstance(self.source, Images) else None
             model.save(self.model, self.stored, self.folder / "model", self.tokenizer, processor)
@@ -243,49 +216,23 @@ class Run:
         self.accelerator.wait_for_everyone()
         return found
 
-    def _record(self, state: State, resumed: bool) -> dict[str, Any]:
+    def _found(self, state: State, resumed: bool) -> dict[str, Any]:
+        """What training.json says."""
+        rows = {"train": self.source.train_rows, "evaluation": self.source.eval_rows, "step": self.rows}
         tokens = round(state.step * self.tokens_of_step)
-        loss, error = _late(state.curve)
-        cuda = self.device.type == "cuda"
         return {
             "settings": self.settings.to_json(),
             "fit": self.fitting.to_json(),
             "task": self.task,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "rows": {"train": self.source.train_rows, "evaluation": self.source.eval_rows, "step": self.rows},
+            "rows": rows,
             "row_tokens": self.source.row_tokens,
             "processes": self.processes,
             "resumed": resumed,
-            "train_loss": loss,
-            "train_loss_se": error,
-            "evaluation": state.curve[-1].evaluation,
-            "tokens": tokens,
-            "seconds": state.seconds,
-            "tokens_per_second": tokens / state.seconds,
-            "flops": training_flops(self.model.config, self.source.row_tokens, tokens),
-            "machine": torch.cuda.get_device_name(self.device) if cuda else f"{platform.machine()} CPU",
-            "torch": torch.__version__,
-            "date": datetime.date.today().isoformat(),
+            **outcome(state, tokens),
+            "flops": training_flops(self.model.config, self.source.row_tokens, tokens, isinstance(self.source, Text)),
+            **machine(self.device),
         }
-
-
-def training_flops(config: Any, length: int, tokens: int) -> float | None:
-    """FLOPs of forward and backward passes (twice a forward one) over `tokens` in rows of `length`, if known."""
-    try:
-        shape = families.family_of(config).shape_of(config)
-    except HeadwiseError:
-        return None
-    per_row = cost.prefill_flops(shape, length)
-    if shape.cached:  # a decoder learns from the logits of all tokens
-        per_row += (length - 1) * 2.0 * shape.hidden_size * shape.vocab_size
-    return 3.0 * per_row * tokens / length
-
-
-def _late(curve: list[Point]) -> tuple[float, float]:
-    """Mean loss of the last tenth of the curve, and its standard error over points."""
-    losses = torch.tensor([point.loss for point in curve[-max(1, len(curve) // 10) :]], dtype=torch.float64)
-    error = float(losses.std() / math.sqrt(len(losses))) if len(losses) > 1 else 0.0
-    return float(losses.mean()), error
 
 
 def _width(config: Any) -> int:
@@ -314,6 +261,3 @@ def _fit_images(config: Any, images: Images, settings: TrainSettings) -> None:
         )
     if config.num_labels != images.classes:
         _name_labels(config, tuple(str(number) for number in range(images.classes)))
-
-
-assert set(model.AUTO) == set(TASKS)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 from headwise.errors import HeadwiseError
 from headwise.types import Record
 
-TASKS = ("causal", "masked", "classification", "images")
+TASKS = ("causal", "masked", "classification", "image_classification")
 RATE, RATE_WIDTH, HIGHEST_RATE = 6e-4, 768, 3e-3  # see `usual_rate`
 TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 
@@ -61,6 +61,18 @@ class TrainSettings(Record):
             raise HeadwiseError(f"epochs is {self.epochs}; it must be above 0.")
         if self.length < 8:
             raise HeadwiseError(f"length is {self.length}; it must be at least 8.")
+
+    def same_run(self, other: TrainSettings) -> bool:
+        """Whether a run under other settings is this one: where it computes, and how much at once, may change."""
+        free = {
+            name: getattr(self, name) for name in ("device", "compile", "micro_tokens", "save_every", "save_minutes")
+        }
+        return replace(other, **free) == self
+
+    def same_data(self, other: TrainSettings) -> bool:
+        """Whether the tokens of a run under other settings can be read again."""
+        names = ("data", "eval", "config", "task", "tokenizer", "train_tokenizer", "seed")
+        return all(getattr(self, name) == getattr(other, name) for name in names)
 
 
 def usual_rate(width: int, trained: bool) -> float:

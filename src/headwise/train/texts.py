@@ -42,6 +42,7 @@ class Text(Source):
                     "give a longer text or lower --length."
                 )
         self.train, self.held = Rows(tokens, width, device), Rows(other[: wanted * width], width, device)
+        self.order_on_host = self.train.rows.device.type == "cpu"
         self.train_rows, self.eval_rows = self.train.count, self.held.count
 
     def batch(self, rows: torch.Tensor, draws: Draws) -> Any:

@@ -95,6 +95,6 @@ class Rows:
     def __getitem__(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows by their numbers (B, width), on the device."""
         found = self.rows[rows.to(self.rows.device)]
-        if found.device != self.device:
+        if found.device.type != self.device.type:
             found = found.pin_memory().to(self.device, non_blocking=True)
         return found.long() & self.mask
