@@ -141,18 +141,29 @@ def _map_bar(size: str, index: int, old: LayerShape, new: LayerShape, keep: Laye
 
 def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
     """Per unit that the plan cuts in a layer: the reading that prices the cut, and the size on its axis."""
-    old, new = plan.source.layers[layer], plan.target.layers[layer]
+    return _priced_by(plan.source.layers[layer], plan.target.layers[layer], plan.portable)
+
+
+def _priced_by(old: LayerShape, new: LayerShape, portable: bool) -> dict[str, tuple[str, int]]:
     kinds: dict[str, tuple[str, int]] = {}
     if new.gone:
         return kinds
     if new.qk_width < old.qk_width:
-        kinds["qk"] = ("damage.qk_pairs_shared" if plan.portable else "damage.qk_pairs", new.qk_width)
+        kinds["qk"] = ("damage.qk_pairs_shared" if portable else "damage.qk_pairs", new.qk_width)
     elif new.qk_dim < old.qk_dim:
         kinds["qk"] = ("damage.qk_projected", new.qk_dim)
     for unit, size in (("v", "v_dim"), ("mlp", "mlp_width"), ("heads", "queries_per_group"), ("kv_heads", "kv_heads")):
         if getattr(new, size) < getattr(old, size):
             kinds[unit] = (f"damage.{unit}", getattr(new, size))
     return kinds
+
+
+def layer_damage(readings: Readings, layer: int, old: LayerShape, new: LayerShape, portable: bool) -> float | None:
+    """What one layer's sizes were predicted to cost; None for a layer that is gone, as those are priced together."""
+    if new.gone and not old.gone:
+        return None
+    found = [_look_up(readings.curve(kind), layer, tick) for kind, tick in _priced_by(old, new, portable).values()]
+    return sum(value for value in found if value is not None)
 
 
 def damage_rows(readings: Readings, plan: Plan) -> tuple[DamageRow, ...]:
@@ -194,7 +205,7 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
     reading, earlier = versions[-1], versions[0] if len(versions) > 1 else None
     most = 24 if len(reading.ticks) <= 32 else 12
     curves = tuple(
-        _curve(reading, earlier, layer, _chosen(reading, plan, layer), most) for layer in range(len(reading.ticks))
+        _curve(reading, earlier, layer, chosen_size(reading, plan, layer), most) for layer in range(len(reading.ticks))
     )
     shown = [v for c in curves for _, v in (*c.points, *c.earlier)]
     sizes = [t for c in curves for t, _ in c.points] or [0]
@@ -242,7 +253,7 @@ def _thin(ticks: list[int], most: int, chosen: int | None, log: bool) -> set[int
     return {ticks[i] for i in places} | ({chosen} & set(ticks) if chosen is not None else set())
 
 
-def _chosen(reading: Reading, plan: Plan | None, layer: int) -> int | None:
+def chosen_size(reading: Reading, plan: Plan | None, layer: int) -> int | None:
     """The size that the plan took on this reading's axis. Rival query/key curves are marked only where used."""
     if plan is None or layer >= len(plan.target.layers):
         return None

@@ -5,9 +5,11 @@ Whole layers go in the one order that was measured jointly; for every number of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Case, frontier
-from headwise.types import Budget, ModelShape, Plan, Readings
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
@@ -17,9 +19,7 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The plan of least predicted damage that meets every budget."""
-    offered = menus(source, readings, allow, ways(readings))
-    steps = depth_steps(readings, allow)
-    cases = [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
+    cases = _cases(source, readings, budgets, allow)
     solved = [(case.solve(), lost) for case, lost in cases]
     feasible = [(found.damage + lost, found) for found, lost in solved if found is not None]
     if not feasible:
@@ -28,3 +28,38 @@ def allocate(
     total, best = min(feasible, key=lambda pair: pair[0])
     points = frontier(cases)
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
+
+
+Answerer = Callable[[float], tuple[float, float, list[LayerShape]] | None]
+
+
+def answers(
+    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
+) -> tuple[float, Answerer]:
+    """The least limit of the first budget that may be met, and a function from a limit to damage, gap and layers.
+
+    It decides as `allocate` does, without the frontier: every solve begins afresh, so that no answer depends on others.
+    """
+    cases = _cases(source, readings, budgets, allow)
+
+    def answer(limit: float) -> tuple[float, float, list[LayerShape]] | None:
+        best: tuple[float, float, list[LayerShape]] | None = None
+        for case, lost in cases:
+            if case.least[0] > limit * (1 + 1e-12) or (best is not None and lost >= best[0]):
+                continue  # out of reach, or the removed layers alone do more damage
+            case.seen[:] = False
+            found = case.solve([limit, *(budget.limit for budget in budgets[1:])])
+            if found is not None and (best is None or found.damage + lost < best[0]):
+                best = found.damage + lost, found.gap, found.targets
+        return best
+
+    return min(case.least[0] for case, _ in cases), answer
+
+
+def _cases(
+    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
+) -> list[tuple[Case, float]]:
+    """A case per number of layers that may go, with what their removal damages."""
+    offered = menus(source, readings, allow, ways(readings))
+    steps = depth_steps(readings, allow)
+    return [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
