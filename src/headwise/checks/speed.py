@@ -33,8 +33,7 @@ def measure(
             prefill, decode = _one(model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
-    found = {key: statistics.median(values[1:]) for key, values in times.items()}  # the first turn warms up
-    return {**found, "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
+    return {**_summary(times), "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
 
 
 def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> dict[str, float]:
@@ -45,7 +44,13 @@ def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> di
         for name, model in (("before", source), ("after", cut)):
             _, seconds = _timed(lambda model=model: model(ids), model.device)  # type: ignore[misc]
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(seconds / prompt * 1e3)
-    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, "prompt_tokens": float(prompt)}
+    return {**_summary(times), "prompt_tokens": float(prompt)}
+
+
+def _summary(times: dict[str, list[float]]) -> dict[str, float]:
+    """Median, least and most of every phase; the first turn warms up."""
+    ends = {"": statistics.median, "_low": min, "_high": max}
+    return {f"{key}{end}": float(of(values[1:])) for key, values in times.items() for end, of in ends.items()}
 
 
 def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:

@@ -14,7 +14,18 @@ from headwise.errors import HeadwiseError
 from headwise.registry import find
 from headwise.report import _facts as facts
 from headwise.report._commands import allocate_command
-from headwise.report._data import LOG_AXES, _thin, _wants_log, chosen_size, layer_damage, value_range
+from headwise.report._data import (
+    LABELS,
+    LOG_AXES,
+    chosen_size,
+    damage_rows,
+    healing_parts,
+    layer_damage,
+    thin,
+    value_range,
+    wants_log,
+)
+from headwise.report._diagnostics import HEADINGS, StripSet, diagnostics
 from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_rows
 from headwise.report._text import human, number
 from headwise.types import Answer, Budget, Dossier, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
@@ -76,7 +87,18 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
         "answers": [_answer(answer, plan, sweep, priced, dossier) for answer in answers],
         "at": own_place(answers, plan),
         "command": command,
+        "predicted": plan.predicted_damage,
+        "ownWords": damage_words(plan.predicted_damage, dossier),
+        "ownProof": proof(plan),
+        "ownCosts": [price.words(plan.target) for price in priced],
     }
+
+
+def proof(plan: Plan) -> str:
+    """How far the plan is proven best."""
+    if plan.strategy != "exact":
+        return f"by the {plan.strategy} strategy"
+    return "proven optimal" if plan.gap < 5e-5 else f"within {plan.gap:.2%} of the proven bound"
 
 
 def own_place(answers: list[Answer], plan: Plan) -> int:
@@ -124,15 +146,44 @@ def layer_prices(
 ) -> list[dict[int, float | None]]:
     """Per layer, what each of its shapes was predicted to damage, by the shape's place in the table."""
     found: list[dict[int, float | None]] = []
-    for layer, old in enumerate(plan.source.layers):
+    for layer in range(len(plan.source.layers)):
         places = sorted({layers[layer] for layers in lists})
-        known = {place: layer_damage(readings, layer, old, table[place], plan.portable) for place in places}
+        known = {place: layer_damage(readings, plan, layer, table[place]) for place in places}
         found.append({place: _rounded(value) for place, value in known.items()})
     return found
 
 
 def _rounded(value: float | None, digits: int = 4) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
+def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
+    """Per layer, what the page says of it in words when it is chosen."""
+    plan = dossier.plan
+    if plan is None:
+        return []
+    found: list[list[tuple[str, str]]] = [[] for _ in plan.keep]
+    for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
+        sizes = [(name, getattr(old, size), getattr(new, size)) for size, name in LABELS.items()]
+        cut = [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
+        found[index].append(("In this run", "removed" if new.gone else ", ".join(cut) or "nothing is cut"))
+    if dossier.readings is not None:
+        rows = damage_rows(dossier.readings, plan)
+        total = sum(row.total for row in rows)
+        for row in rows:
+            share = f" ({row.total / total:.0%} of all)" if total > 0 else ""
+            found[row.layer].append(("Predicted damage", f"{number(row.total, 3)}{share}"))
+        for topic in diagnostics(dossier.readings, plan):
+            for group in topic.sets:
+                for strip in group.strips if isinstance(group, StripSet) else ():
+                    if strip.layer < len(found):
+                        found[strip.layer].append((HEADINGS.get(group.kind, group.kind), strip.words))
+    for part, gains in healing_parts(dossier.healing or {}).items():
+        for gain in gains:
+            if gain.layer < len(found):
+                words = f"{number(gain.before, 3)} → {number(gain.after, 3)}"
+                found[gain.layer].append((f"Healed error, {part}", words))
+    return found
 
 
 class Heat(NamedTuple):
@@ -158,17 +209,26 @@ class Heat(NamedTuple):
         }  # fmt: skip
 
 
+def heats(dossier: Dossier) -> tuple[Heat, ...]:
+    """A heat map per kind of reading, of the reading that should be believed."""
+    if dossier.readings is None:
+        return ()
+    kinds = dict.fromkeys(reading.kind for reading in dossier.readings.curves)
+    believed = [reading for kind in kinds if (reading := dossier.readings.curve(kind)) is not None]
+    return tuple(heat(reading, place, dossier.plan) for place, reading in enumerate(believed))
+
+
 def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:
     """The data of one heat map."""
     sizes = sorted({tick for row in reading.ticks for tick in row})
     most = MANY if len(reading.ticks) <= DEEP else FEW
     chosen = tuple(chosen_size(reading, plan, layer) for layer in range(len(reading.ticks)))
-    kept = _thin(sizes, most, None, reading.axis in LOG_AXES)
+    kept = thin(sizes, most, None, reading.axis in LOG_AXES)
     ticks = tuple(tick for tick in sizes if tick in kept)
     rows = _table(reading, reading.values, ticks, 4)
     errors = _table(reading, reading.standard_error, ticks, 2) if reading.standard_error else None
     shown = [value for row in rows for value in row if value is not None]
-    log = _wants_log(reading.kind, shown)
+    log = wants_log(reading.kind, shown)
     ends = value_range(shown, True) if log else (min(shown, default=0.0), max(shown, default=1.0))
     return Heat(f"r{place}", reading, ticks, rows, errors, ends, log, chosen)
 

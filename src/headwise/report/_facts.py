@@ -31,6 +31,7 @@ class Measure(NamedTuple):
     low: float | None = None
     high: float | None = None
     planned: bool = False  # from the formulas, not yet seen on the real object
+    range: str = "95% interval"  # what low and high are
 
     @property
     def interval(self) -> str:
@@ -82,12 +83,12 @@ def measures(dossier: Dossier) -> tuple[Measure, ...]:
     return (
         _quality(quality),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
-        _size(dossier, "Parameters", "", "parameters", parameters),
-        _pair(f"Time per token, {phase}", "ms", speed, key),
+        _size(dossier, SIZE, "", "parameters", parameters),
+        _pair(f"Time per token, {phase}", "ms", speed, key)._replace(range="range of repeats"),
     )
 
 
-CACHE = "KV cache per token"
+CACHE, SIZE = "KV cache per token", "Parameters"
 
 
 def _quality(quality: Any) -> Measure:
@@ -121,7 +122,7 @@ def headline(dossier: Dossier) -> str:
         return f"{name} {done} yet."
     first, *sizes, _ = measures(dossier)
     verb = "will need" if all(size.planned for size in sizes) else "now needs"
-    fewer = {CACHE: ("less KV cache", " bytes per token"), "Parameters": ("fewer parameters", "")}
+    fewer = {CACHE: ("less KV cache", " bytes per token"), SIZE: ("fewer parameters", "")}
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
@@ -256,11 +257,14 @@ def certificate_rows(dossier: Dossier) -> Rows:
     return tuple(rows)
 
 
+ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high", "")
+
+
 def _stems(table: Any) -> dict[str, dict[str, float | None]]:
     """`x_before, x_after, x_after_low` grouped under `x`; `kl, kl_low` under `kl` with the empty end."""
     stems: dict[str, dict[str, float | None]] = {}
     for key, value in table.items():
-        for end in ("after_low", "after_high", "before", "after", "low", "high", ""):
+        for end in ENDS:
             if not end or key.endswith(f"_{end}"):
                 stem = key[: -len(end) - 1] if end else key
                 stems.setdefault(stem, {})[end] = as_number(value)
