@@ -278,7 +278,7 @@ def section_of(page: str, name: str) -> str:
 def test_the_report_draws_them_apart_from_damage(probed):
     page = render(dossier_of(probed))
     check_page(page)
-    assert page.index('id="damage"') < page.index('id="layers"') < page.index('id="frontier"')
+    assert page.index('id="damage"') < page.index('id="layers"') < page.index('id="healing"')
     damage, layers = section_of(page, "damage"), section_of(page, "layers")
     assert "damage.v by v_dim" in damage and not any(kind in damage for kind in KINDS)
     assert "damage.v" not in layers

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {"linalg", "data", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
-RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders and what can be done in them without torch
+RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
 ALLOWED: dict[str, set[str]] = {

@@ -132,9 +132,9 @@ class RunFolder:
         plan = Plan.read(self.plan_file) if self.plan_file.exists() else None
         healing = json.loads(self.heal_file.read_text()) if self.heal_file.exists() else None
         verdict = Verdict.read(self.verdict_file) if self.verdict_file.exists() else None
-        rivals, sweep = (), None
+        rivals = _baselines(readings, plan, settings) if readings and plan else ()
+        sweep = None
         if readings and plan:
-            rivals = _baselines(readings, plan, settings)
             sweep = frontier.stored(self.frontier_file, frontier.fingerprint(readings, plan, settings.allow))
         described = {**settings.to_json(), "versions": _versions()}
         return Dossier(described, readings, plan, healing, verdict, rivals, sweep)
@@ -143,7 +143,12 @@ class RunFolder:
 def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:
     """What other strategies would have predicted for the same budgets, where the same probe priced them."""
     found: list[dict[str, Any]] = []
-    for name in ("uniform", "published") if "qk_pairs" in strategies.ways(readings) else ("uniform",):
+    names = ["exact", "uniform", "taper"]
+    names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
+    names += ["depth"] if "depth" in settings.allow and readings.curve("damage.depth") else []
+    for name in names:
+        if name == plan.strategy and not plan.portable:
+            continue
         try:
             other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)
         except HeadwiseError:

@@ -31,19 +31,32 @@ ROW = 13.0  # height of a layer's row
 
 
 def draw_measure(measure: Measure) -> str:
-    """Two bars from zero, before above after, with the interval as a whisker."""
+    """Two bars from zero, before above after; where an interval is known, points on an axis that shows its width."""
     shown = [v for v in (measure.before, measure.after, measure.high) if v is not None]
     if not shown or max(shown) <= 0:
         return ""
+    label = f"{measure.label}: {number(measure.before)} before, {number(measure.after)} after"
+    if measure.low is not None and measure.high is not None and measure.after is not None:
+        return svg(202, 18, f"{label}, {measure.range} {measure.interval}", _points(measure))
     scale = Scale(0.0, max(shown), 0.0, 200.0)
     body = rect(0, 0, scale(measure.before), 7, "g") if measure.before is not None else ""
     if measure.after is not None:
         body += rect(0, 10, scale(measure.after), 7, "k")
-    if measure.low is not None and measure.high is not None:
-        left, right = scale(measure.low), scale(measure.high)
-        body += path(f"M{xy(left)} 13.5H{xy(right)}M{xy(left)} 9V18M{xy(right)} 9V18", "w")
-    label = f"{measure.label}: {number(measure.before)} before, {number(measure.after)} after"
     return svg(202, 18, label, body)
+
+
+def _points(measure: Measure) -> str:
+    """A ring before, a dot with its interval after; the axis need not begin at zero."""
+    assert measure.low is not None and measure.high is not None and measure.after is not None
+    known = [v for v in (measure.before, measure.after, measure.low, measure.high) if v is not None]
+    low, high = min(known), max(known)
+    margin = (high - low) * 0.15 or abs(high) * 0.1 or 1.0
+    scale = Scale(low - margin, high + margin, 0.0, 200.0)
+    body = line(0, 9, 200, 9, "l")
+    left, right = scale(measure.low), scale(measure.high)
+    body += path(f"M{xy(left)} 9H{xy(right)}M{xy(left)} 4V14M{xy(right)} 4V14", "w")
+    body += circle(scale(measure.before), 9, 4, "o") if measure.before is not None else ""
+    return body + circle(scale(measure.after), 9, 4.4, "k")
 
 
 def draw_damage(rows: tuple[DamageRow, ...]) -> str:
@@ -132,42 +145,48 @@ def draw_strips(group: StripSet) -> str:
     return svg(340, bottom + 12, f"{group.kind} of every {group.axis.replace('_', ' ')}, per layer", body, "rows")
 
 
+FRAME = (44.0, 366.0, 20.0, 196.0)  # of the frontier's plot: left, right, top, bottom; the slider below keeps to it
+
+
 def draw_frontier(data: Frontier) -> str:
-    """Damage by share, the chosen point and the baselines with their names."""
+    """Damage by share, the chosen point and the baselines with their names, and a cursor for the slider."""
     shares = [s for s, _ in data.points] + [m.share for m in data.marks if m.share is not None]
     damages = [d for _, d in data.points] + [m.predicted for m in data.marks if m.predicted is not None]
     damages += [m.measured for m in data.marks if m.measured is not None] + list(data.measured or ())
-    log = any(d > 0 for d in damages)
+    log, (left, right, top, bottom) = any(d > 0 for d in damages), FRAME
     low, high = min(shares), max(shares)
-    across = Scale(low if low < high else low - 0.1, high, 56, 410)
-    up = Scale(*value_range(damages, log), 238, 22, log)
-    body = text(56, 9, "damage", "m")
-    body += "".join(line(56, up(t), 410, up(t), "l") + text(51, up(t) + 4, number(t), "m", "end") for t in up.ticks())
-    body += "".join(text(across(t), 256, f"{t:.0%}", "m", "middle") for t in across.ticks(8))
-    body += text(233, 276, f"share of the source's {data.budget} ({data.unit})", "m", "middle")
-    body += polyline([(across(s), up(d)) for s, d in data.points], "c") if data.points else ""
-    body += "".join(titled(f"{s:.1%}: {number(d)}", circle(across(s), up(d), 1.6, "k")) for s, d in data.points)
-    label = f"Frontier of damage against {data.budget}, with {len(data.marks)} plans marked"
-    body, more = body + _marks(data, across, up), ""
+    across = Scale(low if low < high else low - 0.1, high, left, right)
+    up = Scale(*value_range(damages, log), bottom, top, log)
+    body = text(left, 9, "predicted damage", "m")
+    for tick in up.ticks(4):
+        words = short_tick(tick) if log else number(tick)
+        body += line(left, up(tick), right, up(tick), "l") + text(left - 5, up(tick) + 4, words, "m", "end")
+    body += "".join(text(across(t), bottom + 14, f"{t:.0%}", "m", "middle") for t in across.ticks(6))
+    body += text(right, 9, f"by share of {data.budget}", "m", "end")
+    label = (
+        f"Least predicted damage by share of the source's {data.budget} ({data.unit}), {len(data.marks)} plans marked"
+    )
+    more = ""
     if data.solved and log:
-        ends = [across.low, across.high, across.start, across.end, up.low, up.high, up.start, up.end]
+        ends = [*across[:4], *up[:4]]
         more = f' data-scale="{json.dumps([float(f"{end:.6g}") for end in ends])}"'
-        body += f'<g class="cursor">{line(0, 22, 0, 238, "cursor")}{circle(0, 238, 3.6, "")}</g>'
-    return svg(430, 284, label, body, "chart", more)
+        body += f'<g class="cursor">{line(0, top, 0, bottom, "cursor")}{circle(0, bottom, 4, "")}</g>'
+    body += polyline([(across(s), up(d)) for s, d in data.points], "c") if data.points else ""
+    return svg(380, bottom + 20, label, body + _marks(data, across, up), "chart", more)
 
 
 def _marks(data: Frontier, across: Scale, up: Scale) -> str:
     """Chosen: diamond. Baseline: ring. Measured: cross, with its interval. Names beside, never on each other."""
     points = [(mark, across(mark.share or 0.0), up(mark.predicted or 0.0)) for mark in data.marks]
     body = ""
-    for (mark, x, y), label_y in zip(points, spread([y for _, _, y in points], 13, 16, 236), strict=True):
-        shape = diamond(x, y, 6.5, "k b") if mark.chosen else circle(x, y, 4, "o")
+    for (mark, x, y), label_y in zip(points, spread([y for _, _, y in points], 13, 26, FRAME[3] - 4), strict=True):
+        shape = diamond(x, y, 6, "k b") if mark.chosen else circle(x, y, 4, "o")
         if mark.measured is not None:
             low, middle, high = data.measured if mark.chosen and data.measured else (mark.measured,) * 3
             cross = f"M{xy(x - 4)} {xy(up(middle) - 4)}l8 8m0 -8l-8 8"
             shape += path(f"{cross}M{xy(x)} {xy(up(low))}V{xy(up(high))}", "x")
         name = short(mark.strategy, 24)
-        side, anchor = (1, "") if x + 13 + 5.6 * len(name) < 430 else (-1, "end")
+        side, anchor = (1, "") if x + 13 + 6 * len(name) < 380 else (-1, "end")
         shape += line(x + 6 * side, y, x + 11 * side, label_y, "l")
         shape += text(x + 13 * side, label_y + 3.5, name, "t n" if mark.chosen else "t", anchor)
         words = f"{mark.strategy}: predicted {number(mark.predicted)}, measured {number(mark.measured)}"

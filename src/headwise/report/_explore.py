@@ -30,6 +30,7 @@ from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_row
 from headwise.report._text import human, number
 from headwise.types import Answer, Budget, Dossier, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
 
+FAMILIAR = ("kv", "params", "flops", "attention")  # prices that people ask for first
 MANY, FEW, DEEP = 48, 20, 32  # sizes of a reading that a heat map shows, and fewer for more layers than DEEP
 
 
@@ -50,7 +51,7 @@ def price_list(plan: Plan) -> tuple[Price, ...]:
     """Every unit that applies to the model; those that the plan limits come first, at their own length."""
     own = {budget.name: budget for budget in plan.budgets}
     found = []
-    for name in dict.fromkeys((*own, *prices.known())):
+    for name in dict.fromkeys((*own, *(name for name in FAMILIAR if name in prices.known()), *prices.known())):
         if name == "kv" and not plan.source.cached:
             continue
         try:
@@ -215,7 +216,8 @@ def heats(dossier: Dossier) -> tuple[Heat, ...]:
         return ()
     kinds = dict.fromkeys(reading.kind for reading in dossier.readings.curves)
     believed = [reading for kind in kinds if (reading := dossier.readings.curve(kind)) is not None]
-    return tuple(heat(reading, place, dossier.plan) for place, reading in enumerate(believed))
+    found = [heat(reading, place, dossier.plan) for place, reading in enumerate(believed)]
+    return tuple(one for one in found if any(value is not None for row in one.rows for value in row))
 
 
 def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:

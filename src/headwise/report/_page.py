@@ -7,8 +7,8 @@ from typing import Any
 from headwise.report import _facts as facts
 from headwise.report._assets import css, policy, script
 from headwise.report._commands import FOLDER, how_to_make
-from headwise.report._data import LABELS, damage_rows
-from headwise.report._draw import draw_measure
+from headwise.report._data import LABELS, damage_rows, frontier
+from headwise.report._draw import draw_frontier, draw_measure
 from headwise.report._explore import Heat, Price, damage_words, explorer, heats, layer_facts, price_list, proof
 from headwise.report._html import details, legend, missing, paragraph, pickable, section, table
 from headwise.report._model import draw_model, model_rows
@@ -20,9 +20,9 @@ from headwise.types import Dossier, Plan
 def page(dossier: Dossier) -> str:
     """The whole document."""
     maps = heats(dossier)
-    names = (("map", "Model and budget"), *((name, heading) for name, heading, _ in SECTIONS))
+    names = (("map", "Model and budget"), *((name, word) for name, word, *_ in SECTIONS))
     body = f'<section id="map">{_map(dossier)}</section>\n'
-    body += "".join(section(name, heading, make(dossier, maps)) for name, heading, make in SECTIONS)
+    body += "".join(section(name, words, make(dossier, maps)) for name, _, words, make in SECTIONS)
     layers = len(dossier.plan.keep) if dossier.plan else 0
     return document(
         f"{facts.model_name(dossier)}, reshaped by Headwise",
@@ -43,7 +43,8 @@ def document(title: str, header: str, bar: str, body: str, data: dict[str, Any])
         f"<body><header>{header}</header>{bar}\n<main>{body}"
         "<footer>Written by headwise. This page is one file and loads nothing.</footer></main>"
         '<div id="toast" class="toast" role="status"></div>\n'
-        f'<script type="application/json" id="data">{for_script(data)}</script>\n<script>{script()}</script></body></html>\n'
+        f'<script type="application/json" id="data">{for_script(data)}</script>\n'
+        f"<script>{script()}</script></body></html>\n"
     )
 
 
@@ -73,6 +74,7 @@ def _answer(dossier: Dossier) -> str:
     return (
         heading(f"{facts.model_name(dossier)}, reshaped", status)
         + f'<p class="lead">{escape(facts.headline(dossier))}</p><div class="grid cards">{cards}</div>'
+        + f'<p class="note">{escape(facts.way_out(dossier))}</p>'
     )
 
 
@@ -118,15 +120,16 @@ def _map(dossier: Dossier) -> str:
     rows = model_rows(plan, damages)
     keys = [("qk", "query/key dimension"), ("v", "value dimension"), ("mlp", "MLP width"), ("ghost", "pale: removed")]
     if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
-        keys.insert(1, ("wide-qk", "computed, then projected away before the cache"))
+        keys.insert(1, ("wide-qk", "computed, not cached"))
     keys += [("dmg", "predicted damage")] if damages else []
     label = "Picture of the model, layers down, heads across; up and down choose a layer"
     picture = legend(keys) + pickable(label, draw_model(rows, interactive=True))
     picture += '<div id="inspect" class="inspect" role="status" hidden></div>'
+    costs = _costs(plan, price_list(plan))
     return (
         '<h2 class="sr">The model before and after</h2>'
-        f'<div class="split"><div>{picture}{details("The same in numbers", layer_table(plan))}</div>'
-        f'<div class="explore">{_explore(dossier, plan)}</div></div>'
+        f'<div class="split"><div>{picture}{costs}{details("Every size in numbers", layer_table(plan))}</div>'
+        f'<div class="explore" id="frontier">{_explore(dossier, plan)}</div></div>'
     )
 
 
@@ -141,32 +144,32 @@ def layer_table(plan: Plan) -> str:
 
 
 def _explore(dossier: Dossier, plan: Plan) -> str:
-    """The slider, and what the budget under it would cost; without a frontier only what this run costs."""
-    priced = price_list(plan)
-    costs = _costs(plan, priced)
+    """The frontier with the slider under it, and what builds the point that the slider shows."""
+    found = frontier(dossier)
+    if found is None:
+        return paragraph(f"The {plan.strategy} strategy draws no frontier; the exact strategy does.")
+    picture = draw_frontier(found)
     if explorer(dossier) is None or dossier.sweep is None:
-        reason = "the frontier is solved from readings, and this run has none that price its budget"
-        return f"<h3>What it costs</h3>{costs}{paragraph(f'There is no slider here: {reason}.')}"
+        reason = "this run has no readings that price its budget"
+        return f"<h3>What would another budget do?</h3>{picture}{paragraph(f'There is no slider here: {reason}.')}"
     sweep = dossier.sweep
-    ends = [sorted(sweep.answers, key=lambda a: a.share)[place].text for place in (0, -1)]
     some = "" if sweep.done else f" of {sweep.wanted}; headwise report {FOLDER} solves more"
     tailored = " They are tailored; this run is portable." if plan.portable else ""
     note = (
-        f"{len(sweep.answers)} budgets{some}, each solved exactly from this run's readings, before healing.{tailored}"
+        f"The line is the least predicted damage at each budget: {len(sweep.answers)} budgets{some}, each solved "
+        "exactly from this run's readings, before healing, so no strategy can lie below it. Diamond: this plan; ring: "
+        f"another strategy; cross: measured, after healing. {FOLDER} is the run folder.{tailored}"
     )
-    own = plan.budgets[0].text
     return (
-        f'<h3><label for="budget">What would another budget do?</label></h3>'
+        f'<h3><label for="budget">What would another budget do?</label></h3>{picture}'
         f'<input type="range" id="budget" min="0" max="{len(sweep.answers) - 1}" step="1" disabled>'
-        f'<div class="ends"><span>{escape(ends[0])}</span><span>{escape(ends[1])}</span></div>'
-        f'<p class="fact"><output id="budget-text" for="budget">{escape(own)}</output> '
-        '<span class="note" id="budget-state">this run</span></p>'
+        f'<p class="fact"><output id="budget-text" for="budget">{escape(plan.budgets[0].text)}</output> '
+        '<span class="note" id="budget-state">this run</span> '
+        '<button type="button" id="own" hidden>Back to this run</button></p>'
         f'<p class="fact">Predicted damage <b id="budget-damage">{escape(damage_words(plan.predicted_damage, dossier))}'
-        f'</b>, <span id="budget-proof">{escape(proof(plan))}</span></p>{costs}'
-        f'<pre><code id="budget-command"></code></pre>'
-        '<div class="buttons"><button type="button" id="copy">Copy the commands</button>'
-        '<button type="button" id="own" hidden>Back to this run</button></div>'
-        f'<p class="note">{escape(note)} {FOLDER} is the run folder.</p>'
+        f'</b>, <span id="budget-proof">{escape(proof(plan))}</span></p>'
+        '<pre><code id="budget-command"></code></pre><button type="button" id="copy">Copy the commands</button>'
+        f'<p class="note">{escape(note)}</p>'
     )
 
 

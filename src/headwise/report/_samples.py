@@ -42,8 +42,8 @@ def in_common(before: str, after: str) -> str:
 def draw_samples(samples: tuple[Sample, ...]) -> str:
     """Every prompt with both continuations."""
     body = paragraph(
-        "The same prompts, continued by the source and by the reshaped model. Struck through: only the source wrote "
-        "it; underlined: only the reshaped model did. A small damage may still turn a text; read on after the turn."
+        "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
+        "underlined: only the reshaped model did. One changed word can turn all that follows, so judge the sense."
     )
     for sample in samples:
         left, right = differences(sample.before, sample.after)
@@ -55,5 +55,5 @@ def draw_samples(samples: tuple[Sample, ...]) -> str:
 
 
 def _side(name: str, pieces: tuple[Piece, ...], tag: str) -> str:
-    text = "".join(escape(p.text) if p.same else f"<{tag}>{escape(p.text)}</{tag}>" for p in pieces)
+    text = "".join(escape(p.text) if p.same or p.text.isspace() else f"<{tag}>{escape(p.text)}</{tag}>" for p in pieces)
     return f'<div><p class="note">{name}</p><p class="text" dir="auto">{text}</p></div>'

@@ -12,14 +12,12 @@ from headwise.report._data import (
     CurveSet,
     curve_sets,
     damage_rows,
-    frontier,
     healing_parts,
     healing_range,
 )
 from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
 from headwise.report._draw import (
     draw_damage,
-    draw_frontier,
     draw_healing,
     draw_lines,
     draw_loss,
@@ -38,27 +36,15 @@ COLOURS = {"qk": "qk", "v": "v", "mlp": "mlp", "heads": "heads", "kv_heads": "kv
 PICK = "up and down choose a layer"
 
 
-def _frontier(dossier: Dossier, maps: Maps) -> str:
+def _baselines(dossier: Dossier, maps: Maps) -> str:
     if dossier.plan is None:
         return missing("No plan has been made", how_to_make(dossier, "allocate"))
-    heads = ("budget", "unit", "source", "limit", "spent", "share", "")
-    rows = facts.budget_rows(dossier)
-    body = table(heads, rows, range(2, 6), name="budgets") if rows else paragraph("The plan has no budget.")
-    data = frontier(dossier)
-    if data is None:
-        return body + paragraph(f"The {dossier.plan.strategy} strategy draws no frontier; the exact strategy does.")
-    words = (
-        "The line is the least predicted damage that any plan can have at each share of the first budget, so no "
-        "strategy can lie below it. Diamond: this plan. Ring: another strategy. Cross: measured, with its interval."
-    )
-    words += " A click moves the budget slider." if data.solved else ""
-    return body + paragraph(words) + draw_frontier(data) + "<h3>Beside other strategies</h3>" + _baselines(dossier)
-
-
-def _baselines(dossier: Dossier) -> str:
+    heads = ("budget", "unit", "source", "limit", "spent", "share", "kept?")
+    budgets = facts.budget_rows(dossier)
+    body = table(heads, budgets, range(2, 6), name="budgets") if budgets else paragraph("The plan has no budget.")
     rows = facts.comparisons(dossier)
     if len(rows) < 2:
-        return missing("No other strategy was tried", how_to_make(dossier, "allocate"))
+        return body + missing("No other strategy was tried", how_to_make(dossier, "allocate"))
     cells = tuple(
         (
             f"{row.strategy} (this run)" if row.chosen else row.strategy,
@@ -69,9 +55,9 @@ def _baselines(dossier: Dossier) -> str:
         )
         for row in rows
     )
-    heads = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
-    words = f"The same budgets, spent in other ways, from the same readings. In {facts.damage_unit(dossier)}; less is better."
-    return f'<div id="baselines">{paragraph(words)}{table(heads, cells, (1, 2, 3), now=0, name="strategies")}</div>'
+    columns = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
+    words = f"The same budgets spent in other ways; predicted from the same readings, in {facts.damage_unit(dossier)}."
+    return paragraph(words) + table(columns, cells, (1, 2, 3), now=0, name="strategies") + "<h3>Budgets</h3>" + body
 
 
 def _damage(dossier: Dossier, maps: Maps) -> str:
@@ -109,7 +95,7 @@ def _by_layer(dossier: Dossier) -> str:
     per_layer = table(heads, cells, range(1, len(heads)), name="damage by layer", layers=True)
     picture = pickable(f"Damage by layer; {PICK}", draw_damage(rows))
     words = table(("unit", "damage", "share"), shares, (1, 2), name="damage by unit") + details("By layer", per_layer)
-    return f'{keys}<div class="pair">{picture}<div>{words}</div></div>'
+    return f'{body}{keys}<div class="pair">{picture}<div>{words}</div></div>'
 
 
 def _rounds(dossier: Dossier) -> str:
@@ -256,7 +242,7 @@ def _samples(dossier: Dossier, maps: Maps) -> str:
 
 
 def _reproduce(dossier: Dossier, maps: Maps) -> str:
-    words = paragraph(facts.way_out(dossier)) + pre(facts.loading(dossier, FOLDER + "/model"))
+    words = paragraph("Load it:") + pre(facts.loading(dossier, FOLDER + "/model"))
     words += paragraph("The whole run, into a new folder DIR:") + pre(run_command(dossier.settings))
     again = "Think again with another budget, from the same readings and without a GPU: "
     budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
@@ -264,12 +250,13 @@ def _reproduce(dossier: Dossier, maps: Maps) -> str:
     return words + table(("what", "value"), facts.provenance(dossier), (), name="provenance")
 
 
-SECTIONS: tuple[tuple[str, str, Callable[[Dossier, Maps], str]], ...] = (
-    ("frontier", "What other budgets would cost", _frontier),
-    ("damage", "Damage by layer", _damage),
-    ("layers", "What the layers do", _layers),
-    ("healing", "Healing", _healing),
-    ("certificate", "Certificate", _certificate),
-    ("samples", "Generations", _samples),
-    ("reproduce", "Use it, do it again", _reproduce),
+# Name, word in the bar, heading, what makes it.
+SECTIONS: tuple[tuple[str, str, str, Callable[[Dossier, Maps], str]], ...] = (
+    ("baselines", "Strategies", "Other strategies", _baselines),
+    ("damage", "Damage", "Damage by layer", _damage),
+    ("layers", "Layers", "What the layers do", _layers),
+    ("healing", "Healing", "Healing", _healing),
+    ("certificate", "Certificate", "Certificate", _certificate),
+    ("samples", "Generations", "Generations", _samples),
+    ("reproduce", "Use it", "Use it, do it again", _reproduce),
 )

@@ -43,7 +43,7 @@ function equip(table, name) {
     cell.append(button);
     button.addEventListener("click", () => sortBy(table, column, cell.getAttribute("aria-sort") === "ascending"));
   });
-  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv", textContent: "Download CSV" });
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "csv", textContent: "CSV ↓" });
   button.setAttribute("aria-label", `Download ${name} as CSV`);
   button.addEventListener("click", () => {
     const link = document.createElement("a");
