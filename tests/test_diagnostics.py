@@ -325,7 +325,6 @@ def test_odd_diagnostics_stay_text_and_finite(probed):
         for curves in ((hostile,), (broken,), (empty,), (unknown,), (replace(unknown, axis="kv_head"),)):
             page = render(dossier_of(replace(probed, curves=curves, shape={"layers": [HOSTILE, {}, 3]})))
             check_page(page)
-            assert "<script" not in page
 
 
 def test_many_layers_and_heads_stay_small(probed):
