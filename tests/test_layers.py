@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": CORE | TORCH | RUN,
     "api": CORE | TORCH | RUN | {"pipeline"},
     "plots": {"errors", "types"},
+    "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
@@ -56,9 +57,11 @@ ALLOWED: dict[str, set[str]] = {
         "reproduce",
         "runfolder",
         "planning",
+        "figures",
     },
     "_autoregister": {"runtime"},
-    "__init__": {"api", "_autoregister", "types", "errors"},
+    "_notebook": {"types", "report"},
+    "__init__": {"api", "_autoregister", "_notebook", "types", "errors"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -172,6 +173,23 @@ def write_report(folder: RunFolder) -> Dossier:
     write_atomically(folder.card_file, model_card(dossier))
     write_atomically(folder.report_file, render(dossier))
     return dossier
+
+
+def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False) -> None:
+    """Write one page that compares several runs."""
+    from headwise.report import compare
+
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
+    if len({path.resolve() for path in folders}) < len(folders):
+        raise HeadwiseError("a run folder was given twice; name every run once.")
+    names = [path.name for path in folders]
+    unique = [path.name if names.count(path.name) == 1 else str(path) for path in folders]
+    dossiers = [(name, RunFolder(path).dossier()) for name, path in zip(unique, folders, strict=True)]
+    try:
+        write_atomically(out, compare(dossiers))
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
 
 
 def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:

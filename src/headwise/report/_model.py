@@ -76,6 +76,19 @@ def full_mlp(rows: Sequence[ModelRow]) -> int:
     return max(1, *(row.old.mlp_width for row in rows))
 
 
+def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
+    """The colours of the picture and what they mean."""
+    keys = [("qk", "query/key dimension")]
+    if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
+        keys.append(("wide-qk", "computed, not cached"))
+    keys += [
+        ("v", "value dimension"),
+        *([("mlp", "MLP width")] if full_mlp(rows) > 1 else []),
+        ("ghost", "pale: removed"),
+    ]
+    return keys + [("dmg", "predicted damage")] * any(row.damage is not None for row in rows)
+
+
 def draw_model(rows: Sequence[ModelRow], interactive: bool = False) -> str:
     """The table. Interactive: with names for the script, which moves the budget and selects layers."""
     most = max(row.damage or 0.0 for row in rows)

@@ -11,7 +11,7 @@ from headwise.report._data import LABELS, damage_rows, frontier
 from headwise.report._draw import draw_frontier, draw_measure
 from headwise.report._explore import Heat, Price, damage_words, explorer, heats, layer_facts, price_list, proof
 from headwise.report._html import details, legend, missing, paragraph, pickable, section, table
-from headwise.report._model import draw_model, model_rows
+from headwise.report._model import draw_model, model_keys, model_rows
 from headwise.report._sections import SECTIONS
 from headwise.report._text import escape, for_script, human, relative
 from headwise.types import Dossier, Plan
@@ -118,12 +118,8 @@ def _map(dossier: Dossier) -> str:
         return f"<h2>The model before and after</h2>{words}"
     damages = [row.total for row in damage_rows(dossier.readings, plan)] if dossier.readings else None
     rows = model_rows(plan, damages)
-    keys = [("qk", "query/key dimension"), ("v", "value dimension"), ("mlp", "MLP width"), ("ghost", "pale: removed")]
-    if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
-        keys.insert(1, ("wide-qk", "computed, not cached"))
-    keys += [("dmg", "predicted damage")] if damages else []
     label = "Picture of the model, layers down, heads across; up and down choose a layer"
-    picture = legend(keys) + pickable(label, draw_model(rows, interactive=True))
+    picture = legend(model_keys(rows)) + pickable(label, draw_model(rows, interactive=True))
     picture += '<div id="inspect" class="inspect" role="status" hidden></div>'
     costs = _costs(plan, price_list(plan))
     return (
