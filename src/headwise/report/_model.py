@@ -78,11 +78,11 @@ def full_mlp(rows: Sequence[ModelRow]) -> int:
 
 def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
     """The colours of the picture and what they mean."""
-    keys = [("qk", "query/key dimension")]
+    keys = [("qk", "query/key dim")]
     if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
         keys.append(("wide-qk", "computed, not cached"))
     keys += [
-        ("v", "value dimension"),
+        ("v", "value dim"),
         *([("mlp", "MLP width")] if full_mlp(rows) > 1 else []),
         ("ghost", "pale: removed"),
     ]

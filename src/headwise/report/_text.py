@@ -99,7 +99,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:.2e}"
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 10 else f"{value:.{digits}g}"
+    return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 1 else f"{value:.{digits}g}"
 
 
 def human(value: float | None) -> str:
