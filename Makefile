@@ -12,7 +12,7 @@ test: $(STAMP)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
 
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \

@@ -209,6 +209,17 @@ def comparisons(dossier: Dossier) -> tuple[Comparison, ...]:
     return (*rows, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
 
 
+def left_out(dossier: Dossier) -> str:
+    """Why the published recipe may be missing: prices of two probes cannot be compared."""
+    if dossier.readings is None or any(row.strategy == "published" for row in comparisons(dossier)):
+        return ""
+    ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
+    probes = [reading.probe for reading in ways if reading is not None]
+    if len(probes) < 2 or probes[0] == probes[1]:
+        return ""
+    return f"The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
+
+
 def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measured: Any, chosen: bool) -> Comparison:
     amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
     share = None
@@ -307,7 +318,7 @@ def provenance(dossier: Dossier) -> Rows:
     if dossier.verdict:
         v = dossier.verdict
         rows += [
-            ("Evaluation text", v.evaluation),
+            ("Evaluation data", v.evaluation),
             ("Evaluation tokens", number(v.tokens)),
             ("Machine", v.machine),
             ("Date", v.date),

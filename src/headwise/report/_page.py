@@ -19,9 +19,9 @@ from headwise.types import Dossier, Plan
 
 def page(dossier: Dossier) -> str:
     """The whole document."""
-    maps = heats(dossier)
+    maps, slider = heats(dossier), explorer(dossier)
     names = (("map", "Model and budget"), *((name, word) for name, word, *_ in SECTIONS))
-    body = f'<section id="map">{_map(dossier)}</section>\n'
+    body = f'<section id="map">{_map(dossier, slider is not None)}</section>\n'
     body += "".join(section(name, words, make(dossier, maps)) for name, _, words, make in SECTIONS)
     layers = len(dossier.plan.keep) if dossier.plan else 0
     return document(
@@ -29,7 +29,7 @@ def page(dossier: Dossier) -> str:
         _answer(dossier),
         _bar(names, layers),
         body,
-        _data(dossier, maps),
+        _data(dossier, maps, slider),
     )
 
 
@@ -48,10 +48,10 @@ def document(title: str, header: str, bar: str, body: str, data: dict[str, Any])
     )
 
 
-def _data(dossier: Dossier, maps: tuple[Heat, ...]) -> dict[str, Any]:
+def _data(dossier: Dossier, maps: tuple[Heat, ...], slider: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "layers": len(dossier.plan.keep) if dossier.plan else 0,
-        "explorer": explorer(dossier),
+        "explorer": slider,
         "heats": [found.for_script() for found in maps],
         "facts": layer_facts(dossier),
     }
@@ -111,7 +111,7 @@ def _bar(names: tuple[tuple[str, str], ...], layers: int) -> str:
     )
 
 
-def _map(dossier: Dossier) -> str:
+def _map(dossier: Dossier, slider: bool) -> str:
     plan = dossier.plan
     if plan is None:
         words = missing("No plan has been made", how_to_make(dossier, "allocate"))
@@ -125,7 +125,7 @@ def _map(dossier: Dossier) -> str:
     return (
         '<h2 class="sr">The model before and after</h2>'
         f'<div class="split"><div>{picture}{costs}{details("Every size in numbers", layer_table(plan))}</div>'
-        f'<div class="explore" id="frontier">{_explore(dossier, plan)}</div></div>'
+        f'<div class="explore" id="frontier">{_explore(dossier, plan, slider)}</div></div>'
     )
 
 
@@ -139,13 +139,13 @@ def layer_table(plan: Plan) -> str:
     return table(heads, tuple(rows), range(7), name="layers before and after", layers=True)
 
 
-def _explore(dossier: Dossier, plan: Plan) -> str:
+def _explore(dossier: Dossier, plan: Plan, slider: bool) -> str:
     """The frontier with the slider under it, and what builds the point that the slider shows."""
     found = frontier(dossier)
     if found is None:
         return paragraph(f"The {plan.strategy} strategy draws no frontier; the exact strategy does.")
     picture = draw_frontier(found)
-    if explorer(dossier) is None or dossier.sweep is None:
+    if dossier.sweep is None or not slider:
         reason = "this run has no readings that price its budget"
         return f"<h3>What would another budget do?</h3>{picture}{paragraph(f'There is no slider here: {reason}.')}"
     sweep = dossier.sweep

@@ -57,6 +57,8 @@ def _baselines(dossier: Dossier, maps: Maps) -> str:
     )
     columns = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
     words = f"The same budgets spent in other ways; predicted from the same readings, in {facts.damage_unit(dossier)}."
+    if left_out := facts.left_out(dossier):
+        words += f" {left_out}"
     return paragraph(words) + table(columns, cells, (1, 2, 3), now=0, name="strategies") + "<h3>Budgets</h3>" + body
 
 

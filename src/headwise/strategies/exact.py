@@ -6,6 +6,7 @@ Whole layers go in the one order that was measured jointly; for every number of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Case, frontier
@@ -19,7 +20,9 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The plan of least predicted damage that meets every budget."""
-    cases = _cases(source, readings, budgets, allow)
+    offered = menus(source, readings, allow, ways(readings))
+    steps = depth_steps(readings, allow)
+    cases = [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
     solved = [(case.solve(), lost) for case, lost in cases]
     feasible = [(found.damage + lost, found) for found, lost in solved if found is not None]
     if not feasible:
@@ -40,26 +43,23 @@ def answers(
 
     It decides as `allocate` does, without the frontier: every solve begins afresh, so that no answer depends on others.
     """
-    cases = _cases(source, readings, budgets, allow)
+    offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
+
+    @cache  # a case of a large model takes a second to build, and most are never asked
+    def case(place: int) -> Case:
+        return Case(source, without_layers(offered, steps[place][0]), budgets)
 
     def answer(limit: float) -> tuple[float, float, list[LayerShape]] | None:
         best: tuple[float, float, list[LayerShape]] | None = None
-        for case, lost in cases:
-            if case.least[0] > limit * (1 + 1e-12) or (best is not None and lost >= best[0]):
-                continue  # out of reach, or the removed layers alone do more damage
-            case.seen[:] = False
-            found = case.solve([limit, *(budget.limit for budget in budgets[1:])])
+        for place, (_, lost) in enumerate(steps):
+            if best is not None and lost >= best[0]:
+                continue  # the removed layers alone do more damage
+            if case(place).least[0] > limit * (1 + 1e-12):
+                continue
+            case(place).seen[:] = False
+            found = case(place).solve([limit, *(budget.limit for budget in budgets[1:])])
             if found is not None and (best is None or found.damage + lost < best[0]):
                 best = found.damage + lost, found.gap, found.targets
         return best
 
-    return min(case.least[0] for case, _ in cases), answer
-
-
-def _cases(
-    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
-) -> list[tuple[Case, float]]:
-    """A case per number of layers that may go, with what their removal damages."""
-    offered = menus(source, readings, allow, ways(readings))
-    steps = depth_steps(readings, allow)
-    return [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
+    return float(case(len(steps) - 1).least[0]), answer  # the fewer layers, the cheaper
