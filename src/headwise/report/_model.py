@@ -6,6 +6,7 @@ head, the line's width is the dimension. `assets/explore.js` redraws the same li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ def dashes(heads: Sequence[int], group: int, start: float, height: float) -> str
 
 
 def _short(value: float) -> str:
-    return f"{value:.3f}".rstrip("0").rstrip(".")
+    """Three decimals at most, halves up, as the script rounds too."""
+    return f"{math.floor(value * 1000 + 0.5) / 1000:.3f}".rstrip("0").rstrip(".")
 
 
 def full_dim(rows: Sequence[ModelRow]) -> int:

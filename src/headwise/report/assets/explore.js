@@ -1,7 +1,7 @@
 // The budget slider: every answer was solved beforehand; here it is only shown.
 const sweep = data.explorer;
 const sizes = { heads: 0, kv: 1, qk: 2, v: 3, mlp: 4, width: 5 }; // as layer shapes are written
-const short = (value) => String(Number(value.toFixed(3)));
+const short = (value) => String(Math.floor(value * 1000 + 0.5) / 1000);
 
 // The same dashed lines as the page was written with: a dash is a head.
 function dashes(heads, group, start, height, gap) {
