@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {"linalg", "data", "images", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
-RUN = {"rounds", "runfolder", "planning", "report"}  # run folders and what can be done in them without torch
+RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
 ALLOWED: dict[str, set[str]] = {
@@ -35,14 +35,16 @@ ALLOWED: dict[str, set[str]] = {
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
-    "report": {"errors", "types", "cost", "budgets"},  # prices for its tables: formulas only
+    "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
-    "runfolder": CORE | {"report"},
+    "frontier": CORE,  # the exact answer to many limits
+    "runfolder": CORE | {"report", "frontier"},
     "planning": CORE | {"runfolder", "report"},
     "pipeline": CORE | TORCH | RUN,
     "api": CORE | TORCH | RUN | {"pipeline"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},
+    "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
@@ -58,9 +60,11 @@ ALLOWED: dict[str, set[str]] = {
         "train",
         "runfolder",
         "planning",
+        "figures",
     },
     "_autoregister": {"runtime"},
-    "__init__": {"api", "train", "_autoregister", "types", "errors"},
+    "_notebook": {"types", "report"},
+    "__init__": {"api", "train", "_autoregister", "_notebook", "types", "errors"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from headwise import _autoregister
+from headwise import _autoregister, _notebook
 
 if TYPE_CHECKING:
     from headwise import train
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["allocate", "load", "probe", "reshape", "run", "train", "verify"]
 
 _autoregister.install()
+_notebook.install()
 
 
 def __getattr__(name: str) -> Any:

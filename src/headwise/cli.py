@@ -202,12 +202,30 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def report(folder: Folder, as_json: Json = False) -> None:
-    """Write report.html and report.md from what a run folder holds."""
-    from headwise.runfolder import RunFolder, write_report
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="A run folder; several are compared on one page.")],
+    out: Annotated[Path | None, typer.Option(help="Where the comparison of several runs is written.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write the pictures there, as SVG and PNG.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out or --figures.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write report.html and report.md from what a run folder holds, or compare several."""
+    from headwise.runfolder import RunFolder, write_comparison, write_report
 
-    dossier = write_report(RunFolder(folder))
-    _say(dossier.to_json() if as_json else f"{folder / 'report.html'}", as_json)
+    if len(folders) > 1:
+        if out is None or figures is not None:
+            raise HeadwiseError("several runs are compared on one page; add --out compare.html, leave out --figures.")
+        write_comparison(folders, out, overwrite)
+        _say({"out": str(out)} if as_json else str(out), as_json)
+        return
+    if out is not None:
+        raise HeadwiseError("--out is for several runs; one run's report is written into its folder.")
+    dossier = write_report(RunFolder(folders[0]))
+    if figures is not None:
+        from headwise.figures import save_figures
+
+        save_figures(dossier, figures, overwrite)
+    _say(dossier.to_json() if as_json else f"{folders[0] / 'report.html'}", as_json)
 
 
 @app.command()

@@ -34,8 +34,7 @@ def measure(
             prefill, decode = _one(model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
-    found = {key: statistics.median(values[1:]) for key, values in times.items()}  # the first turn warms up
-    return {**found, "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
+    return {**_summary(times), "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
 
 
 def _reading(
@@ -49,7 +48,13 @@ def _reading(
             _, seconds = _timed(lambda model=model: model(rows), model.device)  # type: ignore[misc]
             times.setdefault(f"{what}_{name}", []).append(seconds / count * 1e3)
     tokens = {"prompt_tokens" if image is None else "tokens_per_image": float(image or count)}
-    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, **tokens}
+    return {**_summary(times), **tokens}
+
+
+def _summary(times: dict[str, list[float]]) -> dict[str, float]:
+    """Median, least and most of every phase; the first turn warms up."""
+    ends = {"": statistics.median, "_low": min, "_high": max}
+    return {f"{key}{end}": float(of(values[1:])) for key, values in times.items() for end, of in ends.items()}
 
 
 def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:

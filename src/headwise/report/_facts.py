@@ -33,6 +33,7 @@ class Measure(NamedTuple):
     low: float | None = None
     high: float | None = None
     planned: bool = False  # from the formulas, not yet seen on the real object
+    range: str = "95% interval"  # what low and high are
 
     @property
     def interval(self) -> str:
@@ -94,12 +95,12 @@ def measures(dossier: Dossier) -> tuple[Measure, ...]:
         *right,
         _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
-        _size(dossier, "Parameters", "", "parameters", parameters),
-        time,
+        _size(dossier, SIZE, "", "parameters", parameters),
+        time._replace(range="range of repeats"),
     )
 
 
-CACHE = "KV cache per token"
+CACHE, SIZE = "KV cache per token", "Parameters"
 
 
 def _quality(quality: Any, unit: str) -> Measure:
@@ -134,9 +135,9 @@ def headline(dossier: Dossier) -> str:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
     found = measures(dossier)
-    first, sizes = found[0], [measure for measure in found if measure.label in (CACHE, "Parameters")]
+    first, sizes = found[0], [measure for measure in found if measure.label in (CACHE, SIZE)]
     verb = "will need" if all(size.planned for size in sizes) else "now needs"
-    fewer = {CACHE: ("less KV cache", " bytes per token"), "Parameters": ("fewer parameters", "")}
+    fewer = {CACHE: ("less KV cache", " bytes per token"), SIZE: ("fewer parameters", "")}
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
@@ -223,6 +224,17 @@ def comparisons(dossier: Dossier) -> tuple[Comparison, ...]:
     return (*rows, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
 
 
+def left_out(dossier: Dossier) -> str:
+    """Why the published recipe may be missing: prices of two probes cannot be compared."""
+    if dossier.readings is None or any(row.strategy == "published" for row in comparisons(dossier)):
+        return ""
+    ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
+    probes = [reading.probe for reading in ways if reading is not None]
+    if len(probes) < 2 or probes[0] == probes[1]:
+        return ""
+    return f"The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
+
+
 def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measured: Any, chosen: bool) -> Comparison:
     amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
     share = None
@@ -271,11 +283,14 @@ def certificate_rows(dossier: Dossier) -> Rows:
     return tuple(rows)
 
 
+ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high", "")
+
+
 def _stems(table: Any) -> dict[str, dict[str, float | None]]:
     """`x_before, x_after, x_after_low` grouped under `x`; `kl, kl_low` under `kl` with the empty end."""
     stems: dict[str, dict[str, float | None]] = {}
     for key, value in table.items():
-        for end in ("after_low", "after_high", "before", "after", "low", "high", ""):
+        for end in ENDS:
             if not end or key.endswith(f"_{end}"):
                 stem = key[: -len(end) - 1] if end else key
                 stems.setdefault(stem, {})[end] = as_number(value)
@@ -318,7 +333,7 @@ def provenance(dossier: Dossier) -> Rows:
     if dossier.verdict:
         v = dossier.verdict
         rows += [
-            ("Evaluation images" if reads_images(dossier) else "Evaluation text", v.evaluation),
+            ("Evaluation images" if reads_images(dossier) else "Evaluation data", v.evaluation),
             ("Evaluation tokens", number(v.tokens) + (" (patches)" if reads_images(dossier) else "")),
             ("Machine", v.machine),
             ("Date", v.date),

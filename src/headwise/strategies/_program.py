@@ -62,9 +62,10 @@ class Case:
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
 
-    def solve(self) -> Solution | None:
-        """The selection of least total damage that meets every budget; None where there is none."""
-        solved = select(self.program, np.array([budget.limit for budget in self.budgets]) - self.fixed, self.seen)
+    def solve(self, limits: Sequence[float] | None = None) -> Solution | None:
+        """The selection of least total damage that meets every budget, or other limits; None where there is none."""
+        wanted = [budget.limit for budget in self.budgets] if limits is None else limits
+        solved = select(self.program, np.array(wanted) - self.fixed, self.seen)
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))

@@ -4,6 +4,7 @@ from headwise.types._record import VERSION, Record, write_atomically
 from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, Point
 from headwise.types.reading import Reading, Readings
 from headwise.types.shape import GONE, Grain, LayerShape, ModelShape
+from headwise.types.sweep import Answer, Sweep
 from headwise.types.verdict import Check, Dossier, Sample, Verdict
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "GONE",
     "UNITS",
     "VERSION",
+    "Answer",
     "Budget",
     "Check",
     "Dossier",
@@ -24,6 +26,7 @@ __all__ = [
     "Readings",
     "Record",
     "Sample",
+    "Sweep",
     "Verdict",
     "write_atomically",
 ]
