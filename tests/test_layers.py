@@ -34,6 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
+    "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
     "runfolder": CORE | {"report"},
@@ -53,12 +54,13 @@ ALLOWED: dict[str, set[str]] = {
         "show",
         "calculators",
         "reproduce",
+        "designs",
         "train",
         "runfolder",
         "planning",
     },
     "_autoregister": {"runtime"},
-    "__init__": {"api", "train", "_autoregister", "types", "errors"},
+    "__init__": {"api", "designs", "train", "_autoregister", "types", "errors"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}

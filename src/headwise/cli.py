@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise import calculators, reproduce
+from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
 from headwise.train.command import command as train
@@ -220,6 +221,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
 
 
 app.command("train")(train)
+app.command("design")(design)
 app.command("reproduce")(reproduce.command)
 
 
