@@ -80,7 +80,7 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
         return make(leaner(make, budgets, rules))
     if strategy == "mix":
         return mix(make, budgets, rules)
-    source = make(uniform(make, _loosened(budgets), rules))
+    source = _oversized(make, budgets, rules)
     if strategy == "taper":
         return taper.design(source, budgets, UNITS)
     rho = tuple(float(weight) for weight in profiles.parse(LAGS, LAG_COUNT))
@@ -221,8 +221,18 @@ def _filled(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
     return sketch
 
 
-def _loosened(budgets: tuple[Budget, ...]) -> tuple[Budget, ...]:
-    return tuple(replace(budget, limit=budget.limit * ROOM) for budget in budgets)
+def _oversized(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
+    """The smallest uniform model that is clearly above the budgets, for a taper to start from."""
+    found = uniform(make, budgets, rules)
+    for room in (ROOM, ROOM**2, ROOM**3, ROOM**4):
+        found = uniform(make, _loosened(budgets, room), rules)
+        if not _fits(make, _loosened(budgets, 1 + (ROOM - 1) / 3), found):
+            break
+    return make(found)
+
+
+def _loosened(budgets: tuple[Budget, ...], room: float = ROOM) -> tuple[Budget, ...]:
+    return tuple(replace(budget, limit=budget.limit * room) for budget in budgets)
 
 
 def _too_small(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> BudgetError:
