@@ -132,7 +132,7 @@ class _Lookup(torch.autograd.Function):
 
 def norm(net: Net, x: Tensor) -> Tensor:
     if net.rotary:
-        return F.rms_norm(x, (net.width,), eps=1e-5)
+        return F.rms_norm(x, (net.width,), eps=1e-6)
     return F.layer_norm(x, (net.width,))
 
 

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
+    "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
     "frontier": CORE,  # the exact answer to many limits
@@ -57,6 +58,7 @@ ALLOWED: dict[str, set[str]] = {
         "show",
         "calculators",
         "reproduce",
+        "designs",
         "train",
         "runfolder",
         "planning",
@@ -64,7 +66,7 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_autoregister": {"runtime"},
     "_notebook": {"types", "report"},
-    "__init__": {"api", "train", "_autoregister", "_notebook", "types", "errors"},
+    "__init__": {"api", "designs", "train", "_autoregister", "_notebook", "types", "errors"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}

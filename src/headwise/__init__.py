@@ -16,8 +16,9 @@ from headwise import _autoregister, _notebook
 if TYPE_CHECKING:
     from headwise import train
     from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.designs.proposals import design
 
-__all__ = ["allocate", "load", "probe", "reshape", "run", "train", "verify"]
+__all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
 
 _autoregister.install()
 _notebook.install()
@@ -26,6 +27,8 @@ _notebook.install()
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("headwise")
+    if name == "design":
+        return import_module("headwise.designs.proposals").design
     if name == "train":  # a package that can be called
         return import_module("headwise.train")
     if name in __all__:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise import calculators, reproduce
+from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
 from headwise.train import command as training
@@ -248,6 +249,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
 
 
 app.command("train", help=training.HELP)(training.command)
+app.command("design")(design)
 app.command("reproduce")(reproduce.command)
 
 

@@ -102,15 +102,7 @@ class Maker:
         if like is None:
             found: dict[str, Any] = {self.kind.longest: length} if self.kind.longest else {}
             return found | ({"vocab_size": vocab or self.kind.vocabulary} if self.kind.vocabulary else {})
-        from transformers import AutoConfig
-
-        where, extra = families.locate(like)
-        with families.quietly():
-            try:
-                config = AutoConfig.from_pretrained(where, **extra)
-            except Exception as error:  # transformers and the hub's client raise many kinds
-                reason = " ".join(str(error).split())[:200]
-                raise ModelError(f"{like} holds no configuration that can be read ({reason}).") from None
+        config = self.like = _read(like)
         kind = str(config.model_type).removeprefix("headwise_")
         if kind != self.kind.stock:
             raise ModelError(
@@ -118,6 +110,11 @@ class Maker:
             )
         settings = {k: v for k, v in config.to_dict().items() if k not in NOT_SIZES and k != "model_type"}
         return settings | ({"vocab_size": vocab} if vocab else {})
+
+    def source(self) -> ModelShape:
+        """The shape of the model that designs should be like."""
+        shape: ModelShape = self.own.shape_of(self.like)
+        return shape
 
     def stock(self, sketch: Sketch) -> Any:
         """The stock configuration of a model whose layers are alike."""
@@ -141,12 +138,14 @@ class Maker:
         return lambda sketch: self.own.shape_of(self.stock(sketch))
 
     def rules(self, like: bool, **given: Any) -> Rules:
-        """What the family settles; a model that it should be like settles the width."""
-        width = given.pop("width", None) or (self.base_width() if like else None)
-        return Rules(self.kind.mlp_ratio, width=width, uneven=self.own is not Nystromformer, **given)
-
-    def base_width(self) -> int:
-        return int(self.base.get("hidden_size") or self.base["n_embd"])
+        """What the family settles; a model that designs should be like settles width, depth and MLP ratio."""
+        uneven, ratio = self.own is not Nystromformer, self.kind.mlp_ratio
+        if not like:
+            return Rules(ratio, uneven=uneven, **given)
+        source = self.source()
+        ratio = source.layers[0].mlp_width / source.hidden_size or ratio
+        given["width"] = given.get("width") or source.hidden_size
+        return Rules(ratio, uneven=uneven, usual_depth=len(source.layers), **given)
 
     def config(self, shape: ModelShape) -> Any:
         """The configuration of a shape: stock if stock code can have it."""
@@ -175,6 +174,22 @@ class Maker:
         if stock.architectures:
             config.architectures = [f"Headwise{stock.architectures[0]}"]
         return config
+
+
+def _read(where: str) -> Any:
+    """The configuration of a model by folder or hub id."""
+    from transformers import AutoConfig
+
+    from headwise.runtime import register
+
+    register()
+    place, extra = families.locate(where)
+    with families.quietly():
+        try:
+            return AutoConfig.from_pretrained(place, **extra)
+        except Exception as error:  # transformers and the hub's client raise many kinds
+            reason = " ".join(str(error).split())[:200]
+            raise ModelError(f"{where} holds no configuration that can be read ({reason}).") from None
 
 
 def _sketch(shape: ModelShape, layer: LayerShape) -> Sketch:

@@ -62,6 +62,7 @@ class Rules(NamedTuple):
     heads: int | None = None
     length: int = 2048
     uneven: bool = True  # whether layers may differ
+    usual_depth: int | None = None  # of the model that a design should be like
 
 
 def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
@@ -79,7 +80,7 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
         return make(leaner(make, budgets, rules))
     if strategy == "mix":
         return mix(make, budgets, rules)
-    source = make(uniform(make, _loosened(budgets), rules))
+    source = _oversized(make, budgets, rules)
     if strategy == "taper":
         return taper.design(source, budgets, UNITS)
     rho = tuple(float(weight) for weight in profiles.parse(LAGS, LAG_COUNT))
@@ -91,8 +92,11 @@ def uniform(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
 
     def at(width: int) -> Sketch:
         heads = rules.heads or _heads(width, HEAD)
-        return Sketch(width, rules.depth or max(2, round(width / HEAD)), heads, width // heads, _mlp(width, rules))
+        depth = rules.depth or rules.usual_depth or max(2, round(width / HEAD))
+        return Sketch(width, depth, heads, width // heads, _mlp(width, rules))
 
+    if rules.width is not None and rules.depth is None:
+        return _filled(make, budgets, _deepest(make, budgets, at(rules.width)))
     found = _widest(make, budgets, at, rules)
     if rules.depth is None:
         deeper = range(int(found.depth * DEEPER), found.depth, -1)
@@ -106,20 +110,15 @@ def leaner(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
     Where the width is settled, depth is all that is left to give: the most layers that fit, at most half.
     """
     usual = uniform(make, budgets, rules._replace(depth=None, heads=None))
-    depth = rules.depth or max(1, usual.depth // 2)
+    depth = rules.depth or max(1, (rules.usual_depth or usual.depth) // 2)
     head = max(SMALLEST_HEAD, usual.head_dim // 2) if usual.head_dim > SMALLEST_HEAD else usual.head_dim
 
-    def at(width: int, layers: int = depth) -> Sketch:
+    def at(width: int) -> Sketch:
         heads = rules.heads or _heads(width, head)
-        return Sketch(width, layers, heads, width // heads, _mlp(width, rules))
+        return Sketch(width, depth, heads, width // heads, _mlp(width, rules))
 
     if rules.width is not None:
-        fits = [
-            at(rules.width, layers) for layers in range(depth, 0, -1) if _fits(make, budgets, at(rules.width, layers))
-        ]
-        if not fits:
-            raise _too_small(make, budgets, at(rules.width, 1))
-        return _filled(make, budgets, fits[0])
+        return _filled(make, budgets, _deepest(make, budgets, at(rules.width)))
     return _filled(make, budgets, _widest(make, budgets, at, rules, head))
 
 
@@ -205,6 +204,14 @@ def _widest(
     return at(low * step)
 
 
+def _deepest(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
+    """As many of the sketch's layers as fit."""
+    for depth in range(sketch.depth, 0, -1):
+        if _fits(make, budgets, fewer := sketch._replace(depth=depth)):
+            return fewer
+    raise _too_small(make, budgets, sketch._replace(depth=1))
+
+
 def _filled(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
     """Spend what is left on the MLPs, by at most half their width, so that strategies are compared at equal cost."""
     most = sketch.mlp + sketch.mlp // 2
@@ -214,8 +221,18 @@ def _filled(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
     return sketch
 
 
-def _loosened(budgets: tuple[Budget, ...]) -> tuple[Budget, ...]:
-    return tuple(replace(budget, limit=budget.limit * ROOM) for budget in budgets)
+def _oversized(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
+    """The smallest uniform model that is clearly above the budgets, for a taper to start from."""
+    found = uniform(make, budgets, rules)
+    for room in (ROOM, ROOM**2, ROOM**3, ROOM**4):
+        found = uniform(make, _loosened(budgets, room), rules)
+        if not _fits(make, _loosened(budgets, 1 + (ROOM - 1) / 3), found):
+            break
+    return make(found)
+
+
+def _loosened(budgets: tuple[Budget, ...], room: float = ROOM) -> tuple[Budget, ...]:
+    return tuple(replace(budget, limit=budget.limit * room) for budget in budgets)
 
 
 def _too_small(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> BudgetError:
