@@ -34,7 +34,8 @@ Budgets = Annotated[
 Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
 Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
 Task = Annotated[
-    str | None, typer.Option(help="causal, masked, embedding or classification; that of the model's head if not given.")
+    str | None,
+    typer.Option(help="causal, masked, embedding, classification or seq2seq; that of the model's head if not given."),
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]

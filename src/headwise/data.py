@@ -21,6 +21,7 @@ import torch
 from headwise.errors import DataError
 
 NOTHING = -1  # where a row has ended
+GIVEN, WRITTEN = -2, -3  # in rows of encoder-decoders before the target: one that was given, or that the model wrote
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
@@ -72,11 +73,25 @@ def _file(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
 
 
+class Paired(str):
+    """A text that comes with the one that is wanted for it, such as its translation."""
+
+    __slots__ = ("target",)
+    target: str
+
+
 def _record(item: Any, path: Path, number: int) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
         raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
-    return text
+    target = item.get("target") if isinstance(item, dict) else None
+    if target is None:
+        return text
+    if not isinstance(target, str):
+        raise DataError(f'{path}, line {number}: "target" must be a string, the text that is wanted for "text".')
+    pair = Paired(text)
+    pair.target = target
+    return pair
 
 
 def _dataset(name: str) -> Iterator[str]:
@@ -136,7 +151,8 @@ def closed_blocks(
     Lengths matter because learned positions do: what lies behind the longest block is not calibrated at all.
     """
     ends = tokenizer("", add_special_tokens=True)["input_ids"]
-    half, lengths, draw = (len(ends) + 1) // 2, closed_lengths(length), random.Random(0)
+    half = 0 if ends == [tokenizer.eos_token_id] else (len(ends) + 1) // 2
+    lengths, draw = closed_lengths(length), random.Random(0)
     rows: list[list[int]] = []
     pool: list[int] = []
     size = draw.choice(lengths)
@@ -155,7 +171,7 @@ def closed_blocks(
 
 def count_tokens(blocks: torch.Tensor) -> int:
     """How many tokens blocks hold."""
-    return int((blocks != NOTHING).sum())
+    return int((blocks >= 0).sum())
 
 
 def mean_length(blocks: torch.Tensor) -> int:
@@ -164,12 +180,17 @@ def mean_length(blocks: torch.Tensor) -> int:
 
 
 def rows_by_length(blocks: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, int]]:
-    """Batches of about `tokens` tokens: the rows of each, and their length, which they share."""
-    lengths = (blocks != NOTHING).sum(1)
+    """Batches of about `tokens` tokens: the rows of each, and their length, which they share.
+
+    Rows that hold two texts share the lengths of both.
+    """
+    lengths, first = (blocks != NOTHING).sum(1), (blocks < NOTHING).int().argmax(1)
     return [
         (rows, length)
-        for length in map(int, lengths.unique())
-        for rows in torch.nonzero(lengths == length).flatten().split(max(1, tokens // length))
+        for length, input_length in torch.stack((lengths, first), 1).unique(dim=0).tolist()
+        for rows in torch.nonzero((lengths == length) & (first == input_length))
+        .flatten()
+        .split(max(1, tokens // length))
     ]
 
 
@@ -188,6 +209,8 @@ def written_by(
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
 ) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} reads a text before it writes one; give texts with --data FILE.")
     if not model.can_generate():
         raise DataError(f"{type(model).__name__} writes no text that it could be calibrated on; give --data FILE.")
     start = model.config.bos_token_id

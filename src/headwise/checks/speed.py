@@ -30,7 +30,7 @@ def measure(
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            prefill, decode = _one(model, prompt, steps)
+            prefill, decode = _one(family, model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
     found = {key: statistics.median(values[1:]) for key, values in times.items()}  # the first turn warms up
@@ -48,16 +48,17 @@ def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> di
     return {**{k: statistics.median(v[1:]) for k, v in times.items()}, "prompt_tokens": float(prompt)}
 
 
-def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
+def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
     device = model.device
     ids = torch.ones((1, prompt), dtype=torch.long, device=device)
-    out, prefill = _timed(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
+    out, prefill = _timed(lambda: model(**family.first_step(ids), use_cache=True), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
         nonlocal token
         for _ in range(steps):
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            found = model(**family.next_step(token, out), past_key_values=cache, use_cache=True)
+            token = found.logits[:, -1:].argmax(-1)
 
     _, decode = _timed(write, device)
     return prefill / prompt * 1e3, decode / steps * 1e3

@@ -16,7 +16,7 @@ from headwise.errors import ModelError
 from headwise.families._family import Block, Family
 from headwise.registry import find, names
 from headwise.runtime import register
-from headwise.runtime.modeling_headwise import BARE, CAUSAL, CLASSIFIER, MASKED, stock_classes
+from headwise.runtime.modeling_headwise import BARE, CAUSAL, CLASSIFIER, MASKED, SEQ2SEQ, stock_classes
 
 __all__ = [
     "EMBEDDED",
@@ -35,7 +35,13 @@ __all__ = [
 ]
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
-TASKS = {"causal": CAUSAL, "masked": MASKED, "embedding": BARE, "classification": CLASSIFIER}  # -> Auto class
+TASKS = {  # -> Auto class
+    "causal": CAUSAL,
+    "masked": MASKED,
+    "embedding": BARE,
+    "classification": CLASSIFIER,
+    "seq2seq": SEQ2SEQ,
+}
 
 
 def known() -> list[Family]:
@@ -61,8 +67,8 @@ def task_of(config: Any) -> str:
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and family.shape_of(config).cached:
-        auto = CAUSAL
+    if auto is None and family.shape_of(config).cached and (CAUSAL in ends.values() or not head):
+        auto = CAUSAL if CAUSAL in ends.values() else SEQ2SEQ
     if auto is None and (head.endswith("Model") or not head):
         auto = BARE
     if auto is None:
@@ -85,7 +91,8 @@ def _auto_class(config: Any, task: str | None) -> str:
     able = [*family.anatomy(config).heads, *([] if family.shape_of(config).cached else [BARE])]
     if auto not in able:
         tasks = ", ".join(name for name, wanted in TASKS.items() if wanted in able)
-        raise ModelError(f"{family.name} models cannot be reshaped for the task {task}, only for: {tasks}.")
+        named = task or task_of(config)
+        raise ModelError(f"{family.name} models cannot be reshaped for the task {named}, only for: {tasks}.")
     return auto
 
 

@@ -61,9 +61,7 @@ class Block:
             memory = _maybe(context["memory_norm"], stream[:, : context["inputs"]])
         return self.attention.heads(x, context.get("position_embeddings"), memory)
 
-    def attended(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]
-    ) -> torch.Tensor:
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """What the heads put out (B, T, H V), for queries and keys before projection."""
         q, k = self.attention.project(q, k)
         mask = self.attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))

@@ -1,7 +1,7 @@
 """What encoder-decoders share: one flat list of layers over two stacks, and rows that hold an input and an output.
 
 The layers are those of the encoder, then for every block of the decoder two: attention to itself, and attention to the
-encoder's output with the MLP. A row is the tokens of the input, `BETWEEN`, and the tokens that the decoder reads. Its
+encoder's output with the MLP. A row is the tokens of the input, a marker, and the tokens that the decoder reads. Its
 stream is that of the input followed by that of the output: layers of the encoder change the first, all others the
 second, and what the encoder made of the input is there for whoever looks at it.
 """
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from headwise.data import GIVEN, NOTHING
 from headwise.errors import ModelError
 from headwise.families._block import Norm
 from headwise.families._config import element_bytes, grain_of
@@ -22,7 +23,6 @@ from headwise.families._family import Block, Captured, Family, Tensors, unsettle
 from headwise.runtime.modeling_headwise import SEQ2SEQ, stock_classes
 from headwise.types import ROLES, LayerShape, ModelShape
 
-BETWEEN = -2  # stands between the input and the output of a row
 SMALL: dict[str, Any] = dict(
     vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0
 )
@@ -80,7 +80,7 @@ class EncoderDecoder(Family):
         """One layer of each role is needed: the cache counts tokens in the first that attends to its own stack."""
         return {layer.role for layer in layers if not layer.gone} == set(ROLES)
 
-    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+    def layers(self, model: nn.Module) -> list[nn.Module]:
         """All layers of a tailored model, the encoder's first."""
         return [*self._stack(model, "encoder"), *self._stack(model, "decoder")]
 
@@ -110,7 +110,9 @@ class EncoderDecoder(Family):
 
     def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
         """The state dictionary without the layers that are gone. A stack's table of positions stays with its first."""
-        config, places, first = like.config, {}, {}
+        config: Any = like.config
+        places: dict[str, str | None] = {}
+        first: dict[str, int] = {}
         for index in range(len(self.shape_of(config).layers)):
             prefix = self._prefix(config, index)
             root = prefix.rstrip(".").rpartition(".")[0]
@@ -128,12 +130,14 @@ class EncoderDecoder(Family):
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary under the names of our layers, with a decoder's blocks in two."""
-        anatomy, places = self.anatomy(config), {}
+        anatomy = self.anatomy(config)
+        places: dict[str, str] = {}
         for index, layer in enumerate(self.shape_of(config).layers):
             stack, number = self._place(config, index)
             block = number if stack == "encoder" else number // 2
             root = f"{anatomy.body_at}.{stack}.{anatomy.layers}.{block}.".removeprefix(".")
-            places |= {f"{root}{t}.": f"{self._prefix(config, index)}{o}." for o, t in anatomy.roles[layer.role].items()}
+            ours = self._prefix(config, index)
+            places |= {f"{root}{place}.": f"{ours}{part}." for part, place in anatomy.roles[layer.role].items()}
         found: Tensors = {}
         for name, tensor in tensors.items():
             theirs = next((place for place in places if name.startswith(place)), "")
@@ -178,7 +182,26 @@ class EncoderDecoder(Family):
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Rows that any model of the family reads, with an input and an output of one length."""
         first, second = super().example(config, 2 * count, length).split(count)
-        return torch.cat((first, torch.full((count, 1), BETWEEN), second), 1)
+        return torch.cat((first, torch.full((count, 1), GIVEN), second), 1)
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first row alone, with no more than so many tokens: half of them of the input, half of the output."""
+        row = rows[:1, rows[0] != NOTHING]
+        first = inputs_of(row)
+        parts = (row[:, :first][:, : most // 2], row[:, first : first + 1], row[:, first + 1 :][:, : most // 2])
+        return torch.cat(parts, 1)
+
+    def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What a model is given to write, and how many tokens come before what it wrote: that which it begins with."""
+        return row[None, : inputs_of(row[None])], 1
+
+    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
+        """How a model reads a text and begins to write."""
+        return {"input_ids": ids, "decoder_input_ids": torch.ones_like(ids[:, :1])}
+
+    def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
+        """How it writes on, after `out`."""
+        return {"decoder_input_ids": token, "encoder_outputs": (out.encoder_last_hidden_state,)}
 
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of rows, with `stream` in place of what the embeddings give the first layers of both stacks."""
@@ -237,9 +260,15 @@ class EncoderDecoder(Family):
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
-        return self.block(self.layers(model)[index])(stream, context)
+        layer = self.layers(model)[index]
+        block, memory = self.block(layer), stream[:, : context["inputs"]]
+        norm = context["memory_norm"]
+        told = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
+        told |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
+        out = layer(block.own(stream, context), **told)
+        return block.joined(stream, out[0] if isinstance(out, tuple) else out, context)
 
 
 def inputs_of(rows: torch.Tensor) -> int:
     """How many tokens of input rows have, which they share."""
-    return int((rows[0] == BETWEEN).nonzero()[0])
+    return int((rows[0] < NOTHING).nonzero()[0])

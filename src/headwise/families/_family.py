@@ -78,9 +78,9 @@ class Family(ABC):
         """The model without its head."""
         return model.get_submodule(self.anatomy(model.config).body_at)
 
-    def layers(self, model: nn.Module) -> Sequence[nn.Module]:
+    def layers(self, model: nn.Module) -> list[nn.Module]:
         """All layers."""
-        return self._list(model)
+        return list(self._list(model))
 
     def _list(self, model: nn.Module, index: int = 0) -> nn.ModuleList:
         """The list of the model that holds a layer."""
@@ -237,6 +237,23 @@ class Family(ABC):
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Rows that any model of the family reads, for tests."""
         return torch.arange(count * length).reshape(count, length) % 90 + 3
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first row alone, with no more than so many tokens; a row may end early."""
+        return rows[:1, rows[0] >= 0][:, :most]
+
+    def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What a model is given to write on from, of a row, and how many tokens come before what it wrote."""
+        length = min(32, len(row) // 2)
+        return row[None, :length], length
+
+    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
+        """How a model reads a text and begins to write."""
+        return {"input_ids": ids, "logits_to_keep": 1}
+
+    def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
+        """How it writes on, after `out`."""
+        return {"input_ids": token}
 
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""

@@ -54,7 +54,8 @@ class T5(EncoderDecoder):
 
     def memory_norm(self, model: nn.Module) -> Norm | None:
         """The encoder's last norm."""
-        norm: Norm = model.encoder.final_layer_norm
+        encoder: Any = model.encoder
+        norm: Norm = encoder.final_layer_norm
         return norm
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
@@ -70,7 +71,9 @@ class T5(EncoderDecoder):
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream of the output after the last layer."""
         stream = model.decoder.final_layer_norm(stream)
-        out: torch.Tensor = model.lm_head(stream * model.model_dim**-0.5 if model.config.scale_decoder_outputs else stream)
+        if model.config.scale_decoder_outputs:
+            stream = stream * model.model_dim**-0.5
+        out: torch.Tensor = model.lm_head(stream)
         return out
 
     def tiny(self, model_type: str = "", own_head: bool = False, **changes: Any) -> nn.Module:

@@ -382,9 +382,7 @@ class StackLayer(GradientCheckpointingLayer):
         self.dropout = float(config.dropout_rate if hasattr(config, "dropout_rate") else config.dropout)
         self.inner_dropout = float(getattr(config, "activation_dropout", self.dropout))
 
-    def forward(
-        self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any
-    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
         """As the stock layer's; what it is handed by position differs between architectures."""
         given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
         memory, seen = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
@@ -422,8 +420,8 @@ class StackLayer(GradientCheckpointingLayer):
         stream = stream + nn.functional.dropout(part, p=self.dropout, training=self.training)
         stream = norm(stream) if self.post_norm else stream
         if stream.dtype == torch.float16:  # as stock code keeps half precision finite
-            most = torch.finfo(stream.dtype).max
-            most = torch.where(torch.isinf(stream).any(), most - 1000, most)
+            largest = torch.finfo(stream.dtype).max
+            most = torch.where(torch.isinf(stream).any(), largest - 1000, largest)
             stream = torch.clamp(stream, min=-most, max=most)
         return stream
 
@@ -464,7 +462,7 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
             _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
 
 
-def _tailor_stacks(model: nn.Module, body: nn.Module, anatomy: Anatomy) -> None:
+def _tailor_stacks(model: Any, body: nn.Module, anatomy: Anatomy) -> None:
     """Put our layers in the place of a stock encoder's and decoder's."""
     model._no_split_modules = ["StackLayer"]
     for name, roles in (("encoder", ("encoder",)), ("decoder", ("self", "cross"))):
