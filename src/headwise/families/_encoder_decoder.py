@@ -173,7 +173,7 @@ class EncoderDecoder(Family):
     def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Input and output of rows that share the lengths of both."""
         first = inputs_of(rows)
-        return {"input_ids": rows[:, :first], "decoder_input_ids": rows[:, first + 1 :]}
+        return {"input_ids": rows[:, :first].contiguous(), "decoder_input_ids": rows[:, first + 1 :].contiguous()}
 
     def answering(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The tokens of the last stream that answers come from: those of the output."""
@@ -182,6 +182,7 @@ class EncoderDecoder(Family):
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Rows that any model of the family reads, with an input and an output of one length."""
         first, second = super().example(config, 2 * count, length).split(count)
+        second[:, 0] = config.decoder_start_token_id or 0  # as every output begins
         return torch.cat((first, torch.full((count, 1), GIVEN), second), 1)
 
     def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:

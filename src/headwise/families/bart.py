@@ -37,8 +37,11 @@ class Bart(EncoderDecoder):
         }
 
     def costs(self, config: Any) -> dict[str, Any]:
-        """Biases everywhere; beside the layers a table of positions and a norm for each stack."""
-        hidden = config.d_model
+        """Biases everywhere; beside the layers a table of positions and a norm for each stack.
+
+        Where word embeddings are not tied, each stack has its own beside the common table.
+        """
+        hidden, tables = config.d_model, 0 if config.tie_word_embeddings else 2
         return dict(
             tied_embeddings=bool(config.tie_word_embeddings),
             qkv_bias=True,
@@ -46,7 +49,8 @@ class Bart(EncoderDecoder):
             mlp_bias=True,
             mlp_matrices=2,
             layer_norms=4 * hidden,
-            other_parameters=2 * hidden * (config.max_position_embeddings + UNUSED_POSITIONS + 2),
+            other_parameters=hidden
+            * (2 * (config.max_position_embeddings + UNUSED_POSITIONS + 2) + tables * config.vocab_size),
         )
 
     def memory_norm(self, model: nn.Module) -> Norm | None:

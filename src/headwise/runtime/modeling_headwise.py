@@ -45,6 +45,7 @@ class Anatomy:
     roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: our part -> where it is
     handed: tuple[str, ...] = ()  # what its stacks hand a layer by position, behind stream and mask
     post_norm: bool = False  # norms come after the sums
+    depth: str = ""  # where a cache would not find out how many layers the decoder has: what the configuration calls it
 
 
 ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
@@ -91,6 +92,7 @@ ANATOMY["t5"] = Anatomy(
         )
     },
     handed=("position_bias", "encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"),
+    depth="num_decoder_layers",
 )  # fmt: skip
 _BART_MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
 ANATOMY["bart"] = Anatomy(
@@ -292,6 +294,8 @@ class TailoredAttention(nn.Module):
         if position_bias is None:
             return mask
         mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
+        if k.shape[2] > bias.shape[3]:  # places of a static cache that nothing fills yet
+            bias = nn.functional.pad(bias, (0, k.shape[2] - bias.shape[3]))
         return bias if mask is None else bias + mask
 
     def forward(
@@ -522,8 +526,10 @@ def classes(kind: str) -> dict[str, Any]:
     """The tailored classes of a model_type, under the same names; made once."""
     if kind not in _made:
         stock = stock_classes(kind)
-        field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **field})
+        space = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
+        if ANATOMY[kind].depth:
+            space["attribute_map"] = {**stock["AutoConfig"].attribute_map, "num_hidden_layers": ANATOMY[kind].depth}
+        config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **space})
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
