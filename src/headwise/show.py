@@ -43,7 +43,7 @@ def _plan(plan: Plan, console: Console) -> None:
     fields = ("query_heads", "kv_heads", "qk_width", "qk_dim", "v_dim", "mlp_width")
     table = Table("layer", *fields, title=f"{plan.model}: {plan.strategy}", title_justify="left")
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
-        table.add_row(str(index), *(_bar(getattr(new, name), getattr(old, name)) for name in fields))
+        table.add_row(f"{index} {old.role}".strip(), *(_bar(getattr(new, name), getattr(old, name)) for name in fields))
     console.print(table)
     for budget in plan.budgets:
         console.print(f"{budget.text}: {plan.spent[budget.name]:,.0f} of {budget.limit:,.0f} {budget.unit}")

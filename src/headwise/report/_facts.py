@@ -18,6 +18,7 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per masked token": ("AutoModelForMaskedLM", "fill-mask"),
     "1 - cosine": ("AutoModel", "sentence-similarity"),
     "nats per text": ("AutoModelForSequenceClassification", "text-classification"),
+    "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
 }
 
 

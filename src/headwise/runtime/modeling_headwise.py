@@ -78,14 +78,14 @@ ANATOMY["distilbert"] = Anatomy(
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
 STACK_PARTS = ("attention", "attention.o_proj", ("gate_proj", "up_proj"), "wo")  # of our layers of two stacks
-_T5_MLP = {"gate_proj": "wi_0", "up_proj": "wi_1", "wo": "wo"}
+_T5_MLP = {"mlp_norm": "layer_norm", "gate_proj": "DenseReluDense.wi_0", "up_proj": "DenseReluDense.wi_1"}
+_T5_MLP["wo"] = "DenseReluDense.wo"
 ANATOMY["t5"] = Anatomy(
     "t5", "T5", {SEQ2SEQ: "ForConditionalGeneration"}, "", "block", *STACK_PARTS,
     roles={
         role: {
             "attention": f"layer.{own}.{name}", "attention_norm": f"layer.{own}.layer_norm",
-            **({"mlp_norm": f"layer.{mlp}.layer_norm"} if mlp else {}),
-            **({ours: f"layer.{mlp}.DenseReluDense.{theirs}" for ours, theirs in _T5_MLP.items()} if mlp else {}),
+            **{ours: f"layer.{mlp}.{theirs}" for ours, theirs in _T5_MLP.items() if mlp},
         }
         for role, own, name, mlp in (
             ("encoder", 0, "SelfAttention", 1), ("self", 0, "SelfAttention", 0), ("cross", 1, "EncDecAttention", 2)
@@ -346,20 +346,15 @@ class RelativeBias(nn.Module):
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
         self.table = nn.Embedding(stock.relative_attention_num_buckets, stock.n_heads)
-        self.bucket = stock._relative_position_bucket
-        self.options = {
-            "bidirectional": not stock.is_decoder,
-            "num_buckets": stock.relative_attention_num_buckets,
-            "max_distance": stock.relative_attention_max_distance,
-        }
+        self.bucket, self.options = stock._relative_position_bucket, {"bidirectional": not stock.is_decoder}
+        self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
 
-    def forward(self, queries: int, keys: int, past: Any = 0) -> torch.Tensor:
+    def forward(self, queries: int, keys: int, past: Any = 0) -> Any:
         """The bias (1, H, queries, keys) of tokens that come behind `past` others."""
         device = self.table.weight.device
         asking = torch.arange(queries, device=device)[:, None] + past
         apart = torch.arange(keys, device=device)[None, :] - asking
-        bias: torch.Tensor = self.table(self.bucket(apart, **self.options)).permute(2, 0, 1).unsqueeze(0)
-        return bias
+        return self.table(self.bucket(apart, **self.options)).permute(2, 0, 1).unsqueeze(0)
 
 
 class StackLayer(GradientCheckpointingLayer):
@@ -389,10 +384,8 @@ class StackLayer(GradientCheckpointingLayer):
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
         """As the stock layer's; what it is handed by position differs between architectures."""
         given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
-        memory, seen = given.pop("encoder_hidden_states", None), given.pop("encoder_attention_mask", None)
-        bias = given.pop("position_bias", None)
-        for name in ("encoder_decoder_position_bias", "use_cache"):
-            given.pop(name, None)
+        names = ("encoder_hidden_states", "encoder_attention_mask", "position_bias")
+        memory, seen, bias, *_ = [given.pop(n, None) for n in (*names, "encoder_decoder_position_bias", "use_cache")]
         if hasattr(self, "positions") and bias is None:
             bias = self._bias(hidden_states.shape[1], attention_mask, given.get("past_key_values"))
         if self.role != "cross":
@@ -403,11 +396,10 @@ class StackLayer(GradientCheckpointingLayer):
             hidden_states = self._mlp(hidden_states)
         return (hidden_states, bias, None) if "position_bias" in self.handed else hidden_states
 
-    def _bias(self, queries: int, mask: Any, cache: Any) -> torch.Tensor:
+    def _bias(self, queries: int, mask: Any, cache: Any) -> Any:
         past = 0 if cache is None else cache.get_seq_length()
         past = past.clone() if isinstance(past, torch.Tensor) else past  # a static cache counts on in place
-        bias: torch.Tensor = self.positions(queries, past + queries if mask is None else mask.shape[-1], past)
-        return bias
+        return self.positions(queries, past + queries if mask is None else mask.shape[-1], past)
 
     def _attended(self, stream: torch.Tensor, **given: Any) -> torch.Tensor:
         x = stream if self.post_norm else self.attention_norm(stream)
@@ -526,7 +518,7 @@ def classes(kind: str) -> dict[str, Any]:
     """The tailored classes of a model_type, under the same names; made once."""
     if kind not in _made:
         stock = stock_classes(kind)
-        space = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
+        space: dict[str, Any] = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
         if ANATOMY[kind].depth:
             space["attribute_map"] = {**stock["AutoConfig"].attribute_map, "num_hidden_layers": ANATOMY[kind].depth}
         config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **space})
