@@ -26,6 +26,7 @@ from headwise.tasks.causal import Causal
 from headwise.tasks.classification import Classification
 from headwise.tasks.embedding import Embedding
 from headwise.tasks.masked import IGNORED, Masked
+from headwise.tasks.seq2seq import Seq2Seq
 from headwise.types import LayerKeep
 
 CLS, SEP, MASK, PAD = 1, 2, 3, 0
@@ -36,7 +37,7 @@ IDS = torch.arange(60).reshape(3, 20) % 80 + 5
 
 def task_for(name: str, width: int = 32) -> tasks.Task:
     made = {"masked": Masked(MASK, (CLS, SEP, PAD)), "embedding": Embedding(width), "classification": Classification()}
-    return made.get(name) or Causal()
+    return Seq2Seq() if name == "seq2seq" else made.get(name) or Causal()
 
 
 def tokenizer():
@@ -120,7 +121,8 @@ def test_a_row_is_prepared_the_same_whatever_is_beside_it(name):
     whole, part = task.prepare(IDS, 3), task.prepare(IDS[[2, 0]], 3)
     assert torch.equal(whole.inputs[[2, 0]], part.inputs) and torch.equal(whole.labels[[2, 0]], part.labels)
     rows = [row for batch in whole.batches(20) for row in batch.inputs]
-    assert torch.equal(torch.stack(rows), whole.inputs) and len(whole.batches(20)) == 3
+    assert torch.equal(torch.stack(rows), whole.inputs[:, : len(rows[0])]) and len(whole.batches(20)) == 3
+    assert (whole.inputs[:, len(rows[0]) :] == data.NOTHING).all()
 
 
 def test_every_task_has_its_file_and_name():
