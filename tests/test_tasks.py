@@ -30,6 +30,7 @@ from headwise.tasks.embedding import Embedding
 from headwise.tasks.image_classification import ImageClassification
 from headwise.tasks.image_embedding import ImageEmbedding
 from headwise.tasks.masked import IGNORED, Masked
+from headwise.tasks.seq2seq import Seq2Seq
 from headwise.types import LayerKeep
 
 CLS, SEP, MASK, PAD = 1, 2, 3, 0
@@ -43,6 +44,7 @@ def task_for(name: str, width: int = 32) -> tasks.Task:
     made |= {
         "image_embedding": ImageEmbedding(width, row_tokens=20),
         "image_classification": ImageClassification(row_tokens=20),
+        "seq2seq": Seq2Seq(),
     }
     return made.get(name) or Causal()
 
@@ -128,7 +130,8 @@ def test_a_row_is_prepared_the_same_whatever_is_beside_it(name):
     whole, part = task.prepare(IDS, 3), task.prepare(IDS[[2, 0]], 3)
     assert torch.equal(whole.inputs[[2, 0]], part.inputs) and torch.equal(whole.labels[[2, 0]], part.labels)
     rows = [row for batch in whole.batches(20) for row in batch.inputs]
-    assert torch.equal(torch.stack(rows), whole.inputs) and len(whole.batches(20)) == 3
+    assert torch.equal(torch.stack(rows), whole.inputs[:, : len(rows[0])]) and len(whole.batches(20)) == 3
+    assert (whole.inputs[:, len(rows[0]) :] == data.NOTHING).all()
 
 
 def test_every_task_has_its_file_and_name():

@@ -22,6 +22,7 @@ import torch
 from headwise.errors import DataError
 
 NOTHING = -1  # where a row has ended
+GIVEN, WRITTEN = -2, -3  # in rows of encoder-decoders before the target: one that was given, or that the model wrote
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
@@ -84,11 +85,25 @@ def _file(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
 
 
+class Paired(str):
+    """A text that comes with the one that is wanted for it, such as its translation."""
+
+    __slots__ = ("target",)
+    target: str
+
+
 def _record(item: Any, path: Path, number: int) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
         raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
-    return text
+    target = item.get("target") if isinstance(item, dict) else None
+    if target is None:
+        return text
+    if not isinstance(target, str):
+        raise DataError(f'{path}, line {number}: "target" must be a string, the text that is wanted for "text".')
+    pair = Paired(text)
+    pair.target = target
+    return pair
 
 
 def _dataset(name: str) -> Iterator[str]:
@@ -148,7 +163,8 @@ def closed_blocks(
     Lengths matter because learned positions do: what lies behind the longest block is not calibrated at all.
     """
     ends = tokenizer("", add_special_tokens=True)["input_ids"]
-    half, lengths, draw = (len(ends) + 1) // 2, closed_lengths(length), random.Random(0)
+    half = 0 if ends == [tokenizer.eos_token_id] else (len(ends) + 1) // 2
+    lengths, draw = closed_lengths(length), random.Random(0)
     rows: list[list[int]] = []
     pool: list[int] = []
     size = draw.choice(lengths)
@@ -172,7 +188,7 @@ def lengths_of(blocks: torch.Tensor, row: int | None = None) -> torch.Tensor:
 
 def count_tokens(blocks: torch.Tensor, row: int | None = None) -> int:
     """How many tokens blocks hold."""
-    return int(lengths_of(blocks, row).sum())
+    return int((blocks >= 0).sum()) if row is None else row * len(blocks)
 
 
 def mean_length(blocks: torch.Tensor, row: int | None = None) -> int:
@@ -186,12 +202,18 @@ def places(blocks: torch.Tensor, row: int | None = None) -> int:
 
 
 def rows_by_length(blocks: torch.Tensor, tokens: int, row: int | None = None) -> list[tuple[torch.Tensor, int]]:
-    """Batches of about `tokens` tokens: the rows of each, and their length, which they share."""
+    """Batches of about `tokens` tokens: the rows of each, and their length, which they share.
+
+    Rows that hold two texts share the lengths of both.
+    """
     lengths = lengths_of(blocks, row)
+    first = (blocks < NOTHING).int().argmax(1) if row is None else torch.zeros_like(lengths)
     return [
         (rows, length)
-        for length in map(int, lengths.unique())
-        for rows in torch.nonzero(lengths == length).flatten().split(max(1, tokens // length))
+        for length, input_length in torch.stack((lengths, first), 1).unique(dim=0).tolist()
+        for rows in torch.nonzero((lengths == length) & (first == input_length))
+        .flatten()
+        .split(max(1, tokens // length))
     ]
 
 
@@ -211,6 +233,8 @@ def written_by(
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
 ) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} reads a text before it writes one; give texts with --data FILE.")
     if not model.can_generate():
         raise DataError(f"{type(model).__name__} writes no text that it could be calibrated on; give --data FILE.")
     start = model.config.bos_token_id

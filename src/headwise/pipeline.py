@@ -74,7 +74,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
     task = tasks.of(model, tokenizer, settings.model)
-    if settings.strategy == "bound" and not task.generates:
+    if settings.strategy == "bound" and not task.has_past:
         raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
     family = families.family_of(model.config)
     if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
@@ -91,7 +91,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             return data.Rows(torch.cat((own, *more)))
         if name == "self":
             return data.Rows(data.written_by(model, count, length, seed, track=track))
-        return task.read(name, tokenizer, length, count, settings.seed)
+        found = task.read(name, tokenizer, length, count, settings.seed)
+        return found._replace(rows=task.complete(model, found.rows, seed, track))
 
     if settings.eval is not None:
         calibration, evaluation = (
@@ -171,7 +172,7 @@ def _diagnosed(
     """Readings that are no damage: spectra, and of decoders saturation and lags, which mean a past."""
     family, tokens, seed = bench.family, bench.calibration, settings.seed
     spectra = spectrum.measure(family, model, moments, data.places(tokens, bench.task.row_tokens), seed)
-    if not bench.task.generates:
+    if not bench.task.has_past:
         return spectra
     return [
         *saturation.measure(family, model, tokens, seed, track),
@@ -307,7 +308,7 @@ def build(
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     if bench.task.name == "embedding":
         families.accompany(settings.model, folder.model)
-    exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
+    exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
 

@@ -79,13 +79,13 @@ def _plan(plan: Plan, console: Console) -> None:
         table.add_column(name, no_wrap=True)
     for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
         if new.gone and not old.gone:
-            table.add_row(str(index), Text("removed", style=BAD))
+            table.add_row(f"{index} {old.role}".strip(), Text("removed", style=BAD))
             continue
         heads = f"{new.query_heads}/{old.query_heads}"
         heads += f" on {new.kv_heads}" if new.kv_heads != old.kv_heads else ""
         count = Text(heads, style=FAINT if new.query_heads == old.query_heads else "bold")
         table.add_row(
-            str(index),
+            f"{index} {old.role}".strip(),
             (_heads(old, new, keep, room) + Text(" ") + count) if shown else count,
             _bar(new.qk_dim, old.qk_dim, QK),
             _bar(new.v_dim, old.v_dim, V),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.families import Family
+from headwise.families import Family, family_of
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -139,11 +139,12 @@ def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> tor
 def samples(
     source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
 ) -> tuple[Sample, ...]:
-    """The same beginnings of held-out text, continued greedily by both models."""
-    out = []
+    """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
+    out, family = [], family_of(source.config)
     step = max(1, len(tokens) // count)
     for row in tokens[::step][:count]:
-        prompt = row[: min(32, len(row) // 2)].unsqueeze(0).to(source.device)
+        prompt, before = family.prompt(row)
+        prompt = prompt.to(source.device)
         texts = [
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
@@ -151,6 +152,6 @@ def samples(
             for model in (source, cut)
         ]
         decode = tokenizer.decode  # type: ignore[attr-defined]
-        parts = [decode(text[0, prompt.shape[1] :], skip_special_tokens=True) for text in texts]
+        parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
         out.append(Sample(decode(prompt[0], skip_special_tokens=True), *parts))
     return tuple(out)

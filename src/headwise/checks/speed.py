@@ -31,7 +31,7 @@ def measure(
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            prefill, decode = _one(model, prompt, steps)
+            prefill, decode = _one(family, model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
     return {**_summary(times), "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
@@ -57,16 +57,17 @@ def _summary(times: dict[str, list[float]]) -> dict[str, float]:
     return {f"{key}{end}": float(of(values[1:])) for key, values in times.items() for end, of in ends.items()}
 
 
-def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
+def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
     device = model.device
     ids = torch.ones((1, prompt), dtype=torch.long, device=device)
-    out, prefill = _timed(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
+    out, prefill = _timed(lambda: model(**family.first_step(ids), use_cache=True), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
         nonlocal token
         for _ in range(steps):
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            found = model(**family.next_step(token, out), past_key_values=cache, use_cache=True)
+            token = found.logits[:, -1:].argmax(-1)
 
     _, decode = _timed(write, device)
     return prefill / prompt * 1e3, decode / steps * 1e3

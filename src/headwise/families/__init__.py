@@ -13,11 +13,18 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._contexts import of_length
 from headwise.families._family import Block, Family
 from headwise.registry import find, names
 from headwise.runtime import register
-from headwise.runtime.modeling_headwise import BARE, CAUSAL, CLASSIFIER, IMAGE_CLASSIFIER, MASKED, stock_classes
+from headwise.runtime.modeling_headwise import (
+    BARE,
+    CAUSAL,
+    CLASSIFIER,
+    IMAGE_CLASSIFIER,
+    MASKED,
+    SEQ2SEQ,
+    stock_classes,
+)
 
 __all__ = [
     "EMBEDDED",
@@ -31,7 +38,6 @@ __all__ = [
     "known",
     "load",
     "locate",
-    "of_length",
     "quietly",
     "task_of",
 ]
@@ -44,6 +50,7 @@ TASKS = {  # -> Auto class
     "classification": CLASSIFIER,
     "image_embedding": BARE,
     "image_classification": IMAGE_CLASSIFIER,
+    "seq2seq": SEQ2SEQ,
 }
 
 
@@ -71,8 +78,8 @@ def task_of(config: Any) -> str:
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and family.shape_of(config).cached:
-        auto = CAUSAL
+    if auto is None and family.shape_of(config).cached and (CAUSAL in ends.values() or not head):
+        auto = CAUSAL if CAUSAL in ends.values() else SEQ2SEQ
     if auto is None and (head.endswith("Model") or not head):
         auto = BARE
     if auto is None:
@@ -100,7 +107,8 @@ def _auto_class(config: Any, task: str | None) -> str:
     able = [*family.anatomy(config).heads, *([] if family.shape_of(config).cached else [BARE])]
     if auto is None or auto not in able:
         tasks = ", ".join(name for name, wanted in _tasks_of(family).items() if wanted in able)
-        raise ModelError(f"{family.name} models cannot be reshaped for the task {task}, only for: {tasks}.")
+        named = task or task_of(config)
+        raise ModelError(f"{family.name} models cannot be reshaped for the task {named}, only for: {tasks}.")
     return auto
 
 

@@ -107,6 +107,14 @@ class Vision(Encoder):
         tower = self.tower(config)
         return self.row_tokens(config, torch.empty(_pair(tower.image_size), device="meta"))
 
+    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Images by their name."""
+        return {"pixel_values": rows}
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first image, whole."""
+        return rows[:1]
+
     def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
         """Images have no end."""
         return rows

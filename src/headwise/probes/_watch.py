@@ -39,7 +39,7 @@ def watching(
         for layer, block in enumerate(blocks):
             if attention is not None:
                 hooks.append(block.attention.attend.register_forward_hook(see_attention(layer)))
-            if channels is not None:
+            if channels is not None and block.down is not None:
                 hooks.append(block.down.register_forward_pre_hook(see_channels(layer)))
         yield
     finally:

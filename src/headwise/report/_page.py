@@ -134,7 +134,7 @@ def layer_table(plan: Plan) -> str:
     rows = []
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
         sizes = [(getattr(old, size), getattr(new, size)) for size in (*LABELS, "qk_width")]
-        rows.append((str(index), *(f"{a} → {b}" if a != b else str(a) for a, b in sizes)))
+        rows.append((f"{index} {old.role}".strip(), *(f"{a} → {b}" if a != b else str(a) for a, b in sizes)))
     heads = ("layer", *LABELS.values(), "query/key width")
     return table(heads, tuple(rows), range(7), name="layers before and after", layers=True)
 

@@ -9,15 +9,18 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import modeling_utils
+from transformers import EncoderDecoderCache, modeling_utils
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import OutputRecorder
 
-CAUSAL, BARE = "AutoModelForCausalLM", "AutoModel"
+CAUSAL, BARE, SEQ2SEQ = "AutoModelForCausalLM", "AutoModel", "AutoModelForSeq2SeqLM"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
 IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 
@@ -42,6 +45,10 @@ class Anatomy:
     config: str = ""  # where its name is not stem + Config
     bare: str = "Model"  # end of the class without a head; empty where that is nothing of ours
     variant: str = ""  # tells our class names apart where stock classes serve several of our kinds
+    roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: our part -> where it is
+    handed: tuple[str, ...] = ()  # what its stacks hand a layer by position, behind stream and mask
+    post_norm: bool = False  # norms come after the sums
+    depth: str = ""  # where a cache would not find out how many layers the decoder has: what the configuration calls it
 
 
 ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
@@ -99,6 +106,34 @@ ANATOMY["clip"] = Anatomy(stem="CLIP", heads=IMAGE_HEADS, bare="", **_clip)
 ANATOMY["timm_wrapper"] = Anatomy(
     "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
 )
+STACK_PARTS = ("attention", "attention.o_proj", ("gate_proj", "up_proj"), "wo")  # of our layers of two stacks
+_T5_MLP = {"mlp_norm": "layer_norm", "gate_proj": "DenseReluDense.wi_0", "up_proj": "DenseReluDense.wi_1"}
+_T5_MLP["wo"] = "DenseReluDense.wo"
+ANATOMY["t5"] = Anatomy(
+    "t5", "T5", {SEQ2SEQ: "ForConditionalGeneration"}, "", "block", *STACK_PARTS,
+    roles={
+        role: {
+            "attention": f"layer.{own}.{name}", "attention_norm": f"layer.{own}.layer_norm",
+            **{ours: f"layer.{mlp}.{theirs}" for ours, theirs in _T5_MLP.items() if mlp},
+        }
+        for role, own, name, mlp in (
+            ("encoder", 0, "SelfAttention", 1), ("self", 0, "SelfAttention", 0), ("cross", 1, "EncDecAttention", 2)
+        )
+    },
+    handed=("position_bias", "encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"),
+    depth="num_decoder_layers",
+)  # fmt: skip
+_BART_MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
+ANATOMY["bart"] = Anatomy(
+    "bart", "Bart", {SEQ2SEQ: "ForConditionalGeneration"}, "model", "layers", *STACK_PARTS,
+    roles={
+        role: {"attention": name, "attention_norm": f"{name}_layer_norm", **mlp}
+        for role, name, mlp in (
+            ("encoder", "self_attn", _BART_MLP), ("self", "self_attn", {}), ("cross", "encoder_attn", _BART_MLP)
+        )
+    },
+    handed=("encoder_hidden_states",), post_norm=True,
+)  # fmt: skip
 SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 
 
@@ -225,17 +260,17 @@ class TailoredAttention(nn.Module):
         output = getattr(stock, "output", None)  # DINOv2 before transformers 5.20 keeps it beside the attention
         stock = getattr(stock, "attention", stock)
         self.layer_idx = getattr(stock, "layer_idx", None)  # encoders without a cache may have none
-        self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size")
+        self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo")
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
         out = out or getattr(output, "dense", None)
         bias = made.bias is not None or _first(stock, "q_bias") is not None
-        keys = _first(stock, "k_proj", "key", "k_lin") or made  # or fused with the queries
-        values = _first(stock, "v_proj", "value", "v_lin") or made
+        keys = _first(stock, "k_proj", "key", "k_lin", "k") or made  # or fused with the queries
+        values = _first(stock, "v_proj", "value", "v_lin", "v") or made
         k_bias = bias and not hasattr(stock, "k_bias") if keys is made else keys.bias is not None
         self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
         self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, k_bias)
@@ -258,15 +293,21 @@ class TailoredAttention(nn.Module):
             # Drawn so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
+        self.biased = getattr(stock, "biased", hasattr(stock, "relative_attention_num_buckets"))
+        if self.biased:  # which columns of the stack's position bias are those of the heads
+            self.register_buffer("heads_H", torch.arange(self.query_heads))
 
     def heads(
-        self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys after norms and rotary, before projection, and values."""
-        rows = hidden.shape[:-1]
+        """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given."""
+        seen = hidden if memory is None else memory
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
-        k_BGTW = self._normed(self.k_proj(hidden), self.k_norm, self.kv_heads)
-        v_BGTV = self.v_proj(hidden).view(*rows, self.kv_heads, self.v_dim).transpose(1, 2)
+        k_BGTW = self._normed(self.k_proj(seen), self.k_norm, self.kv_heads)
+        v_BGTV = self.v_proj(seen).view(*seen.shape[:-1], self.kv_heads, self.v_dim).transpose(1, 2)
         if not self.rotary or position_embeddings is None:
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
@@ -299,6 +340,15 @@ class TailoredAttention(nn.Module):
         q_BHTK = (grouped @ self.q_down_GWK).view(batch, heads, tokens, self.qk_dim)
         return q_BHTK, k_BGTW @ self.k_down_GWK
 
+    def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
+        """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
+        if position_bias is None:
+            return mask
+        mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
+        if k.shape[2] > bias.shape[3]:  # places of a static cache that nothing fills yet
+            bias = nn.functional.pad(bias, (0, k.shape[2] - bias.shape[3]))
+        return bias if mask is None else bias + mask
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -307,15 +357,26 @@ class TailoredAttention(nn.Module):
         past_key_values: Any = None,
         layer_past: Any = None,
         encoder_hidden_states: Any = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock attention's."""
-        q, k, v = self.heads(hidden_states, position_embeddings)
-        q, k = self.project(q, k)
         cache = past_key_values if past_key_values is not None else layer_past
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        z, weights = self.attend(q, k, v, attention_mask, **kwargs)
+        both = cache if isinstance(cache, EncoderDecoderCache) else None
+        if both is not None:
+            cache = both.self_attention_cache if key_value_states is None else both.cross_attention_cache
+        if both is not None and key_value_states is not None and both.is_updated.get(self.layer_idx):
+            q = self._normed(self.q_proj(hidden_states), self.q_norm, self.query_heads)
+            k, v = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        else:
+            q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
+            q, k = self.project(q, k)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
+            if both is not None and key_value_states is not None:
+                both.is_updated[self.layer_idx] = True
+        z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
         z = z.flatten(2)
         if hasattr(self, "o_proj"):
             z = self.o_proj(z)
@@ -332,7 +393,7 @@ class PatchAttention(TailoredAttention):
         if isinstance(self.q_norm, nn.Identity):
             self.q_norm = self.k_norm = None
 
-    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None) -> Any:
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """As the others'; positions are one table, sines beside cosines."""
         q_BHTW, k_BGTW, v_BGTV = super().heads(hidden)
         if position_embeddings is None:
@@ -361,6 +422,96 @@ def _introduce(attention: Any, config: Any) -> None:
     attention.config, attention.is_causal, attention.rotary = config, False, 0
     attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
     attention.attention_dropout = attention.attn_drop
+
+
+class StackAttention(TailoredAttention):
+    """Attention of a stack to itself."""
+
+
+class CrossAttention(TailoredAttention):
+    """Attention of a decoder to its encoder's output."""
+
+
+class RelativeBias(nn.Module):
+    """What a stack adds to its logits by how far apart two tokens are, for all heads that the source had."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Embedding(stock.relative_attention_num_buckets, stock.n_heads)
+        self.bucket, self.options = stock._relative_position_bucket, {"bidirectional": not stock.is_decoder}
+        self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
+
+    def forward(self, queries: int, keys: int, past: Any = 0) -> Any:
+        """The bias (1, H, queries, keys) of tokens that come behind `past` others."""
+        device = self.table.weight.device
+        asking = torch.arange(queries, device=device)[:, None] + past
+        apart = torch.arange(keys, device=device)[None, :] - asking
+        return self.table(self.bucket(apart, **self.options)).permute(2, 0, 1).unsqueeze(0)
+
+
+class StackLayer(GradientCheckpointingLayer):
+    """A layer of an encoder-decoder. A stock decoder block is two: attention to itself, then to the memory and the MLP.
+
+    So either half can go alone. `hidden_states` of a decoder have one entry for each half. The first layer of a stack
+    holds the table of its relative positions, where it has one, and hands the bias on to all others.
+    """
+
+    def __init__(self, stock: nn.Module, role: str, anatomy: Anatomy, first: bool, config: Any) -> None:
+        super().__init__()
+        self.role, self.handed, self.post_norm = role, anatomy.handed, anatomy.post_norm
+        for ours, theirs in anatomy.roles[role].items():
+            try:
+                setattr(self, ours, stock.get_submodule(theirs))
+            except AttributeError:  # an MLP without a gate has one inner projection, under another name
+                if ours == "up_proj":
+                    self.up_proj = stock.get_submodule(theirs.removesuffix("_1"))
+        if hasattr(self.attention, "relative_attention_num_buckets"):
+            self.attention.biased = role != "cross"
+            if first:
+                self.positions = RelativeBias(self.attention)
+        self.activation = ACT2FN[getattr(config, "activation_function", None) or config.dense_act_fn]
+        self.dropout = float(config.dropout_rate if hasattr(config, "dropout_rate") else config.dropout)
+        self.inner_dropout = float(getattr(config, "activation_dropout", self.dropout))
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
+        """As the stock layer's; what it is handed by position differs between architectures."""
+        given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
+        names = ("encoder_hidden_states", "encoder_attention_mask", "position_bias")
+        memory, seen, bias, *_ = [given.pop(n, None) for n in (*names, "encoder_decoder_position_bias", "use_cache")]
+        if hasattr(self, "positions") and bias is None:
+            bias = self._bias(hidden_states.shape[1], attention_mask, given.get("past_key_values"))
+        if self.role != "cross":
+            hidden_states = self._attended(hidden_states, attention_mask=attention_mask, position_bias=bias, **given)
+        elif memory is not None:
+            hidden_states = self._attended(hidden_states, attention_mask=seen, key_value_states=memory, **given)
+        if hasattr(self, "wo"):
+            hidden_states = self._mlp(hidden_states)
+        return (hidden_states, bias, None) if "position_bias" in self.handed else hidden_states
+
+    def _bias(self, queries: int, mask: Any, cache: Any) -> Any:
+        past = 0 if cache is None else cache.get_seq_length()
+        past = past.clone() if isinstance(past, torch.Tensor) else past  # a static cache counts on in place
+        return self.positions(queries, past + queries if mask is None else mask.shape[-1], past)
+
+    def _attended(self, stream: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = stream if self.post_norm else self.attention_norm(stream)
+        return self._sum(stream, self.attention(x, **given)[0], self.attention_norm)
+
+    def _mlp(self, stream: torch.Tensor) -> torch.Tensor:
+        x = stream if self.post_norm else self.mlp_norm(stream)
+        gated = hasattr(self, "gate_proj")
+        inner = self.activation(self.gate_proj(x)) * self.up_proj(x) if gated else self.activation(self.up_proj(x))
+        inner = nn.functional.dropout(inner, p=self.inner_dropout, training=self.training)
+        return self._sum(stream, self.wo(inner.to(self.wo.weight.dtype)), self.mlp_norm)
+
+    def _sum(self, stream: torch.Tensor, part: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        stream = stream + nn.functional.dropout(part, p=self.dropout, training=self.training)
+        stream = norm(stream) if self.post_norm else stream
+        if stream.dtype == torch.float16:  # as stock code keeps half precision finite
+            largest = torch.finfo(stream.dtype).max
+            most = torch.where(torch.isinf(stream).any(), largest - 1000, largest)
+            stream = torch.clamp(stream, min=-most, max=most)
+        return stream
 
 
 class GatedMLP(nn.Module):
@@ -400,7 +551,8 @@ def _output_alone(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
 
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
-    tailored = PatchAttention if anatomy.module == "timm_wrapper" else TailoredAttention
+    tailored = {"": TailoredAttention, "cross": CrossAttention}.get(getattr(layer, "role", ""), StackAttention)
+    tailored = PatchAttention if anatomy.module == "timm_wrapper" else tailored
     attention = tailored(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
@@ -413,12 +565,33 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
-        stock = layer.get_submodule(path)
-        _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
+        if not anatomy.roles or hasattr(layer, path):
+            stock = layer.get_submodule(path)
+            _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
+
+
+def _tailor_stacks(model: Any, body: nn.Module, anatomy: Anatomy) -> None:
+    """Put our layers in the place of a stock encoder's and decoder's."""
+    model._no_split_modules = ["StackLayer"]
+    for name, roles in (("encoder", ("encoder",)), ("decoder", ("self", "cross"))):
+        stack = body.get_submodule(name)
+        stock, made, counts = getattr(stack, anatomy.layers), nn.ModuleList(), dict.fromkeys(roles, 0)
+        for sizes in model.config.headwise["layers"]:
+            if (role := sizes["role"]) in roles:
+                layer = StackLayer(stock[counts[role]], role, anatomy, not made, model.config)
+                tailor_layer(layer, anatomy, sizes)
+                layer.attention.layer_idx = layer.attention.attend.layer_idx = counts[role]  # its place in the cache
+                counts[role] += 1
+                made.append(layer)
+        setattr(stack, anatomy.layers, made)
+        crossing = {"cross_attentions": OutputRecorder(CrossAttention, index=1)} if "cross" in roles else {}
+        _let_record(stack, hidden_states=StackLayer, attentions=StackAttention, **crossing)
 
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
     """Give every layer the sizes that the configuration names. Runs before weights are loaded."""
+    if ANATOMY[kind].roles:
+        return _tailor_stacks(model, body, ANATOMY[kind])
     layers: Any = body.get_submodule(ANATOMY[kind].layers)
     anatomy = fitting(ANATOMY[kind], layers[0])
     kept = model.config.headwise.get("kept", range(len(layers)))
@@ -433,9 +606,9 @@ def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
         _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
 
 
-def _let_record(body: nn.Module) -> None:
+def _let_record(body: nn.Module, **more: Any) -> None:
     """Let `output_attentions=True` find our attention: transformers looks it up by the class of the body."""
-    recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention}
+    recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention, **more}
     registry = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         name = f"Tailored{type(body).__name__}"
@@ -460,8 +633,10 @@ def classes(kind: str) -> dict[str, Any]:
     """The tailored classes of a model_type, under the same names; made once."""
     if kind not in _made:
         stock = stock_classes(kind)
-        field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **field})
+        space: dict[str, Any] = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
+        if ANATOMY[kind].depth:
+            space["attribute_map"] = {**stock["AutoConfig"].attribute_map, "num_hidden_layers": ANATOMY[kind].depth}
+        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **space})
         more = {"_supports_sdpa": True} if kind == "timm_wrapper" else {}  # which does not always say so
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
@@ -480,6 +655,9 @@ def _subclass(stock: type, kind: str, space: dict[str, Any]) -> type:
 
 def _starter(kind: str, auto: str) -> Any:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.headwise and config.headwise.get("own_head"):  # an output table that stock code ties all the same
+            tied = {k: v for k, v in type(self)._tied_weights_keys.items() if k != "lm_head.weight"}
+            self.__dict__["_tied_weights_keys"] = tied
         super(_made[kind][auto], self).__init__(config, *args, **kwargs)
         bare = auto == "AutoModel" and not hasattr(self, ANATOMY[kind].body_at)  # some without a head are wrapped too
         body = self if bare else self.get_submodule(ANATOMY[kind].body_at)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 
 from headwise.data import Rows, closed_blocks, closed_lengths, documents, rows_by_length
 from headwise.families import Family
+
+Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
 
 
 class Prepared(NamedTuple):
@@ -63,6 +65,7 @@ class Task(ABC):
     perplexity: ClassVar[bool] = False  # whether exp(loss) is one
     generates: ClassVar[bool] = False  # whether the model writes text
     row_tokens: int | None = None  # tokens of a row where rows are not tokens
+    has_past: ClassVar[bool] = False  # whether every layer sees the tokens before one, and no others
     refit_strength: ClassVar[float] = 1.0  # of the ridge that holds refitted weights near those that a cut left
 
     @classmethod
@@ -113,6 +116,10 @@ class Task(ABC):
     ) -> torch.Tensor:
         """Text as token blocks of up to `length`, each between the tokens that encoders put around a text."""
         return closed_blocks(texts, tokenizer, length, count, what)
+
+    def complete(self, model: nn.Module, rows: torch.Tensor, seed: int, track: Track) -> torch.Tensor:
+        """Blocks with whatever only the model can add to them."""
+        return rows
 
     def block_tokens(self, length: int) -> int:
         """How many tokens such blocks hold on average."""
