@@ -290,7 +290,8 @@ def _quality_of(quality: dict[str, float]) -> str:
     name = "cosine" if "cosine" in quality else "kl"
     label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
     low, high = quality[f"{name}_low"], quality[f"{name}_high"]
-    said = f"{label} {quality[name]:.4f} (95% interval {low:.4f} to {high:.4f})"
+    form = ".4f" if name == "cosine" else ".3g"
+    said = f"{label} {quality[name]:{form}} (95% interval {low:{form}} to {high:{form}})"
     if "accuracy_after" not in quality:
         return said
     before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
