@@ -21,7 +21,7 @@ from test_report import HOSTILE, make_dossier, make_verdict
 
 from headwise import frontier
 from headwise.planning import allocate_in
-from headwise.report import render
+from headwise.report import compare, render
 from headwise.runfolder import RunFolder, Settings, write_report
 from headwise.types import Dossier, Plan
 
@@ -266,6 +266,37 @@ def test_a_deep_model_stays_light_and_works(browser: Any, deep: Path) -> None:
         assert page.inner_text("#budget-state") == "not built: a preview"
 
 
+def test_paper_shows_everything_unfolded(browser: Any, run: RunFolder) -> None:
+    closed = "() => document.querySelectorAll('details:not([open]):not(.table)').length"
+    with Visit(browser, run.report_file) as page:
+        before = page.evaluate(closed)
+        page.evaluate(f"addEventListener('beforeprint', () => {{ window.folded = ({closed})(); }})")
+        assert page.pdf()[:4] == b"%PDF" and page.evaluate("window.folded") == 0 < before
+        assert page.evaluate(closed) == before, "and is as it was afterwards"
+
+
+def test_several_runs_open_on_one_page(browser: Any, run: RunFolder, tmp_path: Path) -> None:
+    page_file = tmp_path / "compare.html"
+    page_file.write_text(compare([("one", run.dossier()), (f"evil {HOSTILE}", run.dossier())]))
+    with Visit(browser, page_file, viewport={"width": 360, "height": 740}) as page:
+        assert page.locator("#runs tbody tr").count() == 2 and wide(page) == 0
+        page.locator("#runs th button").first.click()
+        assert "<script>" in page.locator("#runs tbody td").first.inner_text()
+        assert barriers(page) == {}
+
+
+def test_a_model_that_keeps_no_cache_opens(browser: Any, tmp_path: Path) -> None:
+    dossier = make_dossier()
+    assert dossier.plan is not None and dossier.verdict is not None
+    plan = dossier.plan
+    plan = replace(plan, source=replace(plan.source, cached=False), target=replace(plan.target, cached=False))
+    plan = replace(plan, budgets=plan.budgets[1:])
+    verdict = replace(dossier.verdict, quality={"cosine": 0.99, "cosine_low": 0.98, "cosine_high": 1.0}, samples=())
+    (tmp_path / "report.html").write_text(render(replace(dossier, plan=plan, verdict=verdict)))
+    with Visit(browser, tmp_path / "report.html") as page:
+        assert page.locator(".card").count() == 3 and "key/value cache" not in page.inner_text("#costs")
+
+
 def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:
     whole = make_dossier()
     for name, dossier in {
@@ -280,10 +311,14 @@ def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_no_serious_barrier(browser: Any, run: RunFolder, scheme: str) -> None:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     with Visit(browser, run.report_file, color_scheme=scheme) as page:
         page.evaluate(UNFOLD)
         page.select_option("#layer", "1")
-        found = axe.run(page).response["violations"]
-        grave = {v["id"]: v["nodes"][0]["html"][:200] for v in found if v["impact"] in ("serious", "critical")}
-        assert grave == {}
+        assert barriers(page) == {}
+
+
+def barriers(page: Any) -> dict[str, str]:
+    """What axe-core finds serious or critical, with the first place where it does."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    found = axe.run(page).response["violations"]
+    return {v["id"]: v["nodes"][0]["html"][:200] for v in found if v["impact"] in ("serious", "critical")}

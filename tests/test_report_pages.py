@@ -99,9 +99,16 @@ def test_reports_reuse_a_frontier_that_matches(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(frontier, "answers", lambda *_: pytest.fail("solved again"))
     write_report(folder)
     assert folder.frontier_file.read_bytes() == first and data_of(folder.report_file.read_text())["explorer"]
-    monkeypatch.undo()
     allocate_in(folder.path, ("kv=75%",), "exact", ALLOW, False, 0)
-    assert folder.dossier().sweep is None, "another budget is another question"
+    write_report(folder)
+    assert folder.frontier_file.read_bytes() == first, "another limit was answered already"
+    monkeypatch.undo()
+    allocate_in(folder.path, ("kv=72.345%",), "exact", ALLOW, False, 0)
+    write_report(folder)
+    found = data_of(folder.report_file.read_text())["explorer"]
+    assert found["answers"][found["at"]]["text"] == "kv=72.345%", "a limit between the others is solved beside them"
+    allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
+    assert folder.dossier().sweep is None, "another unit is another question"
     folder.frontier_file.write_text("{")
     write_report(folder)
     assert json.loads(folder.frontier_file.read_text())["headwise"] == "Sweep", "a broken file is solved anew"

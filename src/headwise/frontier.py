@@ -23,9 +23,10 @@ METHOD = 1  # raised when the solver would answer otherwise to the same question
 
 
 def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
-    """Of everything that the answers depend on."""
+    """Of everything that the answers depend on; the first budget's own limit is not among it, as all are answered."""
     curves = [reading.to_json() for reading in readings.curves if reading.kind.startswith("damage.")]
-    budgets = [budget.to_json() for budget in plan.budgets]
+    first = [(budget.name, budget.length) for budget in plan.budgets[:1]]
+    budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
     text = json.dumps([METHOD, readings.shape, curves, readings.depth, budgets, allow], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -37,6 +38,15 @@ def stored(path: Path, key: str) -> Sweep | None:
     except HeadwiseError:
         return None
     return found if found.key == key else None
+
+
+def complete(sweep: Sweep, plan: Plan) -> bool:
+    """Whether every limit was solved, that of the plan among them."""
+    first = plan.budgets[0]
+    full = prices.price(first, plan.source)
+    return sweep.done and (
+        first.limit > full or any(abs(a.share * full - first.limit) < 1e-9 * full for a in sweep.answers)
+    )
 
 
 def solve(
@@ -94,8 +104,8 @@ def limits(first: Budget, least: float, shape: ModelShape) -> dict[str, float]:
             break
     texts = [f"{first.name}={percent:g}%{at}" for percent in grid]
     wanted = {text: prices.parse(text, shape).limit for text in texts}
-    if first.limit <= full:
-        wanted.setdefault(first.text, first.limit)
+    if first.limit <= full and first.limit not in wanted.values():
+        wanted[first.text] = first.limit
     return dict(sorted(wanted.items(), key=lambda pair: -pair[1]))
 
 

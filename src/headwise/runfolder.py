@@ -195,7 +195,7 @@ def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False
 def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:
     """The dossier with its frontier: as stored, or solved and stored."""
     readings, plan, known = dossier.readings, dossier.plan, dossier.sweep
-    if readings is None or plan is None or (known is not None and known.done):
+    if readings is None or plan is None or (known is not None and frontier.complete(known, plan)):
         return dossier
     try:
         found = frontier.solve(readings, plan, folder.require().allow, known)

@@ -151,14 +151,15 @@ def _readings(readings: Readings, console: Console) -> None:
             f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
         )
         console.print(title)
-        table = Table("layer", *map(str, shown), "", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        fits = 10 * len(shown) + 10 <= console.width  # every number, and a block each
+        table = Table("layer", *map(str, shown), *[""] * fits, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         every = [value for row in reading.values for value in row]
         form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
             cells = dict(zip(ticks, values, strict=True))
             line = _spark([cells[t] for t in shown if t in cells], damage)
             numbers = (format(cells[t], form) if t in cells else "" for t in shown)
-            table.add_row(str(layer), *numbers, Text(line, style=QK))
+            table.add_row(str(layer), *numbers, *[Text(line, style=QK)] * fits)
         console.print(table)
 
 

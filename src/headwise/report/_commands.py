@@ -72,7 +72,9 @@ def allocate_command(sweep: Sweep) -> tuple[str, str]:
     """What stands before and after the first budget in the commands that build a point of the frontier."""
     others = [part for text in sweep.others for part in ("--budget", text)]
     after = shlex.join([*others, "--allow", ",".join(sweep.allow)])
-    return f"headwise allocate {FOLDER} --budget ", f" {after}\nheadwise heal {FOLDER}\nheadwise verify {FOLDER}"
+    return f"headwise allocate {FOLDER} --budget ", " ".join(["", after]) + "".join(
+        f"\nheadwise {stage} {FOLDER}" for stage in ("heal", "verify", "report")
+    )
 
 
 def items(value: Any) -> list[str]:

@@ -16,6 +16,8 @@ from headwise.report._sections import SECTIONS
 from headwise.report._text import escape, for_script, human, relative
 from headwise.types import Dossier, Plan
 
+NOSCRIPT = "Without JavaScript there is no slider and there are no heat maps; everything else is here."
+
 
 def page(dossier: Dossier) -> str:
     """The whole document."""
@@ -40,7 +42,7 @@ def document(title: str, header: str, bar: str, body: str, data: dict[str, Any])
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{css()}</style></head>\n"
-        f"<body><header>{header}</header>{bar}\n<main>{body}"
+        f"<body><header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>{bar}\n<main>{body}"
         "<footer>Written by headwise. This page is one file and loads nothing.</footer></main>"
         '<div id="toast" class="toast" role="status"></div>\n'
         f'<script type="application/json" id="data">{for_script(data)}</script>\n'

@@ -33,6 +33,17 @@ from headwise.types import UNITS, Dossier
 
 Maps = tuple[Heat, ...]
 COLOURS = {"qk": "qk", "v": "v", "mlp": "mlp", "heads": "heads", "kv_heads": "kv", "depth": "dmg"}
+HOW = "A line per layer, early ones pale, late ones dark; choose a layer to see its error bars."
+NAMES = {
+    "damage.qk_projected": "Query/key dimensions",
+    "damage.qk_pairs": "Rotary pairs",
+    "damage.qk_pairs_shared": "Rotary pairs, one set for all layers",
+    "damage.v": "Value dimensions",
+    "damage.mlp": "MLP width",
+    "damage.heads": "Query heads",
+    "damage.kv_heads": "Key/value heads",
+    "damage.depth": "Whole layers",
+}
 PICK = "up and down choose a layer"
 
 
@@ -68,12 +79,13 @@ def _damage(dossier: Dossier, maps: Maps) -> str:
     body = _by_layer(dossier) if dossier.plan is not None else ""
     body += _predicted(dossier)
     body += "<h3>Damage curves</h3>" + paragraph(
-        "What every size of every layer would cost on its own. Flat lines are cheap to cut; the solver walks along "
-        "all of them at once."
+        "What every size of every layer would cost on its own: where a line is flat, cutting is cheap, and the solver "
+        f"walks along all of them at once. {HOW} Diamonds: the sizes that were chosen."
     )
     sets = [group for group in curve_sets(dossier.readings, dossier.plan) if group.kind.startswith("damage.")]
     for group in sets:
-        name = f"{group.kind} by {group.axis}" + ("" if group.used else " (not used by this plan)")
+        name = f"{NAMES.get(group.kind, 'Damage')}: {group.kind} by {group.axis}"
+        name += "" if group.used else " (not used by this plan)"
         body += _reading(group, maps, name, group.used)
     return body
 
@@ -128,7 +140,7 @@ def _layers(dossier: Dossier, maps: Maps) -> str:
     if not topics:
         return paragraph("These readings hold damages only; a new run also measures what the layers do.")
     body = paragraph(
-        "What the probes saw beside damage: why some cuts are cheap. Only the strategy bound decides by it."
+        f"What the probes saw beside damage: why some cuts are cheap. Only the strategy bound decides by it. {HOW}"
     )
     for topic in topics:
         body += f"<h3>{escape(topic.question)}</h3>" + paragraph(f"{topic.why} {topic.answer}".strip())
@@ -164,18 +176,16 @@ def _heat(found: Heat, name: str) -> str:
         f"<span>{sizes[1]}</span></div>"
         f'<div class="key"><span>{low}</span><i></i><span>{high} {escape(found.reading.unit)}'
         f"{', logarithmic' if found.log else ''}</span></div>"
-        '<p class="read" role="status">Point at a cell for its value; click to choose its layer.</p></div>'
+        '<p class="read" role="status">Point at a cell for its value.</p></div>'
     )
 
 
 def _line_words(group: CurveSet) -> str:
-    words = f"{group.meaning} A line per layer, early ones pale, late ones dark"
-    words += ", logarithmic with zero on the floor." if group.log else "."
-    words += " Diamond: the size that was chosen." if any(c.chosen for c in group.curves) else ""
-    hidden = ["standard errors"] if any(c.errors for c in group.curves) else []
-    hidden += [f"dashed, what the {group.earlier_probe} probe had predicted"] if group.earlier_probe else []
-    words += f" A chosen layer also shows its {' and, '.join(hidden)}." if hidden else ""
+    words = group.meaning + (" Logarithmic, with zero on the floor." if group.log else "")
     words += f" Dashed: {group.guide}." if group.guide else ""
+    words += (
+        f" Dashed for a chosen layer: as the {group.earlier_probe} probe predicted it." if group.earlier_probe else ""
+    )
     return f"{words} Probe {group.probe}, {number(group.tokens)} tokens."
 
 
