@@ -171,6 +171,31 @@ def test_targets_on_some_lines_only_are_refused(tmp_path):
         data.written_by(tiny(t5, "t5", {}), 1, 8)
 
 
+def test_texts_that_fit_are_rows_and_longer_ones_are_cut():
+    class Letters:
+        eos_token_id = 1
+
+        def __call__(self, text, add_special_tokens=True, verbose=False):
+            return {"input_ids": [ord(letter) for letter in text] + [1] * add_special_tokens}
+
+    ids = Seq2Seq().blocks(["ab", "c" * 100], Letters(), 32)
+    rows = [row[row != data.NOTHING].tolist() for row in ids]
+    assert rows[0] == [97, 98, 1] and {len(row) for row in rows[1:]} <= {8, 16, 32}
+    assert all(row[0] == 99 and row[-1] == 1 for row in rows[1:]), "a tokenizer that only ends texts ends them all"
+
+
+def test_a_model_without_a_head_is_for_writing_too():
+    from headwise import families
+
+    for head, task in (("", "seq2seq"), ("BartModel", "seq2seq"), ("BartForConditionalGeneration", "seq2seq")):
+        config = tiny(bart, "bart", {}).config
+        config.architectures = [head] if head else None
+        assert families.task_of(config) == task
+    config.architectures = ["BartForQuestionAnswering"]
+    with pytest.raises(ModelError, match="BartForQuestionAnswering is for none of the tasks"):
+        families.task_of(config)
+
+
 @FAMILIES
 def test_a_model_writes_its_own_targets(family):
     model = tiny(family, family.name, {})
@@ -223,5 +248,11 @@ def test_the_command_line_from_a_folder_to_a_verified_model(family, tmp_path):
     assert verdict["size"]["parameters_after"] <= 0.9 * verdict["size"]["parameters_before"]
     assert ("loss_after" in verdict["quality"]) == (family is t5), "where targets were given"
     assert len(verdict["samples"]) == 3
+    arguments = ["allocate", str(tmp_path / "run"), "--budget", "params=95%", "--strategy", "uniform"]
+    again = CliRunner().invoke(app, arguments)
+    assert again.exit_code == 0, again.output
+    target = json.loads((tmp_path / "run" / "plan.json").read_text())["target"]["layers"]
+    for role, width in (("self", {0}), ("cross", {target[0]["mlp_width"]})):
+        assert {layer["mlp_width"] for layer in target if layer["role"] == role} == width, "equal where there is one"
     report = (tmp_path / "run" / "report.html").read_text()
     assert "AutoModelForSeq2SeqLM" in report and "2 self" in report and "nats per target token" in report

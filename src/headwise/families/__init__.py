@@ -78,8 +78,10 @@ def task_of(config: Any) -> str:
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and family.shape_of(config).cached and (CAUSAL in ends.values() or not head):
-        auto = CAUSAL if CAUSAL in ends.values() else SEQ2SEQ
+    if auto is None and SEQ2SEQ in ends.values() and head in ("", f"{family.anatomy(config).stem}Model"):
+        auto = SEQ2SEQ  # what such a model is for without a head, too
+    if auto is None and family.shape_of(config).cached and CAUSAL in ends.values():
+        auto = CAUSAL
     if auto is None and (head.endswith("Model") or not head):
         auto = BARE
     if auto is None:

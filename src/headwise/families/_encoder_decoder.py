@@ -8,8 +8,10 @@ second, and what the encoder made of the input is there for whoever looks at it.
 
 from __future__ import annotations
 
+import functools
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -60,7 +62,7 @@ class EncoderDecoder(Family):
             hidden_size=config.d_model,
             vocab_size=config.vocab_size,
             layers=self._layers_of(config, sizes),
-            grain=grain_of(min(dims), min(widths), pairs=False, folds=True),
+            grain=replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=()),
             element_bytes=element_bytes(config),
             **self.costs(config),
         )
@@ -242,22 +244,30 @@ class EncoderDecoder(Family):
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """What layers are told about rows of these lengths: which tokens an output's may see, and where all are."""
-        lengths = {name: part.shape[1] for name, part in zip(ROLES, self.arguments(ids).values(), strict=False)}
-        first, second = lengths.values()
-        mask = torch.full((second, second), torch.finfo(model.dtype).min, device=model.device).triu(1)[None, None]
-        shared: dict[str, Any] = {"inputs": first, "memory_norm": self.memory_norm(model), "attention_mask": None}
+        return self.contexts(model, [ids])[0]
+
+    @torch.no_grad()
+    def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
+        """`layer_contexts` for batches of rows, each of its own lengths; what only depends on one is made once."""
+        tell = functools.cache(lambda role, length: self._told(model, role, length))
+        roles = [str(layer.role) for layer in self.layers(model)]
         found = []
-        for layer in self.layers(model):
-            stack = "encoder" if layer.role == "encoder" else "decoder"
-            positions = getattr(self._stack(model, stack)[0], "positions", None)
-            length = first if stack == "encoder" else second
-            more = {} if positions is None or layer.role == "cross" else {"position_bias": positions(length, length)}
-            found.append({**shared, **more, **({"attention_mask": mask} if layer.role == "self" else {})})
+        for part in parts:
+            first, second = (texts.shape[1] for texts in self.arguments(part).values())
+            shared = {"inputs": first, "memory_norm": self.memory_norm(model)}
+            found.append([{**shared, **tell(role, first if role == "encoder" else second)} for role in roles])
         return found
 
-    def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
-        """`layer_contexts` for batches of rows, each of its own lengths."""
-        return [self.layer_contexts(model, part) for part in parts]
+    def _told(self, model: nn.Module, role: str, length: int) -> dict[str, Any]:
+        """The mask and the position bias of layers with this role, for texts of this length."""
+        stack = self._stack(model, "encoder" if role == "encoder" else "decoder")
+        told: dict[str, Any] = {"attention_mask": None}
+        if role == "self":
+            lowest = torch.full((length, length), torch.finfo(model.dtype).min, device=model.device)
+            told["attention_mask"] = lowest.triu(1)[None, None]
+        if role != "cross" and (positions := getattr(stack[0], "positions", None)) is not None:
+            told["position_bias"] = positions(length, length)
+        return told
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
