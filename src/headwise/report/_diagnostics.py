@@ -23,6 +23,8 @@ HEADINGS = {
     "spectrum.logit_energy_lost": "Logits lost by query/key dimension",
     "spectrum.output_energy_lost": "Outputs lost by value dimension",
     "lags.contribution": "Contribution by lag",
+    "conditioning.outputs": "Condition number of head outputs by tokens",
+    "conditioning.jacobian": "Condition number of the Jacobian, at least",
 }
 FIRST = ("saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")  # shown unfolded
 
@@ -167,9 +169,21 @@ def _lags(readings: Readings) -> str:
     )
 
 
+def _conditioning(readings: Readings) -> str:
+    reading = readings.curve("conditioning.outputs")
+    if reading is None or not reading.values:
+        return ""
+    last = [row[-1] for row in reading.values if row]
+    return (
+        f"For {reading.ticks[0][-1]} tokens the condition number of a layer's head outputs is "
+        f"{number(min(last), 2)} to {number(max(last), 2)}, in the median {number(median(last), 2)}."
+    )
+
+
 TOPICS: tuple[tuple[str, str, Callable[[Readings], str]], ...] = (
     ("Do heads stay sharp as the text gets longer?", "saturation", _saturation),
     ("How many directions do heads use?", "spectrum", _spectrum),
     ("How far back do layers look?", "lags", _lags),
+    ("How well conditioned is attention?", "conditioning", _conditioning),
     ("Other readings", "", lambda readings: ""),
 )
