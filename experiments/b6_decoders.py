@@ -82,7 +82,7 @@ def run(
     for name, field in LONGER.items():
         jobs[name] = lambda field=field: longer(nets[LEAN], task, plan, parts, field)
     jobs |= {name: (lambda net=net: measure(net, task, plan)) for name, net in nets.items() if name not in jobs}
-    left = _points.work(jobs, parts, track, "decoders")
+    left = _points.work(jobs, parts, track, "decoders", (DEEP, LEAN))
     return {
         "seeds": list(plan.effort.seeds),
         "tokens": plan.effort.steps * plan.batch * plan.length,
@@ -141,7 +141,8 @@ def measured(result: dict[str, Any]) -> str:
     told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}.{_points.left_out(result)}"
+        f"Differences of loss, seed by seed: {'; '.join(told)}."
+        f"{_points.edges(list(models.values()))}{_points.left_out(result)}"
     )
 
 
