@@ -185,8 +185,8 @@ def measured(result: dict[str, Any]) -> str:
         f"Condition number (geometric mean over layers and images, {len(result['seeds'])} seeds, width "
         f"{result['width']}) {'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
         f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}. Heads move all of these; "
-        f"among seeds of equal heads it is {_points.said(within(result, 'after', 'accuracy'))} between the number after "
-        f"training and test accuracy.{_points.left_out(result)}"
+        f"among seeds of equal heads it is {_points.said(within(result, 'after', 'accuracy'))} between the number "
+        f"after training and test accuracy.{_points.left_out(result)}"
     )
 
 

@@ -207,8 +207,6 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         first = result["cells"][result["original"]]
         place = first[price] / unit, _points.mean(first["accuracy"]).mean
         axes.plot(*place, marker="o", markersize=12, fillstyle="none", color="black")
-        axes.set_xscale("log")
-        axes.minorticks_off()
         axes.set_xlabel(label)
     panels[0].set_ylabel("test accuracy")
     panels[0].legend(fontsize=7)

@@ -194,8 +194,8 @@ def measured(result: dict[str, Any]) -> str:
     seeds, tokens = len(result["seeds"]), result["tokens"]
     chance, deep = math.log(_data.VOCABULARY), _points.mean(models[DEEP]["masked_loss"]).mean
     ends = (
-        f" A masked loss of {deep:.1f}, where knowing nothing costs {chance:.1f}, says that pretraining had hardly begun: "
-        "this pair compares encoders at the start of their training."
+        f" A masked loss of {deep:.1f}, where knowing nothing costs {chance:.1f}, says that pretraining had hardly "
+        "begun: this pair compares encoders at the start of their training."
         * (deep > BEGUN * chance)
         + _points.edges(list(models.values()))
         + _points.left_out(result)

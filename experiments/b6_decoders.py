@@ -162,8 +162,6 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         for number, (name, model) in enumerate(result["models"].items()):
             _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
         axes.axhline(_points.mean(result["models"][DEEP]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
-        axes.set_xscale("log")
-        axes.minorticks_off()
         axes.set_xlabel(label)
     panels[0].set_ylabel("held-out loss (nats per token)")
     panels[1].legend(fontsize=6)

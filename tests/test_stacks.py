@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _stack, _tasks, b8_design  # noqa: E402
+from experiments import _data, _lab, _listops, _points, _rules, _stack, _tasks, b8_design  # noqa: E402
 
 import headwise  # noqa: E402
 from headwise.errors import DataError, HeadwiseError  # noqa: E402
@@ -136,3 +136,21 @@ def test_rates_at_the_edge_are_told() -> None:
         [model, model | {"rate": 0.2}]
     )
     assert not _points.edges([{"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}])
+
+
+def test_rules_without_results_say_what_to_run() -> None:
+    empty = _rules.page({})
+    assert empty.count("Not measured yet") == len(_rules.RULES)
+    assert "run `headwise reproduce b2_conditioning` and `headwise reproduce b3_grid` and" in empty
+
+
+def test_rules_follow_the_numbers() -> None:
+    def model(loss: float, depth: int) -> dict[str, Any]:
+        return {"loss": [loss, loss + 0.01], "depth": depth, "width": 8, "parameters": 1, "seconds": 1.0, "rate": 1.0}
+
+    def answer(wide: float) -> str:
+        models = {"deep": model(3.0, 12), "wide lean": model(wide, 4)}
+        return _rules.page({"b6_decoders": {"models": models, "left_out": []}})
+
+    assert "fewer and wider is better. Spend on width before depth." in answer(2.5)
+    assert "more and narrower is better. Spend on depth before width." in answer(3.5)
