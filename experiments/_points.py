@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from headwise.errors import HeadwiseError
 from headwise.plots import PALETTE
 from headwise.probes._watch import Track
 
@@ -49,8 +50,17 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
     return mean(np.subtract(values, others).tolist())
 
 
-def work(jobs: dict[str, Callable[[], Any]], parts: MutableMapping[str, Any], track: Track, label: str) -> list[str]:
-    """Do what is not done yet, in order, while time is left; the names of what was left out."""
+def work(
+    jobs: dict[str, Callable[[], Any]],
+    parts: MutableMapping[str, Any],
+    track: Track,
+    label: str,
+    needed: Sequence[str] = (),
+) -> list[str]:
+    """Do what is not done yet, in order, while time is left; the names of what was left out.
+
+    Without those `needed` nothing can be said: then there is no result, and the parts wait for more time.
+    """
     left, longest = [], 0.0
     for key in track(list(jobs), label):
         if key in parts:
@@ -62,6 +72,11 @@ def work(jobs: dict[str, Callable[[], Any]], parts: MutableMapping[str, Any], tr
         parts[key] = jobs[key]()
         longest = max(longest, time.perf_counter() - start)
         _forget()
+    if lost := [name for name in needed if name not in parts]:
+        raise HeadwiseError(
+            f"time was over before {', '.join(lost)} could be measured; what is done is kept: "
+            "the same command with more --minutes goes on."
+        )
     return left
 
 
@@ -83,7 +98,23 @@ def _forget() -> None:
 
 def left_out(result: dict[str, Any]) -> str:
     """A sentence on what time did not allow, for the end of a text."""
-    return f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
+    names = result["left_out"]
+    if len(names) > 4:
+        return f" {len(names)} parts were left out for lack of time, from {names[0]} to {names[-1]}."
+    return f" Left out for lack of time: {', '.join(names)}." if names else ""
+
+
+def edges(models: Sequence[dict[str, Any]]) -> str:
+    """A sentence on rates at the end of those tried: others might have been better still, for some models more."""
+    tried = [(float(model["rate"]), [float(rate) for rate in model["rates"]]) for model in models if model.get("rates")]
+    low = sum(rate == min(rates) for rate, rates in tried if len(rates) > 1)
+    high = sum(rate == max(rates) for rate, rates in tried if len(rates) > 1)
+    if not low + high:
+        return ""
+    return (
+        f" Of {len(tried)} models {low} learned best at the lowest rate tried and {high} at the highest, so that a "
+        "wider choice might have moved them."
+    )
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:

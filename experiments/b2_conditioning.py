@@ -76,7 +76,7 @@ def run(
         jobs[f"split {heads}"] = lambda heads=heads: measure(heads, plan.width // heads, task, plan)
     for heads in plan.grown:
         jobs[f"grown {heads}"] = lambda heads=heads: measure(heads, plan.dim, task, plan)
-    left = _points.work(jobs, parts, track, "heads")
+    left = _points.work(jobs, parts, track, "heads", [f"split {heads}" for heads in plan.heads[:2]])
     rows: dict[str, list[dict[str, Any]]] = {"base": [], "split": [], "grown": []}
     for name in jobs:
         if name in parts:
@@ -150,6 +150,18 @@ def link(result: dict[str, Any], when: str, field: str) -> dict[str, float] | No
     return _points.correlation(x, [value for row in rows for value in row[field]])
 
 
+def within(result: dict[str, Any], when: str, field: str) -> dict[str, float] | None:
+    """The same among models of equal heads: what each differs by from the mean of its seeds."""
+    x: list[float] = []
+    y: list[float] = []
+    for row in [*result["split"], *result["grown"]]:
+        numbers = torch.tensor(number(row, when)).log()
+        values = torch.tensor(row[field])
+        x += (numbers - numbers.mean()).tolist()
+        y += (values - values.mean()).tolist()
+    return _points.correlation(x, y)
+
+
 def measured(result: dict[str, Any]) -> str:
     """Numbers before and after per way, the size of ViT-B, and what they are worth for training."""
     words = []
@@ -172,7 +184,9 @@ def measured(result: dict[str, Any]) -> str:
     return (
         f"Condition number (geometric mean over layers and images, {len(result['seeds'])} seeds, width "
         f"{result['width']}) {'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
-        f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}.{_points.left_out(result)}"
+        f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}. Heads move all of these; "
+        f"among seeds of equal heads it is {_points.said(within(result, 'after', 'accuracy'))} between the number "
+        f"after training and test accuracy.{_points.left_out(result)}"
     )
 
 

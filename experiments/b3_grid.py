@@ -75,7 +75,7 @@ def run(
     parts = {} if parts is None else parts
     task = Pictures(_data.images(size, assets, where), plan.batch)
     jobs = {key(cell): (lambda cell=cell: measure(cell, task, plan)) for cell in plan.cells}
-    left = _points.work(jobs, parts, track, "depth x heads x MLP")
+    left = _points.work(jobs, parts, track, "depth x heads x MLP", list(jobs)[:2])
     return {
         "seeds": list(plan.seeds),
         "images": plan.steps * plan.batch,
@@ -169,12 +169,15 @@ def measured(result: dict[str, Any]) -> str:
     for field, name in (("heads", "more heads"), ("mlp", "the wider MLP"), ("depth", "more layers")):
         if steps := gains(result, field):
             words.append(f"A step to {name} gains {_points.mean(steps).signed(4)} over {len(steps)} pairs.")
+    if not gains(result, "mlp"):
+        words.append("The wider MLP has nothing to be compared with yet.")
     for price, name in (("parameters", "parameters"), ("flops", "FLOPs"), ("seconds", "seconds")):
         words.append(f"Best for its {name}: {'; '.join(front(result, price))}.")
     return (
         f"{len(cells)} models, {len(result['seeds'])} seeds each, {result['images']:,} images. The original "
         f"({result['original']}, {first['parameters'] / 1e6:.2f}M): {_points.mean(first['accuracy']).spelled(4)}. "
         + " ".join(words)
+        + _points.edges(list(cells.values()))
         + _points.left_out(result)
     )
 
@@ -204,8 +207,6 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         first = result["cells"][result["original"]]
         place = first[price] / unit, _points.mean(first["accuracy"]).mean
         axes.plot(*place, marker="o", markersize=12, fillstyle="none", color="black")
-        axes.set_xscale("log")
-        axes.minorticks_off()
         axes.set_xlabel(label)
     panels[0].set_ylabel("test accuracy")
     panels[0].legend(fontsize=7)

@@ -11,6 +11,7 @@ lies within `MARGIN` points. With conditions: it is not significantly lower, but
 
 from __future__ import annotations
 
+import math
 from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +33,7 @@ SAYS = "Crammed BERT with 10 layers of 24 heads instead of 16 of 12 keeps its GL
 
 DEEP, LEAN = "deep", "lean"
 MARGIN = 2.0  # points of the average
+BEGUN = 0.7  # share of the loss of knowing nothing, above which pretraining has hardly begun
 RATES = (7e-4, 1.5e-3)
 TUNE_RATES = (1e-4, 3e-4)
 
@@ -98,7 +100,7 @@ def run(
     for name, shape in plan.shapes.items():
         net = even(*shape, length=plan.length, symbols=texts.vocabulary)
         jobs[name] = lambda net=net: measure(net, pretraining, tasks, plan)
-    left = _points.work(jobs, parts, track, "encoders")
+    left = _points.work(jobs, parts, track, "encoders", (DEEP, LEAN))
     return {
         "seeds": list(plan.effort.seeds),
         "tokens": plan.effort.steps * plan.batch * plan.length,
@@ -190,7 +192,14 @@ def measured(result: dict[str, Any]) -> str:
         if name != DEEP
     )
     seeds, tokens = len(result["seeds"]), result["tokens"]
-    ends = _points.left_out(result)
+    chance, deep = math.log(_data.VOCABULARY), _points.mean(models[DEEP]["masked_loss"]).mean
+    ends = (
+        f" A masked loss of {deep:.1f}, where knowing nothing costs {chance:.1f}, says that pretraining had hardly "
+        "begun: this pair compares encoders at the start of their training."
+        * (deep > BEGUN * chance)
+        + _points.edges(list(models.values()))
+        + _points.left_out(result)
+    )
     return f"{seeds} seeds, {tokens:,} tokens of pretraining: {table}. Against deep: {told}.{ends}"
 
 

@@ -82,7 +82,7 @@ def run(
     for name, field in LONGER.items():
         jobs[name] = lambda field=field: longer(nets[LEAN], task, plan, parts, field)
     jobs |= {name: (lambda net=net: measure(net, task, plan)) for name, net in nets.items() if name not in jobs}
-    left = _points.work(jobs, parts, track, "decoders")
+    left = _points.work(jobs, parts, track, "decoders", (DEEP, LEAN))
     return {
         "seeds": list(plan.effort.seeds),
         "tokens": plan.effort.steps * plan.batch * plan.length,
@@ -141,7 +141,8 @@ def measured(result: dict[str, Any]) -> str:
     told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}.{_points.left_out(result)}"
+        f"Differences of loss, seed by seed: {'; '.join(told)}."
+        f"{_points.edges(list(models.values()))}{_points.left_out(result)}"
     )
 
 
@@ -161,8 +162,6 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         for number, (name, model) in enumerate(result["models"].items()):
             _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
         axes.axhline(_points.mean(result["models"][DEEP]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
-        axes.set_xscale("log")
-        axes.minorticks_off()
         axes.set_xlabel(label)
     panels[0].set_ylabel("held-out loss (nats per token)")
     panels[1].legend(fontsize=6)

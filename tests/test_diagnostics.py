@@ -13,7 +13,7 @@ from test_report import HOSTILE, check_page
 from headwise import pipeline
 from headwise.budgets import parse
 from headwise.families.llama import FAMILY as llama
-from headwise.probes import gram, lags, saturation, spectrum
+from headwise.probes import conditioning, gram, lags, saturation, spectrum
 from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
@@ -290,7 +290,7 @@ def test_the_report_draws_them_apart_from_damage(probed):
 
 def test_topics_hold_the_readings_numbers(probed):
     found, shape = by_kind(probed.curves), ModelShape.from_json(probed.shape)
-    sharpness, directions, reach = diagnostics(probed, None)
+    sharpness, directions, reach, condition = diagnostics(probed, None)
     assert [group.kind for group in sharpness.sets][0] == "saturation.slope", "slopes first"
     slope = sharpness.sets[0]
     assert isinstance(slope, StripSet) and slope.marks == (-1.0, 0.0) and slope.values[0] <= -1
@@ -300,6 +300,8 @@ def test_topics_hold_the_readings_numbers(probed):
     (lag,) = reach.sets
     assert isinstance(lag, CurveSet) and lag.log and lag.log_across and lag.curves[0].points[0][0] == 0
     assert {t for t, _ in lag.curves[0].points} >= {0, 1, 2, 3, 63}, "near lags are not thinned away"
+    assert {group.kind for group in condition.sets} == {"conditioning.outputs", "conditioning.jacobian"}
+    assert "For 64 tokens the condition number of a layer's head outputs is" in condition.answer
     saturates = replace(found["saturation.slope"], values=((-1.1, -0.9, -0.5, 0.0),) * 3)
     (topic,) = diagnostics(replace(probed, curves=(saturates,)), None)
     assert "Of 12 heads, 6 saturate (slope below -0.75) and 3 stay sharp" in topic.answer
@@ -348,3 +350,60 @@ def test_the_terminal_shows_them(probed, capsys, monkeypatch):
     assert "…" not in out and max(map(len, out.splitlines())) <= 80, "every number fits a terminal"
     table = out[out.index("lags.contribution") :].splitlines()
     assert any(line.split()[:4] == ["layer", "0", "1", "2"] and line.split()[-1] == "63" for line in table)
+
+
+class TestConditioning:
+    """Condition numbers of head outputs and of the Jacobian that makes them."""
+
+    @pytest.fixture(params=["llama", "gpt2", "bert"])
+    def found(self, request):
+        from headwise import families
+        from headwise.registry import find
+
+        family = find("headwise.families", request.param).FAMILY
+        families.known()
+        model = family.tailor(family.tiny(family.model_types[0]))
+        return family, model, family.example(model.config, 3, 12)
+
+    def test_outputs_are_what_the_output_projection_reads(self, found):
+        family, model, rows = found
+        seen = []
+        hooks = [
+            block.output.register_forward_pre_hook(lambda _m, args: seen.append(args[0]))
+            for block in family.blocks(model)
+        ]
+        family.run(model, rows)
+        for hook in hooks:
+            hook.remove()
+        reading = next(r for r in conditioning.measure(family, model, rows, 0) if r.kind == "conditioning.outputs")
+        for layer, z in enumerate(seen):
+            wanted = [float(torch.linalg.cond(part[:8].double())) for part in z.detach()]
+            assert reading.at(layer, 8) == pytest.approx(float(np.exp(np.log(wanted).mean())), rel=1e-3)
+
+    def test_the_jacobian_is_the_explicit_one(self, found):
+        family, model, rows = found
+        _, handed = conditioning.look(family, model, rows[:1, :3])
+        for block, seen in zip(family.blocks(model), handed, strict=True):
+            explicit = torch.autograd.functional.jacobian(
+                conditioning.heads_outputs(block.attention, seen), seen.stream.flatten()
+            )
+            singular = torch.linalg.svdvals(explicit.double())
+            exact = conditioning.jacobian_extremes(block.attention, seen, steps=10_000)
+            assert exact.largest == pytest.approx(float(singular[0]), rel=1e-3)
+            assert exact.smallest == pytest.approx(float(singular[-1]), rel=0.02, abs=1e-6 * float(singular[0]))
+            few = conditioning.jacobian_extremes(block.attention, seen, steps=12)
+            assert few.largest == pytest.approx(float(singular[0]), rel=0.02), "the largest comes first"
+            assert few.ratio <= exact.ratio * 1.001, "and few steps never promise too much"
+
+    def test_a_recorder_follows_training(self, found):
+        from headwise.train.loop import FitSettings, fit
+
+        family, model, rows = found
+        if family.name == "bert":
+            pytest.skip("decoders have a loss of their own")
+        recorder = conditioning.Recorder(family, rows, every=2)
+        fit(model, lambda step: {"input_ids": rows, "labels": rows}, FitSettings(steps=4, rate=1e-2), on_step=recorder)
+        assert [step for step, _ in recorder.curve] == [1, 2, 4]
+        assert all(len(values) == len(family.blocks(model)) and min(values) >= 1 for _, values in recorder.curve)
+        assert recorder.curve[0] != recorder.curve[-1]
+        assert model.training, "and leaves the model as it was"

@@ -15,10 +15,10 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _stack, _tasks, b8_design  # noqa: E402
+from experiments import _data, _lab, _listops, _points, _rules, _stack, _tasks, b8_design  # noqa: E402
 
 import headwise  # noqa: E402
-from headwise.errors import DataError  # noqa: E402
+from headwise.errors import DataError, HeadwiseError  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -121,3 +121,36 @@ def test_intervals() -> None:
     assert found.mean == 2.0 and found.high - found.mean == pytest.approx(2.4841, abs=1e-3), "Student's t, two degrees"
     assert _points.difference([3.0, 4.0], [1.0, 2.0]) == _points.Mean(2.0, 2.0, 2.0)
     assert _points.correlation([1, 2, 3, 4], [4, 3, 2, 1])["rho"] == pytest.approx(-1)  # type: ignore[index]
+
+
+def test_nothing_is_said_without_what_it_rests_on(tmp_path: Path) -> None:
+    late = _lab.Parts(tmp_path / "parts.json", ["x"], minutes=0.0)
+    late._start -= 1.0
+    with pytest.raises(HeadwiseError, match="time was over before a could be measured; what is done is kept"):
+        _points.work({"a": lambda: 1}, late, lambda items, _: items, "jobs", ["a"])
+
+
+def test_rates_at_the_edge_are_told() -> None:
+    model = {"rate": 0.1, "rates": {"0.1": 2.0, "0.2": 3.0}}
+    assert "Of 2 models 1 learned best at the lowest rate tried and 1 at the highest" in _points.edges(
+        [model, model | {"rate": 0.2}]
+    )
+    assert not _points.edges([{"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}])
+
+
+def test_rules_without_results_say_what_to_run() -> None:
+    empty = _rules.page({})
+    assert empty.count("Not measured yet") == len(_rules.RULES)
+    assert "run `headwise reproduce b2_conditioning` and `headwise reproduce b3_grid` and" in empty
+
+
+def test_rules_follow_the_numbers() -> None:
+    def model(loss: float, depth: int) -> dict[str, Any]:
+        return {"loss": [loss, loss + 0.01], "depth": depth, "width": 8, "parameters": 1, "seconds": 1.0, "rate": 1.0}
+
+    def answer(wide: float) -> str:
+        models = {"deep": model(3.0, 12), "wide lean": model(wide, 4)}
+        return _rules.page({"b6_decoders": {"models": models, "left_out": []}})
+
+    assert "fewer and wider is better. Spend on width before depth." in answer(2.5)
+    assert "more and narrower is better. Spend on depth before width." in answer(3.5)

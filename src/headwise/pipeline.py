@@ -20,7 +20,7 @@ from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
 from headwise.families import Family
 from headwise.heal.refit import LayerHealer, refit
-from headwise.probes import depth, gram, lags, saturation, sensitivity, spectrum, swap
+from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.tasks.causal import Causal
@@ -169,9 +169,10 @@ def probe(
 def _diagnosed(
     settings: Settings, bench: Workbench, model: nn.Module, moments: list[Moments], track: Track
 ) -> list[Reading]:
-    """Readings that are no damage: spectra, and of decoders saturation and lags, which mean a past."""
+    """Readings that are no damage: spectra, conditioning, and of decoders saturation and lags, which mean a past."""
     family, tokens, seed = bench.family, bench.calibration, settings.seed
     spectra = spectrum.measure(family, model, moments, data.places(tokens, bench.task.row_tokens), seed)
+    spectra += conditioning.measure(family, model, tokens, seed, track)
     if not bench.task.has_past:
         return spectra
     return [

@@ -29,6 +29,7 @@ PAPERS = {
     "q": "Open questions",
 }
 UNMEASURED = "not measured yet"
+RULES = "DESIGN_RULES.md"
 
 
 class Entry(NamedTuple):
@@ -169,34 +170,41 @@ def _render(root: Path) -> None:
             plots.save(figure, root / "docs" / _figure(entry.name))
     page = root / "docs" / "EVIDENCE.md"
     write_atomically(page, evidence(found))
+    write_atomically(root / "docs" / RULES, rules(found))
     typer.echo(f"{page}: {sum(entry.result is not None for entry in found)} of {len(found)} experiments measured")
 
 
 def _check(root: Path) -> None:
     """Compare the page with the results; figures only need to be there, since drawing differs between versions."""
-    found, page = entries(root), root / "docs" / "EVIDENCE.md"
-    stale = "docs/EVIDENCE.md is missing"
-    if page.exists():
-        stale = _difference(page.read_text().splitlines(), evidence(found).splitlines())
+    found, stale = entries(root), ""
+    for name, text in (("EVIDENCE.md", evidence(found)), (RULES, rules(found))):
+        page = root / "docs" / name
+        if not stale:
+            lines = page.read_text().splitlines() if page.exists() else None
+            stale = f"docs/{name} is missing" if lines is None else _difference(lines, text.splitlines(), name)
     figures = [_figure(entry.name) for entry in found if entry.result is not None]
     if not stale and (absent := [name for name in figures if not (root / "docs" / name).exists()]):
         stale = f"docs/{absent[0]} is missing"
     if stale:
         typer.echo(f"{stale}; type: {REWRITE}", err=True)
         raise typer.Exit(1)
-    typer.echo("docs/EVIDENCE.md says what the results say.")
+    typer.echo(f"docs/EVIDENCE.md and docs/{RULES} say what the results say.")
 
 
-def _difference(old: Sequence[str], new: Sequence[str]) -> str:
+def rules(found: Sequence[Entry]) -> str:
+    """The page of design rules, from what was measured."""
+    made = importlib.import_module("experiments._rules")
+    return str(made.page({entry.name: entry.result["found"] for entry in found if entry.result is not None}))
+
+
+def _difference(old: Sequence[str], new: Sequence[str], name: str) -> str:
     """Where two pages part, in words; empty if they do not."""
     for number in range(max(len(old), len(new))):
         before, after = (lines[number] if number < len(lines) else "(nothing)" for lines in (old, new))
         if before != after:
             same = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
             before, after = before[max(0, same - 20) :], after[max(0, same - 20) :]
-            return (
-                f"docs/EVIDENCE.md is stale from line {number + 1}: it has '{before[:80]}', results say '{after[:80]}'"
-            )
+            return f"docs/{name} is stale from line {number + 1}: it has '{before[:80]}', results say '{after[:80]}'"
     return ""
 
 

@@ -140,7 +140,7 @@ def _look_up(reading: Reading | None, layer: int, tick: int) -> float | None:
 
 
 LOG_AXES = {"length", "lag"}  # what matters there is the ratio
-LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution"}
+LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution", "conditioning.outputs", "conditioning.jacobian"}
 
 
 def curve_sets(readings: Readings, plan: Plan | None) -> tuple[CurveSet, ...]:

@@ -23,9 +23,11 @@ HEADINGS = {
     "spectrum.logit_energy_lost": "Logits lost by query/key dimension",
     "spectrum.output_energy_lost": "Outputs lost by value dimension",
     "lags.contribution": "Contribution by lag",
+    "conditioning.outputs": "Condition number of head outputs by tokens",
+    "conditioning.jacobian": "Condition number of the Jacobian, at least",
 }
 # Shown unfolded.
-FIRST = ("conditioning", "saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")
+FIRST = ("conditioning.outputs", "saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")
 
 
 class Strip(NamedTuple):
@@ -170,11 +172,14 @@ def _lags(readings: Readings) -> str:
 
 
 def _conditioning(readings: Readings) -> str:
-    kind = next((r.kind for r in readings.curves if r.kind.startswith("conditioning")), "")
-    values = [v for v in _values(readings, kind) if v > 0]
-    if not values:
+    reading = readings.curve("conditioning.outputs")
+    if reading is None or not reading.values:
         return ""
-    return f"Over all layers it lies between {number(min(values), 3)} and {number(max(values), 3)}."
+    last = [row[-1] for row in reading.values if row]
+    return (
+        f"For {reading.ticks[0][-1]} tokens the condition number of a layer's head outputs is "
+        f"{number(min(last), 2)} to {number(max(last), 2)}, in the median {number(median(last), 2)}."
+    )
 
 
 TOPICS: tuple[tuple[str, str, str, Callable[[Readings], str]], ...] = (
