@@ -1,7 +1,7 @@
 """The exact strategy's answer to many limits of a run's first budget: what the report's slider moves along. No torch.
 
-Limits are solved from the coarse to the fine, so that whatever is there when time runs out covers the whole range; what
-is missing is solved when the report is written again.
+Limits are solved from the coarse to the fine, so that whatever is there when time runs out covers the whole range. Then
+the others are answered roughly, to a small gap; they are solved exactly when the report is written again.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from headwise import budgets as prices
@@ -18,7 +19,8 @@ from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Reading
 
 LEAST = 40  # limits to solve
 STEPS = (5.0, 2.0, 1.0, 0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01)  # percent between them: the largest that gives as many
-SECONDS = 20.0  # for all solves of one call; the one that is under way is finished
+SECONDS = 15.0  # for all exact solves of one call, and again for rough ones; the one that is under way is finished
+ROUGH = 1e-3  # relative gap at which a solve may stop when time is short: finer than any drawing shows
 METHOD = 1  # raised when the solver would answer otherwise to the same question
 
 
@@ -54,7 +56,7 @@ def solve(
 ) -> Sweep | None:
     """The sweep over the plan's first budget; answers that are known already are kept. None where there is no budget.
 
-    `seconds` limits the time for new answers.
+    `seconds` limits the time for exact answers, and again for rough ones.
     """
     if not plan.budgets:
         return None
@@ -63,33 +65,39 @@ def solve(
     full, wanted = prices.price(first, shape), limits(first, least, shape)
     table: dict[LayerShape, int] = {}
     found = {a.text: _place(a, known, table) for a in known.answers} if known else {}
-    done, started = True, time.monotonic()
-    for text in coarse_first(list(wanted)):
-        if text in found:
-            continue
-        if found and time.monotonic() - started > seconds:
-            done = False
+    done = True
+    for gap in (0.0, ROUGH):
+        started = time.monotonic()
+        for text in coarse_first(list(wanted)):
+            if text in found and (gap or not found[text].rough):
+                continue
+            if found and time.monotonic() - started > seconds:
+                done = False
+                break
+            if (new := _ask(answer, text, wanted[text], full, table, gap)) is not None:
+                found[text] = new
+        if done:
             break
-        if (new := _ask(answer, text, wanted[text], full, table)) is not None:
-            found[text] = new
     in_order = tuple(sorted((a for t, a in found.items() if t in wanted), key=lambda a: -a.share))
     others = tuple(budget.text for budget in plan.budgets[1:])
     key = fingerprint(readings, plan, allow)
     return Sweep(key, first.name, others, allow, tuple(table), in_order, len(wanted), done)
 
 
-def _ask(answer: Answerer, text: str, limit: float, full: float, table: dict[LayerShape, int]) -> Answer | None:
+def _ask(
+    answer: Answerer, text: str, limit: float, full: float, table: dict[LayerShape, int], allowed: float
+) -> Answer | None:
     """The answer to one limit, its shapes entered into the table."""
-    if (solved := answer(limit)) is None:
+    if (solved := answer(limit, allowed)) is None:
         return None
     damage, gap, layers = solved
-    return Answer(text, limit / full, damage, gap, tuple(table.setdefault(layer, len(table)) for layer in layers))
+    places = tuple(table.setdefault(layer, len(table)) for layer in layers)
+    return Answer(text, limit / full, damage, gap, places, rough=allowed > 0)
 
 
 def _place(answer: Answer, sweep: Sweep, table: dict[LayerShape, int]) -> Answer:
     """A known answer with its shapes in a new table."""
-    places = tuple(table.setdefault(layer, len(table)) for layer in sweep.target(answer))
-    return Answer(answer.text, answer.share, answer.damage, answer.gap, places)
+    return replace(answer, layers=tuple(table.setdefault(layer, len(table)) for layer in sweep.target(answer)))
 
 
 def limits(first: Budget, least: float, shape: ModelShape) -> dict[str, float]:

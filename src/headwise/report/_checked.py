@@ -50,7 +50,7 @@ def pairs_in_words(pairs: tuple[Pair, ...]) -> str:
     ratios = sorted(pair.measured / pair.predicted for pair in pairs)
     low, high = (ratios[int(part * (len(ratios) - 1))] for part in (0.1, 0.9))
     return (
-        f"A dot per layer and size, dark dots are late layers; on the dashed line both agree. Measured prices are "
+        f"A dot per layer and size, late layers stronger; on the dashed line both agree. Measured prices are "
         f"{median(ratios):.2g} times the predicted ones in the middle, {low:.2g} to {high:.2g} times for four in five. "
         "The plan uses the measured ones."
     )

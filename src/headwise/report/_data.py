@@ -9,7 +9,6 @@ from headwise.report._facts import Comparison, comparisons
 from headwise.report._text import as_number
 from headwise.types import UNITS, Dossier, LayerShape, Plan, Reading, Readings
 
-SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width")
 LABELS = {
     "query_heads": "query heads",
     "kv_heads": "key/value heads",

@@ -82,7 +82,7 @@ def draw_damage(rows: tuple[DamageRow, ...]) -> str:
 
 
 def draw_lines(group: CurveSet) -> str:
-    """All layers on common axes, early ones pale, late ones dark; what belongs to one layer shows when it is chosen."""
+    """All layers on common axes, early ones faint, late ones strong; details of a layer show when it is chosen."""
     left, right, top, bottom = 46.0, 352.0, 16.0, 168.0
     across, up = _across(group, left, right), Scale(*group.values, bottom, top, group.log)
     body = ""

@@ -151,11 +151,13 @@ def _explore(dossier: Dossier, plan: Plan, slider: bool) -> str:
         reason = "this run has no readings that price its budget"
         return f"<h3>What would another budget do?</h3>{picture}{paragraph(f'There is no slider here: {reason}.')}"
     sweep = dossier.sweep
-    some = "" if sweep.done else f" of {sweep.wanted}; headwise report {FOLDER} solves more"
+    rough = sum(answer.rough for answer in sweep.answers)
+    how = "each solved exactly" if not rough else f"{rough} of them to within 0.1%, the others exactly,"
+    some = "" if sweep.done else f" of {sweep.wanted} (headwise report {FOLDER} solves more)"
     tailored = " They are tailored; this run is portable." if plan.portable else ""
     note = (
-        f"The line is the least predicted damage at each budget: {len(sweep.answers)} budgets{some}, each solved "
-        "exactly from this run's readings, before healing, so no strategy can lie below it. Diamond: this plan; ring: "
+        f"The line is the least predicted damage at each budget: {len(sweep.answers)} budgets{some}, {how} "
+        "from this run's readings, before healing, so no strategy can lie below it. Diamond: this plan; ring: "
         f"another strategy; cross: measured, after healing. {FOLDER} is the run folder.{tailored}"
     )
     return (

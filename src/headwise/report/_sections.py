@@ -33,7 +33,7 @@ from headwise.types import UNITS, Dossier
 
 Maps = tuple[Heat, ...]
 COLOURS = {"qk": "qk", "v": "v", "mlp": "mlp", "heads": "heads", "kv_heads": "kv", "depth": "dmg"}
-HOW = "A line per layer, early ones pale, late ones dark; choose a layer to see its error bars."
+HOW = "A line per layer, early ones faint, late ones strong; choose a layer to see its error bars."
 NAMES = {
     "damage.qk_projected": "Query/key dimensions",
     "damage.qk_pairs": "Rotary pairs",

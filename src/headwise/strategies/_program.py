@@ -62,10 +62,13 @@ class Case:
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
 
-    def solve(self, limits: Sequence[float] | None = None) -> Solution | None:
-        """The selection of least total damage that meets every budget, or other limits; None where there is none."""
+    def solve(self, limits: Sequence[float] | None = None, gap: float = 0.0) -> Solution | None:
+        """The selection of least total damage that meets every budget, or other limits; None where there is none.
+
+        A `gap` above nothing lets the search stop that near to the bound.
+        """
         wanted = [budget.limit for budget in self.budgets] if limits is None else limits
-        solved = select(self.program, np.array(wanted) - self.fixed, self.seen)
+        solved = select(self.program, np.array(wanted) - self.fixed, self.seen, gap)
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))

@@ -35,15 +35,15 @@ def allocate(
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
 
 
-Answerer = Callable[[float], tuple[float, float, list[LayerShape]] | None]
+Answerer = Callable[[float, float], tuple[float, float, list[LayerShape]] | None]
 
 
 def answers(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> tuple[float, Answerer]:
-    """The least limit of the first budget that may be met, and a function from a limit to damage, gap and layers.
+    """The least limit of the first budget that may be met, and what answers a limit with damage, gap and layers.
 
-    It decides as `allocate` does, without the frontier: every solve begins afresh, so that no answer depends on others.
+    With no gap allowed it decides as `allocate` does: every solve begins afresh, so that no answer depends on others.
     """
     offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
 
@@ -51,15 +51,16 @@ def answers(
     def case(place: int) -> Case:
         return Case(source, without_layers(offered, steps[place][0]), budgets)
 
-    def answer(limit: float) -> tuple[float, float, list[LayerShape]] | None:
+    def answer(limit: float, gap: float) -> tuple[float, float, list[LayerShape]] | None:
         best: tuple[float, float, list[LayerShape]] | None = None
         for place, (_, lost) in enumerate(steps):
             if best is not None and lost >= best[0]:
                 continue  # the removed layers alone do more damage
             if case(place).least[0] > limit * (1 + 1e-12):
                 continue
-            case(place).seen[:] = False
-            found = case(place).solve([limit, *(budget.limit for budget in budgets[1:])])
+            if not gap:
+                case(place).seen[:] = False
+            found = case(place).solve([limit, *(budget.limit for budget in budgets[1:])], gap)
             if found is not None and (best is None or found.damage + lost < best[0]):
                 best = found.damage + lost, found.gap, found.targets
         return best

@@ -18,6 +18,7 @@ class Answer(Record):
     damage: float
     gap: float  # to the proven bound, relative
     layers: tuple[int, ...]  # of every layer the place of its shape in the sweep's table
+    rough: bool = False  # solved to a small gap only, as time was short
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Sweep(Record):
     shapes: tuple[LayerShape, ...]
     answers: tuple[Answer, ...]
     wanted: int  # limits that were to be solved; fewer answers: time ran out, or no plan meets them
-    done: bool
+    done: bool  # whether nothing is left to solve
 
     def __post_init__(self) -> None:
         if any(not 0 <= place < len(self.shapes) for answer in self.answers for place in answer.layers):
