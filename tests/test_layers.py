@@ -41,7 +41,8 @@ ALLOWED: dict[str, set[str]] = {
     "frontier": CORE,  # the exact answer to many limits
     "runfolder": CORE | {"report", "frontier"},
     "planning": CORE | {"runfolder", "report"},
-    "pipeline": CORE | TORCH | RUN,
+    "workbench": CORE | TORCH | RUN,
+    "pipeline": CORE | TORCH | RUN | {"workbench"},
     "api": CORE | TORCH | RUN | {"pipeline"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},

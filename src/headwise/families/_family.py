@@ -15,6 +15,7 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._block import Block as Block
 from headwise.families._config import NOT_COPIED, without
+from headwise.families._rows import Reader
 from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, classes, stock_classes, tailor_layer
 from headwise.types import LayerShape, ModelShape
 
@@ -25,7 +26,7 @@ class Captured(Exception):
     """Raised to end a forward pass once what was wanted has been seen."""
 
 
-class Family(ABC):
+class Family(Reader, ABC):
     """Answers questions about the models of one kind; holds no algorithm."""
 
     name: ClassVar[str]
@@ -77,17 +78,9 @@ class Family(ABC):
         """Tokens that a model takes at once."""
         return int(config.max_position_embeddings)
 
-    def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
-        """Tokens that a row makes where it does not consist of them: the patches of an image."""
-        return None
-
     def embedding_width(self, config: Any) -> int:
         """Of what a model without a head puts out."""
         return int(config.hidden_size)
-
-    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows of one length, without the places behind their end."""
-        return rows[:, rows[0] >= 0]
 
     def stock_loader(self, config: Any, auto: str) -> Any:
         """The class that loads a model of this configuration with that head."""
@@ -253,39 +246,6 @@ class Family(ABC):
 
     # Streams: what flows between layers.
 
-    def call(self, model: nn.Module, rows: torch.Tensor) -> Any:
-        """A forward pass of a model or of its body. Rows are unpadded tokens unless a family says otherwise."""
-        return model(**self.arguments(rows), **self.quiet)
-
-    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Rows as a model takes them, by name; what the model writes comes last."""
-        return {"input_ids": rows}
-
-    def answering(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """The tokens of the last stream that answers come from."""
-        return stream
-
-    def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
-        """Rows that any model of the family reads, for tests."""
-        return torch.arange(count * length).reshape(count, length) % 90 + 3
-
-    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
-        """The first row alone, with no more than so many tokens; a row may end early."""
-        return self.unpadded(rows[:1])[:, :most]
-
-    def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What a model is given to write on from, of a row, and how many tokens come before what it wrote."""
-        length = min(32, len(row) // 2)
-        return row[None, :length], length
-
-    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
-        """How a model reads a text and begins to write."""
-        return {"input_ids": ids, "logits_to_keep": 1}
-
-    def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
-        """How it writes on, after `out`."""
-        return {"input_ids": token}
-
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
         if stream is None:
@@ -299,8 +259,6 @@ class Family(ABC):
             return self.run(model, ids)
         finally:
             hook.remove()
-
-    quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
 
     @torch.no_grad()
     def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:

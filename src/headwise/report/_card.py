@@ -6,6 +6,7 @@ import json
 import re
 
 from headwise.report import _facts as facts
+from headwise.report import _rivals as rivals
 from headwise.report._commands import how_to_make, run_command
 from headwise.report._data import LABELS, UNIT_LABELS, damage_rows, healing_parts
 from headwise.report._text import cell, fence, human, number, relative
@@ -101,7 +102,7 @@ def _budgets(dossier: Dossier) -> str:
 
 
 def _baselines(dossier: Dossier) -> str:
-    rows = facts.comparisons(dossier)
+    rows = rivals.comparisons(dossier)
     if len(rows) < 2:
         return _missing("No other strategy was tried", how_to_make(dossier, "allocate"))
     cells = tuple(

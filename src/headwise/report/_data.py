@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from headwise.report._facts import Comparison, comparisons
+from headwise.report._rivals import Comparison, comparisons
 from headwise.report._text import as_number
 from headwise.types import UNITS, Dossier, LayerShape, Plan, Reading, Readings
 

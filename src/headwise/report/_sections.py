@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwise.report import _facts as facts
+from headwise.report import _rivals as rivals
 from headwise.report._checked import damage_marks, loss_curve, pairs_in_words, price_pairs
 from headwise.report._commands import FOLDER, how_to_make, run_command
 from headwise.report._data import (
@@ -53,7 +54,7 @@ def _baselines(dossier: Dossier, maps: Maps) -> str:
     heads = ("budget", "unit", "source", "limit", "spent", "share", "kept?")
     budgets = facts.budget_rows(dossier)
     body = table(heads, budgets, range(2, 6), name="budgets") if budgets else paragraph("The plan has no budget.")
-    rows = facts.comparisons(dossier)
+    rows = rivals.comparisons(dossier)
     if len(rows) < 2:
         return body + missing("No other strategy was tried", how_to_make(dossier, "allocate"))
     cells = tuple(
@@ -68,7 +69,7 @@ def _baselines(dossier: Dossier, maps: Maps) -> str:
     )
     columns = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
     words = f"The same budgets spent in other ways; predicted from the same readings, in {facts.damage_unit(dossier)}."
-    if left_out := facts.left_out(dossier):
+    if left_out := rivals.left_out(dossier):
         words += f" {left_out}"
     return paragraph(words) + table(columns, cells, (1, 2, 3), now=0, name="strategies") + "<h3>Budgets</h3>" + body
 
