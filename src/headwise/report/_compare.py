@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from headwise.errors import HeadwiseError
 from headwise.report import _facts as facts
+from headwise.report import _rivals as rivals
 from headwise.report._checked import damage_marks
 from headwise.report._data import value_range
 from headwise.report._html import figure, paragraph, section, table
@@ -43,7 +44,7 @@ def _run(name: str, dossier: Dossier) -> Run:
     pairs = {m.label: (m.before, m.after) for m in facts.measures(dossier) if m.label in (facts.CACHE, facts.SIZE)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
-        full, spent = facts.priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.name)
+        full, spent = rivals.priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.name)
         if budget.name not in ("kv", "params") and full and spent is not None:
             shares[budget.name] = spent / full
     return Run(name, dossier, last.value, last.low, last.high, last.name == "measured", shares)

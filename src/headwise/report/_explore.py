@@ -13,6 +13,7 @@ from headwise import budgets as prices
 from headwise.errors import HeadwiseError
 from headwise.registry import find
 from headwise.report import _facts as facts
+from headwise.report import _rivals as rivals
 from headwise.report._commands import allocate_command
 from headwise.report._data import (
     LABELS,
@@ -43,7 +44,7 @@ class Price(NamedTuple):
 
     def words(self, shape: ModelShape) -> tuple[str, str]:
         """Price and share of a shape."""
-        price = facts.priced(self.budget, shape)
+        price = rivals.priced(self.budget, shape)
         return human(price), "–" if price is None or not self.full else f"{price / self.full:.1%}"
 
 
@@ -57,7 +58,7 @@ def price_list(plan: Plan) -> tuple[Price, ...]:
         try:
             module = find("headwise.budgets", name)
             budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
-            full = facts.priced(budget, plan.source)
+            full = rivals.priced(budget, plan.source)
             if full is not None:
                 found.append(Price(budget, str(module.MEANING), full))
         except (HeadwiseError, AttributeError):
@@ -104,7 +105,7 @@ def proof(plan: Plan) -> str:
 
 def own_place(answers: list[Answer], plan: Plan) -> int:
     """The answer whose limit is nearest the plan's own."""
-    full = facts.priced(plan.budgets[0], plan.source) or 1.0
+    full = rivals.priced(plan.budgets[0], plan.source) or 1.0
     return min(range(len(answers)), key=lambda i: abs(answers[i].share - min(1.0, plan.budgets[0].limit / full)))
 
 
