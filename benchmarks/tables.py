@@ -22,12 +22,12 @@ MODELS = {  # result file -> how the README calls the model
 }
 METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
 EMBEDDINGS, EMBEDDINGS_END = "<!-- embeddings: printed by benchmarks/tables.py -->", "<!-- end of embeddings -->"
-PARAMETERS = """A part of SmolLM2's parameters goes, with no training: whole heads, MLP width and whole layers may be cut
-(`--allow mlp,heads,kv_heads,depth`). `uniform` takes the same from every layer, `depth` whole layers alone. The text that
-is judged is of another kind than the text of the calibration, and it shows: on held-out text of the calibration's kind
-the exact plan costs clearly less than the uniform one, on WikiText its loss is hardly better or worse, though its
-predictions stay closer to the source's (KL). At the lower budget no method leaves a model that writes well; that takes
-training, or calibration on text like that which the model will meet."""
+PARAMETERS = """A part of SmolLM2's parameters goes, with no training: whole heads, MLP width and whole layers may be
+cut (`--allow mlp,heads,kv_heads,depth`). `uniform` takes the same from every layer, `depth` whole layers alone. The
+text that is judged is of another kind than the text of the calibration, and it shows: on held-out text of the
+calibration's kind the exact plan costs clearly less than the uniform one, on WikiText its loss is hardly better or
+worse, though its predictions stay closer to the source's (KL). At the lower budget no method leaves a model that
+writes well; that takes training, or calibration on text like that which the model will meet."""
 START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
 
 
