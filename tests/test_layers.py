@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
+    "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "report": {"errors", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
     "runfolder": CORE | {"report"},
@@ -55,6 +56,7 @@ ALLOWED: dict[str, set[str]] = {
         "calculators",
         "reproduce",
         "designs",
+        "search",
         "train",
         "runfolder",
         "planning",

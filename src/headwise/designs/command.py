@@ -71,7 +71,7 @@ def command(
         depth=_one(depth, "depth"),
         heads=_one(heads, "heads"),
         width=width,
-        device=_device(device),
+        device=choose_device(device),
         measure=measure,
     )
     summary = {"family": family, "budgets": budget, "length": length, "designs": [p.to_json() for p in found]}
@@ -115,7 +115,8 @@ def _one(text: str | None, what: str) -> int | None:
     return found
 
 
-def _device(asked: str) -> str:
+def choose_device(asked: str) -> str:
+    """The device by name, once it is certain to be there."""
     import torch
 
     if asked not in ("auto", "cpu", "cuda"):
