@@ -31,11 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
+    "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
-    "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "report": {"errors", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
     "runfolder": CORE | {"report"},
