@@ -26,7 +26,7 @@ LABELS = {
 }
 NOTE = (
     "predicted conditioning: the worst layer's, Gaussian, {tokens} tokens; s/M: seconds for a million tokens; "
-    "reading: one text of {length} tokens.\n"
+    "reading: {length} tokens at once.\n"
     "Predictions, not promises: train a little before you choose (headwise search)."
 )
 Option = typer.Option
@@ -74,6 +74,7 @@ def command(
         device=choose_device(device),
         measure=measure,
     )
+    length = found[0].length
     summary = {"family": family, "budgets": budget, "length": length, "designs": [p.to_json() for p in found]}
     if out is not None:
         for proposal in found:
