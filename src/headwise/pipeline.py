@@ -170,11 +170,8 @@ def _diagnosed(
     spectra += conditioning.measure(family, model, tokens, seed, track)
     if not bench.task.generates:
         return spectra
-    return [
-        *saturation.measure(family, model, tokens, seed, track),
-        *spectra,
-        *lags.measure(family, model, tokens, seed, track),
-    ]
+    past = [reading for probe in (saturation, lags) for reading in probe.measure(family, model, tokens, seed, track)]
+    return [*past, *spectra]
 
 
 def _measured_and_others(tokens: torch.Tensor, measured: int) -> tuple[torch.Tensor, torch.Tensor]:
