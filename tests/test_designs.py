@@ -16,6 +16,7 @@ from headwise import budgets, cost
 from headwise.cli import app
 from headwise.designs import configs, proposals, shapes
 from headwise.errors import BudgetError, HeadwiseError, ModelError
+from headwise.registry import names
 
 FAMILIES = ("llama", "gpt2", "bert")
 
@@ -161,3 +162,10 @@ def test_prices_are_those_of_the_budgets() -> None:
     found = designed("llama", "leaner")
     limit = budgets.parse("params=3M", found.shape)
     assert budgets.price(limit, found.shape) == found.prices["parameters"]
+
+
+@pytest.mark.skipif("vit" not in names("headwise.families"), reason="this version has no vision models")
+def test_images_are_read_patch_by_patch() -> None:
+    found = headwise.design("vit", "params=3M", ["uniform", "leaner"])
+    assert [p.length for p in found] == [197, 197] and all(counted(p) <= 3e6 for p in found)
+    assert all(counted(p) == cost.parameters(p.shape) for p in found)

@@ -290,7 +290,8 @@ def test_the_report_draws_them_apart_from_damage(probed):
 
 def test_topics_hold_the_readings_numbers(probed):
     found, shape = by_kind(probed.curves), ModelShape.from_json(probed.shape)
-    sharpness, directions, reach, condition = diagnostics(probed, None)
+    topics = {topic.sets[0].kind.partition(".")[0]: topic for topic in diagnostics(probed, None)}
+    sharpness, directions, reach, condition = (topics[n] for n in ("saturation", "spectrum", "lags", "conditioning"))
     assert [group.kind for group in sharpness.sets][0] == "saturation.slope", "slopes first"
     slope = sharpness.sets[0]
     assert isinstance(slope, StripSet) and slope.marks == (-1.0, 0.0) and slope.values[0] <= -1

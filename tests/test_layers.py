@@ -32,6 +32,7 @@ ALLOWED: dict[str, set[str]] = {
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
+    "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
     "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
@@ -60,6 +61,7 @@ ALLOWED: dict[str, set[str]] = {
         "calculators",
         "reproduce",
         "designs",
+        "search",
         "train",
         "runfolder",
         "planning",

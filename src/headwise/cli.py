@@ -15,6 +15,7 @@ from headwise import calculators, reproduce
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
+from headwise.search.command import command as search
 from headwise.train import command as training
 from headwise.types import UNITS
 
@@ -250,6 +251,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
 
 app.command("train", help=training.HELP)(training.command)
 app.command("design")(design)
+app.command("search")(search)
 app.command("reproduce")(reproduce.command)
 
 

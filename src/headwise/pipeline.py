@@ -110,11 +110,8 @@ def _diagnosed(
     spectra += conditioning.measure(family, model, tokens, seed, track)
     if not bench.task.has_past:
         return spectra
-    return [
-        *saturation.measure(family, model, tokens, seed, track),
-        *spectra,
-        *lags.measure(family, model, tokens, seed, track),
-    ]
+    past = [reading for probe in (saturation, lags) for reading in probe.measure(family, model, tokens, seed, track)]
+    return [*past, *spectra]
 
 
 def _measured_and_others(

@@ -26,7 +26,7 @@ LABELS = {
 }
 NOTE = (
     "predicted conditioning: the worst layer's, Gaussian, {tokens} tokens; s/M: seconds for a million tokens; "
-    "reading: one text of {length} tokens.\n"
+    "reading: {length} tokens at once.\n"
     "Predictions, not promises: train a little before you choose (headwise search)."
 )
 Option = typer.Option
@@ -71,9 +71,10 @@ def command(
         depth=_one(depth, "depth"),
         heads=_one(heads, "heads"),
         width=width,
-        device=_device(device),
+        device=choose_device(device),
         measure=measure,
     )
+    length = found[0].length
     summary = {"family": family, "budgets": budget, "length": length, "designs": [p.to_json() for p in found]}
     if out is not None:
         for proposal in found:
@@ -115,7 +116,8 @@ def _one(text: str | None, what: str) -> int | None:
     return found
 
 
-def _device(asked: str) -> str:
+def choose_device(asked: str) -> str:
+    """The device by name, once it is certain to be there."""
     import torch
 
     if asked not in ("auto", "cpu", "cuda"):

@@ -132,6 +132,13 @@ class Maker:
             config.architectures = ["ViTForImageClassification"]
         return config
 
+    def read(self, length: int) -> int:
+        """How many tokens a model reads at once: so many of a text, or all patches of an image and its class."""
+        if self.kind.auto != IMAGES:
+            return length
+        config = self.stock(Sketch(64, 1, 1, 64, 64))
+        return int((config.image_size // config.patch_size) ** 2 + 1)
+
     @property
     def make(self) -> Make:
         """Sketch to shape, for the strategies."""

@@ -31,6 +31,7 @@ class Proposal:
     config: Any  # of transformers, stock or tailored
     auto: str  # the Auto class that trains it
     prices: dict[str, float]
+    length: int  # tokens that reading is told for
 
     @property
     def tailored(self) -> bool:
@@ -75,6 +76,7 @@ def design(
     Percentages are of `like`, whose width, vocabulary and other settings are then taken over.
     """
     maker = configs.Maker(family, vocab, length, like)
+    length = maker.read(length)
     texts = [budget] if isinstance(budget, str) else list(budget)
     if not texts:
         raise BudgetError("a design needs a budget, such as --budget params=50M.")
@@ -92,7 +94,7 @@ def design(
         except BudgetError as error:
             refused.append(error)
             continue
-        found.append(Proposal(name, shape, maker.config(shape), maker.kind.auto, priced(shape, length)))
+        found.append(Proposal(name, shape, maker.config(shape), maker.kind.auto, priced(shape, length), length))
     if not found:
         raise refused[0] if refused else PlanError("no strategy was asked for.")
     rates = machine_rates(torch.device(device))

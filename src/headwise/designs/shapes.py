@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import BudgetError, PlanError
-from headwise.strategies import bound, taper
-from headwise.theory import conditioning, profiles
 from headwise.types import Budget, LayerShape, ModelShape
 
 STRATEGIES = {
@@ -80,11 +78,12 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
         return make(leaner(make, budgets, rules))
     if strategy == "mix":
         return mix(make, budgets, rules)
+    from headwise.strategies import bound, taper  # which bring SciPy: not before a shape is asked for
+
     source = _oversized(make, budgets, rules)
     if strategy == "taper":
         return taper.design(source, budgets, UNITS)
-    rho = tuple(float(weight) for weight in profiles.parse(LAGS, LAG_COUNT))
-    return bound.design(source, budgets, DIMENSIONS, rho, rules.length)
+    return bound.design(source, budgets, DIMENSIONS, _lags(), rules.length)
 
 
 def uniform(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
@@ -134,6 +133,8 @@ def mix(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
 
 def _mixed(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Iterator[ModelShape]:
     """Every combination of depth, head dimension, MLP ratio and taper, each as wide as the budgets allow."""
+    from headwise.strategies import taper
+
     usual = uniform(make, budgets, rules)
     depths = [rules.depth] if rules.depth else sorted({max(1, round(usual.depth * s)) for s in (1, 0.75, 0.5)})
     for depth, head, ratio, tapered in itertools.product(depths, (HEAD, SMALLEST_HEAD), (1.0, 0.75, 0.5), (0, 1)):
@@ -153,6 +154,8 @@ def _mixed(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Iterator[Mo
 
 def layer_conditioning(layer: LayerShape, tokens: int = TOKENS) -> float:
     """The Gaussian condition number of a layer's head outputs for so many tokens; infinite where both are as many."""
+    from headwise.theory import conditioning
+
     wide = layer.query_heads * layer.v_dim
     if not wide:
         return math.inf
@@ -166,9 +169,18 @@ def log_conditioning(model: ModelShape) -> float:
 
 def heads_error(model: ModelShape) -> float:
     """The first paper's heads term, squared and summed over the first half of the layers, which it is about."""
-    rho = tuple(float(weight) for weight in profiles.parse(LAGS, LAG_COUNT))
+    from headwise.strategies import bound
+
+    rho = _lags()
     early = model.layers[: (len(model.layers) + 1) // 2]
     return sum(bound.heads_error(rho, layer.query_heads) ** 2 for layer in early) / len(early)
+
+
+def _lags() -> tuple[float, ...]:
+    """What a new layer is assumed to read of the past."""
+    from headwise.theory import profiles
+
+    return tuple(float(weight) for weight in profiles.parse(LAGS, LAG_COUNT))
 
 
 def _heads(width: int, head: int) -> int:

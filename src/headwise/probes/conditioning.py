@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from headwise.data import NOTHING
 from headwise.families import Family
-from headwise.probes._watch import Track, silently, spaced, watching
+from headwise.probes._watch import Track, batches, silently, spaced, watching
 from headwise.types import Reading
 
 NAME = "conditioning"
@@ -157,21 +158,26 @@ def measure(
     family: Family, model: nn.Module, tokens: Tensor, seed: int, track: Track = silently, jacobian: bool = True
 ) -> list[Reading]:
     """Condition numbers of outputs by tokens, and of the Jacobian on a short text, for every layer."""
-    texts = tokens.dim() == 2 and not tokens.is_floating_point()
-    few = _long_ones(tokens) if texts else spaced(tokens, SEQUENCES)
+    rows = tokens.dim() == 2 and not tokens.is_floating_point()
+    plain = rows and int(tokens.min()) >= NOTHING  # one text in a row, which can be cut anywhere
+    if plain:
+        few = _long_ones(tokens)
+    else:
+        few = max(batches(tokens), key=lambda batch: batch.shape[1])[:SEQUENCES] if rows else spaced(tokens, SEQUENCES)
     device = next(model.parameters()).device
     outputs, _ = look(family, model, few.to(device))
-    counts = tuple(count for count in COUNTS if count <= outputs[0].shape[1]) or (outputs[0].shape[1],)
-    table = [[condition_numbers(z[:, :count]).log() for count in counts] for z in track(outputs, NAME)]
-    found = [_reading("outputs", counts, table, len(few) * counts[-1], seed)]
-    if jacobian and texts:
+    counts = [tuple(n for n in COUNTS if n <= z.shape[1]) or (z.shape[1],) for z in outputs]
+    pairs = zip(track(outputs, NAME), counts, strict=True)
+    table = [[condition_numbers(z[:, :count]).log() for count in row] for z, row in pairs]
+    found = [_reading("outputs", counts, table, len(few) * max(map(max, counts)), seed)]
+    if jacobian and plain:
         length = min(JACOBIAN_TOKENS, few.shape[1])
         _, handed = look(family, model, few[:1, :length].to(device))
         values = [
             [torch.tensor([jacobian_extremes(block.attention, seen, seed=seed).ratio]).log()]
             for block, seen in zip(family.blocks(model), track(handed, f"{NAME} of Jacobians"), strict=True)
         ]
-        found.append(_reading("jacobian", (length,), values, length, seed))
+        found.append(_reading("jacobian", [(length,)] * len(values), values, length, seed))
     return found
 
 
@@ -182,7 +188,7 @@ def _long_ones(tokens: Tensor) -> Tensor:
     return few[:, : min(COUNTS[-1], int((few >= 0).sum(1).min()))]
 
 
-def _reading(name: str, counts: tuple[int, ...], table: list[list[Tensor]], tokens: int, seed: int) -> Reading:
+def _reading(name: str, counts: list[tuple[int, ...]], table: list[list[Tensor]], tokens: int, seed: int) -> Reading:
     """Geometric means over texts, with their standard errors."""
     values = [[float(cell.mean().exp()) for cell in row] for row in table]
     errors = [
@@ -193,7 +199,7 @@ def _reading(name: str, counts: tuple[int, ...], table: list[list[Tensor]], toke
         probe=NAME,
         kind=f"{NAME}.{name}",
         axis="tokens",
-        ticks=(counts,) * len(table),
+        ticks=tuple(counts),
         values=tuple(map(tuple, values)),
         standard_error=tuple(map(tuple, errors)),
         unit="",

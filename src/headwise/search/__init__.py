@@ -1,0 +1,3 @@
+"""Search for shapes by training a little: an Optuna study under a budget. Importing this is light."""
+
+from __future__ import annotations
