@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -17,12 +15,12 @@ try:
 except Exception as error:  # torchvision beside another torch raises more than ImportError
     pytest.skip(f"timm cannot be imported ({error})", allow_module_level=True)
 
-from test_families import LOADERS, FakeTokenizer, logits, masked, random_plan
+from test_families import load_elsewhere, logits, masked, random_plan
 
 import headwise
 from headwise import families, redesign, tasks
 from headwise.cost import parameters
-from headwise.cuts import reshape, reshape_layer, save
+from headwise.cuts import reshape, reshape_layer
 from headwise.cuts._dims import cut_values
 from headwise.errors import ModelError, ShapeError
 from headwise.families.timm import FAMILY as family
@@ -185,17 +183,9 @@ def test_a_cut_model_compiles_without_a_break():
     assert torch.allclose(got, said(made), atol=1e-5)
 
 
-def test_a_saved_model_loads_in_a_fresh_process(tmp_path, monkeypatch):
+def test_a_saved_model_loads_in_a_fresh_process(tmp_path):
     model = tiny(EVA02)
-    made = save(family, cut(model, random_plan(family, model, 5)), FakeTokenizer(), tmp_path / "model", portable=False)
-    torch.save({"images": images(model), "logits": said(made)}, tmp_path / "want.pt")
-    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
-    line = LOADERS["without headwise"].format("AutoModelForImageClassification")
-    check = f"import sys, torch; {line}; w = torch.load(sys.argv[2]); m.config._attn_implementation = 'eager'; "
-    check += "assert (m(w['images']).logits - w['logits']).abs().max() < 1e-4"
-    arguments = [sys.executable, "-c", check, str(tmp_path / "model"), str(tmp_path / "want.pt")]
-    done = subprocess.run(arguments, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-800:]
+    load_elsewhere("without headwise", tmp_path, {"eva02": (family, cut(model, random_plan(family, model, 5)))})
 
 
 SIZES = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)
