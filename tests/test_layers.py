@@ -12,7 +12,9 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
-TORCH = {"linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
+TORCH = {
+    "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
+}  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.

@@ -22,7 +22,8 @@ from headwise.errors import DataError
 FRAMES = 2  # of a spectrogram that make one token
 BATCH = 16  # recordings that are prepared together
 MEANING = (
-    'a folder of .wav files, or a jsonl file whose lines are {"audio": "FILE.wav"}, with a "target" on all lines or none'
+    'a folder of .wav files, or a jsonl file with {"audio": "FILE.wav"} on every line, and a "target" beside it on all '
+    "lines or on none"
 )
 
 
@@ -77,12 +78,14 @@ def prepare(sounds: Sequence[np.ndarray], extractor: Any, what: str = "these rec
 
 def sounding(features: torch.Tensor) -> torch.Tensor:
     """Spectrograms (N, bins, frames) as rows without a text; the mark of sound is 0."""
-    return torch.nn.functional.pad(features.mT.unflatten(1, (-1, FRAMES)).flatten(2), (1, 0))
+    count, bins, frames = features.shape
+    return torch.nn.functional.pad(features.mT.reshape(count, frames // FRAMES, FRAMES * bins), (1, 0))
 
 
 def features_of(rows: torch.Tensor) -> torch.Tensor:
     """The spectrograms of such rows."""
-    return rows[..., 1:].unflatten(2, (FRAMES, -1)).flatten(1, 2).mT.contiguous()
+    count, tokens, numbers = rows.shape
+    return rows[..., 1:].reshape(count, tokens * FRAMES, numbers // FRAMES).mT.contiguous()
 
 
 def with_tokens(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -129,10 +132,10 @@ def wav(path: Path, rate: int) -> np.ndarray:
             channels, width, own, count = file.getparams()[:4]
             content = file.readframes(count)
     except (OSError, EOFError, wave.Error) as error:
-        raise DataError(f"{path} cannot be read as a .wav file of 16 bits ({error}); convert it or remove it.") from None
+        raise DataError(f"{path} cannot be read as a .wav file of 16 bits ({error}); convert or remove it.") from None
     if width != 2:
-        raise DataError(f"{path} has {8 * width} bits where 16 are read; convert it or remove it.")
-    sound = np.frombuffer(content, "<i2").reshape(-1, channels).mean(1) / 32768
+        raise DataError(f"{path} has {8 * width} bits where 16 are read; convert or remove it.")
+    sound: np.ndarray = np.frombuffer(content, "<i2").reshape(-1, channels).mean(1) / 32768
     if own != rate:
         sound = np.interp(np.arange(0, len(sound), own / rate), np.arange(len(sound)), sound) if len(sound) else sound
-    return sound.astype(np.float32)
+    return np.asarray(sound, np.float32)

@@ -44,8 +44,8 @@ Eval = Annotated[str | None, typer.Option(help="Evaluation text, images or speec
 Task = Annotated[
     str | None,
     typer.Option(
-        help="causal, seq2seq, speech, masked, embedding, classification, image_embedding or image_classification; that "
-        "of the model's head if not given."
+        help="causal, seq2seq, speech, masked, embedding, classification, image_embedding or image_classification; "
+        "that of the model's head if not given."
     ),
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]

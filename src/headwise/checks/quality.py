@@ -141,14 +141,14 @@ def samples(
 ) -> tuple[Sample, ...]:
     """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
     out, family = [], family_of(source.config)
-    step = max(1, len(tokens) // count)
+    step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
     for row in tokens[::step][:count]:
         prompt, before = family.prompt(row)
         prompt = prompt.to(source.device)
         with quietly():
             texts = [
                 model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
+                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=most, pad_token_id=0
                 )
                 for model in (source, cut)
             ]

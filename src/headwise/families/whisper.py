@@ -47,7 +47,7 @@ class Whisper(EncoderDecoder):
         }
 
     def costs(self, config: Any) -> dict[str, Any]:
-        """Biases everywhere but on keys; beside the layers two convolutions, and positions and a norm for each stack."""
+        """Biases everywhere but on keys; beside the layers two convolutions, and for each stack positions and a norm."""
         hidden = config.d_model
         convolutions = 3 * (config.num_mel_bins + hidden) + 2
         positions = config.max_source_positions + config.max_target_positions
@@ -79,12 +79,14 @@ class Whisper(EncoderDecoder):
 
     def memory_norm(self, model: nn.Module) -> Norm | None:
         """The encoder's last norm."""
-        norm: Norm = self.body(model).encoder.layer_norm
+        body: Any = self.body(model)
+        norm: Norm = body.encoder.layer_norm
         return norm
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream of the output after the last layer."""
-        out: torch.Tensor = model.proj_out(self.body(model).decoder.layer_norm(stream))
+        body: Any = self.body(model)
+        out: torch.Tensor = model.proj_out(body.decoder.layer_norm(stream))
         return out
 
     # Rows: as `audio` packs them.

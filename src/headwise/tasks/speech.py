@@ -61,7 +61,8 @@ class Speech(Target):
         sound, given = rows[:, : self.tokens], marks_of(rows)[:, self.tokens + 1 :].long()
         random = torch.Generator(model.device).manual_seed(seed)
         texts: list[list[int]] = []
-        for part in track(torch.arange(len(rows)).split(audio.BATCH), "texts by the model"):
+        parts = [slice(start, start + audio.BATCH) for start in range(0, len(rows), audio.BATCH)]
+        for part in track(parts, "texts by the model"):
             features = audio.features_of(sound[part]).to(model.device)
             begun = self._begun(model, features)
             if given.shape[1]:
