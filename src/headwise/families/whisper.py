@@ -47,7 +47,7 @@ class Whisper(EncoderDecoder):
         }
 
     def costs(self, config: Any) -> dict[str, Any]:
-        """Biases everywhere but on keys; beside the layers two convolutions, and for each stack positions and a norm."""
+        """Biases everywhere but on keys; beside the layers two convolutions, and per stack positions and a norm."""
         hidden = config.d_model
         convolutions = 3 * (config.num_mel_bins + hidden) + 2
         positions = config.max_source_positions + config.max_target_positions
