@@ -133,14 +133,15 @@ def test_targets_on_some_lines_only_are_refused(folder, tmp_path):
 
 def hearing(**more):
     """A model that hears a second, and begins its texts with a language (detected), a task and no times."""
+    from transformers import GenerationConfig
+
     words = tokenizer()
     special = dict.fromkeys(("eos_token_id", "pad_token_id", "bos_token_id"), words.eos_token_id)
     size = dict(vocab_size=len(words), max_source_positions=50, max_target_positions=32)
     model = whisper.tiny(**size, **special, decoder_start_token_id=7, **more)
     own = dict(lang_to_id={"<|en|>": 8, "<|de|>": 9}, task_to_id={"transcribe": 10, "translate": 11})
     own |= dict(task="transcribe", is_multilingual=True, no_timestamps_token_id=12, alignment_heads=[[0, 1], [1, 3]])
-    for name, value in own.items():
-        setattr(model.generation_config, name, value)
+    model.generation_config = GenerationConfig(**special, **own, decoder_start_token_id=7, return_timestamps=False)
     return model
 
 
@@ -220,6 +221,7 @@ def test_the_command_line_from_recordings_to_a_verified_model(folder, tmp_path):
     saved = {path.name for path in (tmp_path / "run" / "model").iterdir()}
     assert {"preprocessor_config.json", "tokenizer.json", "generation_config.json"} <= saved
     model, reader = families.load(str(tmp_path / "run" / "model"))
+    assert model.generation_config.lang_to_id == {"<|en|>": 8, "<|de|>": 9}, "it writes as the source does"
     heard = reader.feature_extractor(tone(300, 0.5), sampling_rate=RATE, return_tensors="pt")["input_features"]
     assert isinstance(reader.decode(model.generate(heard, max_new_tokens=8)[0]), str)
 
