@@ -125,6 +125,11 @@ MORE: dict[str, dict[str, dict]] = {  # model_type -> name -> changes to its tin
         "uneven": {"decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 96},
         "scaled": {"scale_embedding": True, "tie_word_embeddings": False, "activation_function": "relu"},
     },
+    "whisper": {
+        "plain": {},
+        "uneven": {"decoder_layers": 3, "decoder_attention_heads": 2, "decoder_ffn_dim": 96},
+        "untied": {"tie_word_embeddings": False, "activation_function": "relu"},
+    },
 }
 HERE = [family for family in families.known() if not family.package]  # others have tests of their own
 VARIANTS = [
@@ -315,13 +320,13 @@ def test_generation_with_any_cache_equals_no_cache(family, kind, changes):
     attending(made, "sdpa")
     begun = want = family.example(made.config, 2, 12)
     for _ in range(6):
-        want = torch.cat((want, logits(made, want)[:, -1:].argmax(-1)), 1)
+        want = family.longer(want, logits(made, want)[:, -1:].argmax(-1))
     for cache in (None, "static"):
         got = made.generate(
             **family.arguments(begun), attention_mask=torch.ones(2, 12), max_new_tokens=6, min_new_tokens=6,
             do_sample=False, cache_implementation=cache, eos_token_id=None, disable_compile=True,
         )  # fmt: skip
-        assert torch.equal(got, written(family, want)), f"cache {cache}"
+        assert torch.equal(got[:, -6:], written(family, want)[:, -6:]), f"cache {cache}"
 
 
 def written(family, ids):
@@ -335,6 +340,8 @@ def test_padding_changes_nothing(family, kind):
     needs_a_cache(family, model)
     made = cut(family, model, random_plan(family, model, 2))
     attending(made, "sdpa")
+    if family.audio:
+        pytest.skip("recordings are all of one length")
     ids, pad = family.arguments(family.example(model.config, 1, 9))["input_ids"], torch.zeros(1, 3, dtype=torch.long)
     parts = (ids, pad) if model.config.is_encoder_decoder else (pad, ids)  # encoders are padded behind a text
     padded = torch.cat(parts, 1)

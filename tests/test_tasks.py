@@ -31,6 +31,7 @@ from headwise.tasks.image_classification import ImageClassification
 from headwise.tasks.image_embedding import ImageEmbedding
 from headwise.tasks.masked import IGNORED, Masked
 from headwise.tasks.seq2seq import Seq2Seq
+from headwise.tasks.speech import Speech
 from headwise.types import LayerKeep
 
 CLS, SEP, MASK, PAD = 1, 2, 3, 0
@@ -45,6 +46,7 @@ def task_for(name: str, width: int = 32) -> tasks.Task:
         "image_embedding": ImageEmbedding(width, row_tokens=20),
         "image_classification": ImageClassification(row_tokens=20),
         "seq2seq": Seq2Seq(),
+        "speech": Speech(),
     }
     return made.get(name) or Causal()
 

@@ -38,15 +38,15 @@ Data = Annotated[
     str | None,
     typer.Option(
         help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'; of images: a folder, an .npz file, a "
-        "datasets name."
+        "datasets name; of speech: a folder of .wav files, a jsonl file."
     ),
 ]
-Eval = Annotated[str | None, typer.Option(help="Evaluation text or images; held out from --data if not given.")]
+Eval = Annotated[str | None, typer.Option(help="Evaluation text, images or speech; held out from --data if not given.")]
 Task = Annotated[
     str | None,
     typer.Option(
-        help="causal, seq2seq, masked, embedding, classification, image_embedding or image_classification; that of the "
-        "model's head if not given."
+        help="causal, seq2seq, speech, masked, embedding, classification, image_embedding or image_classification; "
+        "that of the model's head if not given."
     ),
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]

@@ -2,7 +2,8 @@
 
 Blocks are rows of one tensor. Decoders get rows of equal length. Encoders meet texts of any length and mind which, so
 their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together. How many
-tokens a row of something else than tokens makes, such as an image, is told as `row`.
+tokens a row of something else than tokens makes, such as an image, is told as `row`. Where a place of a row holds more
+than a token, such as sound, the rows are (count, length, numbers), and the first number is the place's mark: its token.
 """
 
 from __future__ import annotations
@@ -181,14 +182,19 @@ def closed_blocks(
     return torch.tensor(rows)
 
 
+def marks_of(blocks: torch.Tensor) -> torch.Tensor:
+    """The token of every place, or what else stands there: `NOTHING`, or the marker before a target."""
+    return blocks if blocks.dim() == 2 else blocks[..., 0]
+
+
 def lengths_of(blocks: torch.Tensor, row: int | None = None) -> torch.Tensor:
     """Tokens of every block."""
-    return (blocks != NOTHING).sum(1) if row is None else torch.full((len(blocks),), row)
+    return (marks_of(blocks) != NOTHING).sum(1) if row is None else torch.full((len(blocks),), row)
 
 
 def count_tokens(blocks: torch.Tensor, row: int | None = None) -> int:
     """How many tokens blocks hold."""
-    return int((blocks >= 0).sum()) if row is None else row * len(blocks)
+    return int((marks_of(blocks) >= 0).sum()) if row is None else row * len(blocks)
 
 
 def mean_length(blocks: torch.Tensor, row: int | None = None) -> int:
@@ -207,7 +213,7 @@ def rows_by_length(blocks: torch.Tensor, tokens: int, row: int | None = None) ->
     Rows that hold two texts share the lengths of both.
     """
     lengths = lengths_of(blocks, row)
-    first = (blocks < NOTHING).int().argmax(1) if row is None else torch.zeros_like(lengths)
+    first = (marks_of(blocks) < NOTHING).int().argmax(1) if row is None else torch.zeros_like(lengths)
     return [
         (rows, length)
         for length, input_length in torch.stack((lengths, first), 1).unique(dim=0).tolist()
@@ -234,7 +240,10 @@ def written_by(
 ) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
     if model.config.is_encoder_decoder:
-        raise DataError(f"{type(model).__name__} reads a text before it writes one; give texts with --data FILE.")
+        first, give = "reads a text", "texts with --data FILE"
+        if model.main_input_name == "input_features":
+            first, give = "hears a recording", "recordings with --data FOLDER"
+        raise DataError(f"{type(model).__name__} {first} before it writes one; give {give}.")
     if not model.can_generate():
         raise DataError(f"{type(model).__name__} writes no text that it could be calibrated on; give --data FILE.")
     start = model.config.bos_token_id

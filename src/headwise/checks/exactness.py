@@ -79,8 +79,8 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     cache = model(**inputs, use_cache=True).past_key_values
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in layers if layer.keys is not None)
-    return int(numbers // length * element_bytes)
+    kept = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
+    return int(sum(tensor.numel() // tensor.shape[-2] for tensor in kept) * element_bytes)
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.families import Family, family_of
+from headwise.families import Family, family_of, quietly
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -141,17 +141,19 @@ def samples(
 ) -> tuple[Sample, ...]:
     """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
     out, family = [], family_of(source.config)
-    step = max(1, len(tokens) // count)
+    step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
     for row in tokens[::step][:count]:
         prompt, before = family.prompt(row)
         prompt = prompt.to(source.device)
-        texts = [
-            model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
-            )
-            for model in (source, cut)
-        ]
+        with quietly():
+            texts = [
+                model.generate(
+                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=most, pad_token_id=0
+                )
+                for model in (source, cut)
+            ]
         decode = tokenizer.decode  # type: ignore[attr-defined]
         parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
-        out.append(Sample(decode(prompt[0], skip_special_tokens=True), *parts))
+        asked = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
+        out.append(Sample(asked, *parts))
     return tuple(out)

@@ -34,7 +34,8 @@ def measure(
             prefill, decode = _one(family, model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
-    return {**_summary(times), "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
+    read = family.read_tokens(family.example(source.config, 1, prompt))
+    return {**_summary(times), "prompt_tokens": float(read), "decoded_tokens": float(steps)}
 
 
 def _reading(
@@ -59,8 +60,8 @@ def _summary(times: dict[str, list[float]]) -> dict[str, float]:
 
 def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
     device = model.device
-    ids = torch.ones((1, prompt), dtype=torch.long, device=device)
-    out, prefill = _timed(lambda: model(**family.first_step(ids), use_cache=True), device)
+    rows = family.example(model.config, 1, prompt).to(device)
+    out, prefill = _timed(lambda: model(**family.first_step(rows), use_cache=True), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
@@ -70,7 +71,7 @@ def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> 
             token = found.logits[:, -1:].argmax(-1)
 
     _, decode = _timed(write, device)
-    return prefill / prompt * 1e3, decode / steps * 1e3
+    return prefill / family.read_tokens(rows) * 1e3, decode / steps * 1e3
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:

@@ -29,6 +29,8 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
     def write(target: Path) -> None:
         leaving.save_pretrained(target)
         tokenizer.save_pretrained(target)
+        if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
+            tokenizer.feature_extractor.save_pretrained(target)
         if not portable:
             add_code(target, leaving)
 

@@ -23,6 +23,7 @@ from headwise.runtime.modeling_headwise import (
     IMAGE_CLASSIFIER,
     MASKED,
     SEQ2SEQ,
+    SPEECH,
     stock_classes,
 )
 
@@ -51,6 +52,7 @@ TASKS = {  # -> Auto class
     "image_embedding": BARE,
     "image_classification": IMAGE_CLASSIFIER,
     "seq2seq": SEQ2SEQ,
+    "speech": SPEECH,
 }
 
 
@@ -78,8 +80,8 @@ def task_of(config: Any) -> str:
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and SEQ2SEQ in ends.values() and head in ("", f"{family.anatomy(config).stem}Model"):
-        auto = SEQ2SEQ  # what such a model is for without a head, too
+    if auto is None and family.anatomy(config).roles and head in ("", f"{family.anatomy(config).stem}Model"):
+        auto = next(iter(ends.values()))  # what a model of two stacks is for without a head, too
     if auto is None and family.shape_of(config).cached and CAUSAL in ends.values():
         auto = CAUSAL
     if auto is None and (head.endswith("Model") or not head):
@@ -158,7 +160,8 @@ def load(
             where, dtype=torch.float32, output_loading_info=True, **options, **loader
         )
         found, info = loaded
-        reader = _processor(where, options) if family.images else AutoTokenizer.from_pretrained(where, **options)
+        special = family.images or family.audio
+        reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
@@ -168,16 +171,17 @@ def load(
     return found.eval().to(device), reader
 
 
-def _processor(where: str, options: dict[str, Any]) -> Any:
-    """The image processor of a model, which says how its images are cut, scaled and coloured."""
-    from transformers import AutoImageProcessor
+def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
+    """What prepares images (cuts, scales and colours them), or recordings and their texts."""
+    from transformers import AutoImageProcessor, AutoProcessor
 
+    what = ("recordings", "processor") if family.audio else ("images", "image processor")
     try:
-        return AutoImageProcessor.from_pretrained(where, **options)
+        return (AutoProcessor if family.audio else AutoImageProcessor).from_pretrained(where, **options)
     except OSError:
         raise ModelError(
-            f"{where} holds no preprocessor_config.json, which says how images are prepared; save the model's image "
-            "processor beside it."
+            f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
+            f"{what[1]} beside it."
         ) from None
 
 

@@ -17,12 +17,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from headwise.data import GIVEN, NOTHING
+from headwise.data import GIVEN, NOTHING, marks_of
 from headwise.errors import ModelError
 from headwise.families._block import Norm
 from headwise.families._config import element_bytes, grain_of
 from headwise.families._family import Block, Captured, Family, Tensors, unsettled
-from headwise.runtime.modeling_headwise import SEQ2SEQ, stock_classes
+from headwise.runtime.modeling_headwise import ANATOMY, stock_classes
 from headwise.types import ROLES, LayerShape, ModelShape
 
 SMALL: dict[str, Any] = dict(
@@ -166,9 +166,10 @@ class EncoderDecoder(Family):
 
     def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
         """A tiny random stock model for tests."""
-        made = stock_classes(model_type or self.model_types[0])
+        model_type = model_type or self.model_types[0]
+        made, head = stock_classes(model_type), next(iter(ANATOMY[model_type].heads))
         torch.manual_seed(0)
-        return unsettled(made[SEQ2SEQ](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
+        return unsettled(made[head](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
 
     # Streams.
 
@@ -176,6 +177,14 @@ class EncoderDecoder(Family):
         """Input and output of rows that share the lengths of both."""
         first = inputs_of(rows)
         return {"input_ids": rows[:, :first].contiguous(), "decoder_input_ids": rows[:, first + 1 :].contiguous()}
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one length, without the places behind their end."""
+        return rows[:, marks_of(rows)[0] != NOTHING]
+
+    def read_tokens(self, rows: torch.Tensor) -> int:
+        """Those of the input."""
+        return inputs_of(rows)
 
     def answering(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """The tokens of the last stream that answers come from: those of the output."""
@@ -189,7 +198,7 @@ class EncoderDecoder(Family):
 
     def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
         """The first row alone, with no more than so many tokens: half of them of the input, half of the output."""
-        row = rows[:1, rows[0] != NOTHING]
+        row = self.unpadded(rows[:1])
         first = inputs_of(row)
         parts = (row[:, :first][:, : most // 2], row[:, first : first + 1], row[:, first + 1 :][:, : most // 2])
         return torch.cat(parts, 1)
@@ -198,9 +207,10 @@ class EncoderDecoder(Family):
         """What a model is given to write, and how many tokens come before what it wrote: that which it begins with."""
         return row[None, : inputs_of(row[None])], 1
 
-    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
-        """How a model reads a text and begins to write."""
-        return {"input_ids": ids, "decoder_input_ids": torch.ones_like(ids[:, :1])}
+    def first_step(self, rows: torch.Tensor) -> dict[str, Any]:
+        """How a model reads an input and begins to write."""
+        found = self.arguments(rows)
+        return {**found, "decoder_input_ids": found["decoder_input_ids"][:, :1]}
 
     def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
         """How it writes on, after `out`."""
@@ -231,10 +241,10 @@ class EncoderDecoder(Family):
             found.append(args[0])
             raise Captured
 
-        for name, part in zip(("encoder", "decoder"), self.arguments(ids).values(), strict=True):
+        for name, (part, values) in zip(("encoder", "decoder"), self.arguments(ids).items(), strict=True):
             hook = self._stack(model, name)[0].register_forward_pre_hook(look)
             try:
-                self.body(model).get_submodule(name)(input_ids=part, use_cache=False)
+                self.body(model).get_submodule(name)(**{part.removeprefix("decoder_"): values, "use_cache": False})
             except Captured:
                 pass
             finally:
@@ -253,7 +263,8 @@ class EncoderDecoder(Family):
         roles = [str(layer.role) for layer in self.layers(model)]
         found = []
         for part in parts:
-            first, second = (texts.shape[1] for texts in self.arguments(part).values())
+            first = inputs_of(part)
+            second = part.shape[1] - first - 1
             shared = {"inputs": first, "memory_norm": self.memory_norm(model)}
             found.append([{**shared, **tell(role, first if role == "encoder" else second)} for role in roles])
         return found
@@ -282,4 +293,4 @@ class EncoderDecoder(Family):
 
 def inputs_of(rows: torch.Tensor) -> int:
     """How many tokens of input rows have, which they share."""
-    return int((rows[0] < NOTHING).nonzero()[0])
+    return int((marks_of(rows)[0] < NOTHING).nonzero()[0])

@@ -36,6 +36,7 @@ class Family(Reader, ABC):
     portable: ClassVar[bool] = False
     package: ClassVar[str] = ""  # that its models need beside transformers
     images: ClassVar[bool] = False  # whether its models read images, not tokens
+    audio: ClassVar[bool] = False  # whether they read sound
     keeps_first: ClassVar[bool] = False  # whether the first layer has to stay
 
     # What every family says.

@@ -37,6 +37,10 @@ class Reader:
         """Rows that any model of the family reads, for tests."""
         return torch.arange(count * length).reshape(count, length) % 90 + 3
 
+    def longer(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Rows with more tokens (B, T) at their end."""
+        return torch.cat((rows, tokens), 1)
+
     def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
         """The first row alone, with no more than so many tokens; a row may end early."""
         return self.unpadded(rows[:1])[:, :most]
@@ -46,9 +50,13 @@ class Reader:
         length = min(32, len(row) // 2)
         return row[None, :length], length
 
-    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
+    def read_tokens(self, rows: torch.Tensor) -> int:
+        """How many tokens of rows a model reads before it writes."""
+        return rows.shape[1]
+
+    def first_step(self, rows: torch.Tensor) -> dict[str, Any]:
         """How a model reads a text and begins to write."""
-        return {"input_ids": ids, "logits_to_keep": 1}
+        return {"input_ids": rows, "logits_to_keep": 1}
 
     def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
         """How it writes on, after `out`."""

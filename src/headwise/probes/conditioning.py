@@ -158,8 +158,8 @@ def measure(
     family: Family, model: nn.Module, tokens: Tensor, seed: int, track: Track = silently, jacobian: bool = True
 ) -> list[Reading]:
     """Condition numbers of outputs by tokens, and of the Jacobian on a short text, for every layer."""
-    rows = tokens.dim() == 2 and not tokens.is_floating_point()
-    plain = rows and int(tokens.min()) >= NOTHING  # one text in a row, which can be cut anywhere
+    rows = tokens.dim() < 4  # images are whole
+    plain = tokens.dim() == 2 and int(tokens.min()) >= NOTHING  # one text in a row, which can be cut anywhere
     if plain:
         few = _long_ones(tokens)
     else:

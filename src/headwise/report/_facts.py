@@ -20,6 +20,7 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per image": ("AutoModelForImageClassification", "image-classification"),
     "1 - cosine per image": ("AutoModel", "image-feature-extraction"),
     "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
+    "nats per transcript token": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
 }
 
 

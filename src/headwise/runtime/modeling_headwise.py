@@ -22,7 +22,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 CAUSAL, BARE, SEQ2SEQ = "AutoModelForCausalLM", "AutoModel", "AutoModelForSeq2SeqLM"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
-IMAGE_CLASSIFIER = "AutoModelForImageClassification"
+IMAGE_CLASSIFIER, SPEECH = "AutoModelForImageClassification", "AutoModelForSpeechSeq2Seq"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ ANATOMY["bart"] = Anatomy(
     },
     handed=("encoder_hidden_states",), post_norm=True,
 )  # fmt: skip
-SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
+ANATOMY["whisper"] = replace(
+    ANATOMY["bart"], module="whisper", stem="Whisper", heads={SPEECH: "ForConditionalGeneration"}, post_norm=False,
+    depth="decoder_layers",
+)  # fmt: skip
+SCALE_QUERIES = ("opt", "timm_wrapper", "whisper")  # these scale queries before the product with keys, not the product
 
 
 def _eager(
@@ -205,7 +209,7 @@ class SoftmaxAttention(nn.Module):
             q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q_BHTK, k_BGTK, v_BGTV))
         scaling: Any = self.scaling
         if self.scales_queries:
-            q_BHTK, scaling = q_BHTK * scaling, 1.0
+            q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
         more = {} if self.softcap is None else {"softcap": self.softcap}
         z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)(
             self,

@@ -1,0 +1,141 @@
+"""Calibration and evaluation recordings from .wav files, prepared by the model's own feature extractor; seeded.
+
+A row is a recording and what is said in it: one place for every token of both, with a marker between them. A place is a
+mark, the token where it is one of the text, and numbers, two frames of the spectrogram where it is one of the sound. So
+rows are as long as the tokens that they make. All of it is float32, where every token is exact.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import wave
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from headwise.errors import DataError
+
+FRAMES = 2  # of a spectrogram that make one token
+BATCH = 16  # recordings that are prepared together
+MEANING = (
+    'a folder of .wav files, or a jsonl file with {"audio": "FILE.wav"} on every line, and a "target" beside it on all '
+    "lines or on none"
+)
+
+
+class Recording(NamedTuple):
+    """Sound of one channel, and what is said in it where that is known."""
+
+    sound: np.ndarray
+    target: str | None = None
+
+
+class Heard(NamedTuple):
+    """Rows without their texts, and the texts, if they are known."""
+
+    rows: torch.Tensor
+    targets: list[str] | None
+
+
+def read(source: str, extractor: Any, count: int, seed: int) -> Heard:
+    """At most `count` recordings in a seeded order; longer ones than the model hears at once are cut in pieces."""
+    rows: list[torch.Tensor] = []
+    targets: list[str | None] = []
+    waiting: list[np.ndarray] = []
+    for recording in _recordings(source, extractor, seed):
+        waiting.append(recording.sound)
+        targets.append(recording.target)
+        done = len(targets) == count
+        if len(waiting) == BATCH or done:
+            rows.append(prepare(waiting, extractor, source))
+            waiting = []
+        if done:
+            break
+    if waiting:
+        rows.append(prepare(waiting, extractor, source))
+    if not rows:
+        raise DataError(f"{source} holds no recordings. Give {MEANING}.")
+    known = [target for target in targets if target is not None]
+    if known and len(known) < len(targets):
+        raise DataError(f'{source} has a "target" on some lines only; give one on every line, or on none.')
+    return Heard(torch.cat(rows), known or None)
+
+
+def prepare(sounds: Sequence[np.ndarray], extractor: Any, what: str = "these recordings") -> torch.Tensor:
+    """Recordings as rows without a text."""
+    try:
+        found: Any = extractor(list(sounds), sampling_rate=extractor.sampling_rate, return_tensors="pt")
+        features: torch.Tensor = found["input_features"].float()
+    except Exception as error:  # extractors raise their own kinds
+        reason = " ".join(str(error).split())[:200]
+        raise DataError(f"{what} cannot be prepared by the model's feature extractor ({reason}).") from None
+    return sounding(features)
+
+
+def sounding(features: torch.Tensor) -> torch.Tensor:
+    """Spectrograms (N, bins, frames) as rows without a text; the mark of sound is 0."""
+    count, bins, frames = features.shape
+    return torch.nn.functional.pad(features.mT.reshape(count, frames // FRAMES, FRAMES * bins), (1, 0))
+
+
+def features_of(rows: torch.Tensor) -> torch.Tensor:
+    """The spectrograms of such rows."""
+    count, tokens, numbers = rows.shape
+    return rows[..., 1:].reshape(count, tokens * FRAMES, numbers // FRAMES).mT.contiguous()
+
+
+def with_tokens(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """Rows with more tokens, or other marks (N, T), at their end."""
+    places = torch.nn.functional.pad(tokens.to(rows.dtype).unsqueeze(2), (0, rows.shape[2] - 1))
+    return torch.cat((rows, places), 1)
+
+
+def _recordings(source: str, extractor: Any, seed: int) -> Iterator[Recording]:
+    path, rate, most = Path(source), int(extractor.sampling_rate), int(extractor.n_samples)
+    if path.is_dir():
+        listed: list[tuple[Path, str | None]] = [(file, None) for file in sorted(path.rglob("*.[wW][aA][vV]"))]
+    elif path.suffix == ".jsonl" and path.is_file():
+        listed = list(_lines(path))
+    else:
+        raise DataError(f"{source} {'holds no recordings' if path.exists() else 'does not exist'}. Give {MEANING}.")
+    random.Random(seed).shuffle(listed)
+    for file, target in listed:
+        sound = wav(file, rate)
+        if target is not None and len(sound) > most:
+            raise DataError(f"{file} lasts {len(sound) / rate:.0f} s, but the model hears {most / rate:.0f} s; cut it.")
+        for start in range(0, len(sound), most):
+            yield Recording(sound[start : start + most], target)
+
+
+def _lines(path: Path) -> Iterator[tuple[Path, str | None]]:
+    """Files, which are named as seen from the list, and their texts."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        items = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
+    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}). Give {MEANING}.") from None
+    for number, item in items:
+        name, target = (item.get(key) if isinstance(item, dict) else None for key in ("audio", "target"))
+        if not isinstance(name, str) or not (target is None or isinstance(target, str)):
+            raise DataError(f'{path}, line {number}: every line must be {{"audio": "FILE.wav", "target": "..."}}.')
+        yield path.parent / name, target
+
+
+def wav(path: Path, rate: int) -> np.ndarray:
+    """A .wav file of 16 bits as one channel at this rate, between -1 and 1; other rates are interpolated."""
+    try:
+        with wave.open(str(path), "rb") as file:
+            channels, width, own, count = file.getparams()[:4]
+            content = file.readframes(count)
+    except (OSError, EOFError, wave.Error) as error:
+        raise DataError(f"{path} cannot be read as a .wav file of 16 bits ({error}); convert or remove it.") from None
+    if width != 2:
+        raise DataError(f"{path} has {8 * width} bits where 16 are read; convert or remove it.")
+    sound: np.ndarray = np.frombuffer(content, "<i2").reshape(-1, channels).mean(1) / 32768
+    if own != rate:
+        sound = np.interp(np.arange(0, len(sound), own / rate), np.arange(len(sound)), sound) if len(sound) else sound
+    return np.asarray(sound, np.float32)
