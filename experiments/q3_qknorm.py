@@ -200,6 +200,7 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         x = [row["seed"] + 0.36 * number for row in rows]
         axis.bar(x, [row["damage"] for row in rows], 0.34, yerr=errors, color=colour, capsize=3, label=kind)
     axis.set_xticks([seed + 0.18 for seed in result["seeds"]], [f"seed {seed}" for seed in result["seeds"]])
+    axis.set_xlabel("training run")
     axis.set_ylabel("damage, nats per token")
     axis.legend(fontsize=8)
 
