@@ -61,3 +61,19 @@ class Reader:
     def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
         """How it writes on, after `out`."""
         return {"input_ids": token}
+
+
+class ImageReader(Reader):
+    """The same for models of images."""
+
+    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Images by their name."""
+        return {"pixel_values": rows}
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first image, whole."""
+        return rows[:1]
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Images have no end to be cut off."""
+        return rows

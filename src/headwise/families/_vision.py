@@ -10,6 +10,7 @@ from torch import nn
 from headwise.families._config import element_bytes, grain_of, layers_of
 from headwise.families._encoder import Encoder
 from headwise.families._family import Block, Family, unsettled
+from headwise.families._rows import ImageReader
 from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, stock_classes
 from headwise.types import LayerShape, ModelShape
 
@@ -23,7 +24,7 @@ SMALL: dict[str, Any] = dict(
 )
 
 
-class Vision(Encoder):
+class Vision(ImageReader, Encoder):
     """A pre-norm encoder that reads an image as patches, with a class token before them."""
 
     images = True
@@ -106,18 +107,6 @@ class Vision(Encoder):
         """Tokens of an image of the size that the configuration names."""
         tower = self.tower(config)
         return self.row_tokens(config, torch.empty(_pair(tower.image_size), device="meta"))
-
-    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Images by their name."""
-        return {"pixel_values": rows}
-
-    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
-        """The first image, whole."""
-        return rows[:1]
-
-    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Images have no end."""
-        return rows
 
     def example(self, config: Any, count: int = 2, length: int = 0) -> torch.Tensor:
         """Noise of the size that the configuration names."""

@@ -19,6 +19,7 @@ from headwise.errors import ModelError
 from headwise.families._block import Block, Norm
 from headwise.families._config import element_bytes, grain_of
 from headwise.families._family import Family, Tensors, unsettled
+from headwise.families._rows import ImageReader
 from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, Anatomy, fitting, stock_classes
 from headwise.types import Grain, LayerShape, ModelShape
 
@@ -30,7 +31,7 @@ SUPPORTED = "vit_*, deit_* and deit3_*, eva_* and eva02_* with plain layers"
 INSTALL = "pip install 'headwise[vision]'"
 
 
-class Timm(Family):
+class Timm(ImageReader, Family):
     """Vision Transformers of timm, as classifiers or bare."""
 
     name = "timm"
@@ -103,18 +104,6 @@ class Timm(Family):
     def embedding_width(self, config: Any) -> int:
         """Of what a model without a head puts out."""
         return int(self.outline(config).embed_dim)
-
-    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Images by their name."""
-        return {"pixel_values": rows}
-
-    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
-        """The first image, whole."""
-        return rows[:1]
-
-    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
-        """Images have no end to be cut off."""
-        return rows
 
     def block(self, layer: nn.Module) -> Block:
         """The parts of one layer of a tailored model."""
