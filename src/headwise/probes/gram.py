@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import batches, places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently, watching
@@ -43,9 +44,14 @@ def collect(
         add(layer, gram_mlp=flat.mT @ flat)
 
     with watching(layers, attention, channels if mlp else None):
-        for batch in track(batches(tokens, row=row), "second moments"):
+        for batch in track(processes.mine(batches(tokens, row=row), each=True), "second moments"):
             family.run(model, batch.to(model.device))
-    return [{name: total / places(tokens, row) for name, total in layer.items()} for layer in sums]
+    return [_shared(layer, places(tokens, row)) for layer in sums]
+
+
+def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Means over what all processes read."""
+    return {name: processes.total(sums[name]) / count for name in sorted(sums)}
 
 
 def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
@@ -105,7 +106,7 @@ class Sensitivity:
             parameter.requires_grad_(False)
         try:
             with watching(self.layers, self._attention, self._channels if self.mlp else None):
-                for batch in track(self.task.prepare(tokens, seed).batches(), "sensitivity"):
+                for batch in track(processes.mine(self.task.prepare(tokens, seed).batches(), each=True), "sensitivity"):
                     self.whole = not batch.per_token
                     batch = batch.to(self.model.device)
                     stream = self.family.embed(self.model, batch.inputs).requires_grad_()
@@ -115,6 +116,17 @@ class Sensitivity:
         finally:
             for parameter in wanted:
                 parameter.requires_grad_(True)
+        self._share()
+
+    def _share(self) -> None:
+        """Put together what all processes read."""
+        if processes.count() == 1:
+            return
+        self.terms = int(processes.total(torch.tensor(self.terms)))
+        for sums in self.sums:
+            sums.tokens = int(processes.total(torch.tensor(sums.tokens)))
+            sums.tails = {name: [processes.joined(torch.cat(sums.tails[name]))] for name in sorted(sums.tails)}
+            sums.cross = {name: processes.total(sums.cross[name]) for name in sorted(sums.cross)}
 
 
 def measure(
