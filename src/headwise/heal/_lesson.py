@@ -79,14 +79,14 @@ class Lesson(nn.Module):
         """The sum over rows of what each is to be blamed for."""
         return torch.stack([self.divergences(part).sum() for part in parts]).sum()
 
-    def divergences(self, part: Part) -> torch.Tensor:
-        """Of every row (B,)."""
+    def divergences(self, part: Part, matched: bool = True) -> torch.Tensor:
+        """Of every row (B,); `matched`: streams count too, if they are to be matched."""
         family, task, source = self._told
         if part.known is not None and isinstance(task, Causal) and not self.match:
             return self._by_known(part.batch, part.known)
         with streams(family.layers(self.student)) as ours, streams(family.layers(source)) as theirs:
             found = self._plain(part.batch) if not isinstance(task, Causal) else self._causal(part.batch, ours, theirs)
-        return found + self.match * self._apart(ours, theirs) if self.match else found
+        return found + self.match * self._apart(ours, theirs) if self.match and matched else found
 
     def _plain(self, batch: Prepared) -> torch.Tensor:
         family, task, source = self._told
