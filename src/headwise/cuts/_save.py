@@ -30,13 +30,13 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
         leaving.save_pretrained(target)
         tokenizer.save_pretrained(target)
         if not portable:
-            _add_code(target, leaving)
+            add_code(target, leaving)
 
     write_folder(folder, write)
     return rounded.float()
 
 
-def _add_code(folder: Path, model: nn.Module) -> None:
+def add_code(folder: Path, model: nn.Module) -> None:
     """Put the runtime beside the weights and name every class, so that the folder loads without headwise."""
     source = Path(modeling_headwise.__file__)
     shutil.copyfile(source, folder / source.name)

@@ -71,6 +71,7 @@ ANATOMY["distilbert"] = Anatomy(
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
 SCALE_QUERIES = ("opt",)  # these scale queries before the product with keys, not the product
+SMALL_OUTPUTS = ("gpt2",)  # these begin with smaller output projections the more layers there are
 
 
 def _eager(
@@ -132,7 +133,8 @@ class SoftmaxAttention(nn.Module):
         qk_dim, v_dim = q_BHTK.shape[-1], v_BGTV.shape[-1]
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
             name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
-        if name == "sdpa" and q_BHTK.device.type == "cpu" and qk_dim != v_dim:  # no fused CPU kernel takes that
+        # No fused CPU kernel takes unequal dimensions, and on CUDA the fast one with a gradient does not either.
+        if name == "sdpa" and qk_dim != v_dim and (q_BHTK.device.type == "cpu" or self.training):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
@@ -203,7 +205,8 @@ class TailoredAttention(nn.Module):
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
         self.resid_dropout = getattr(stock, "resid_dropout", None)
         if self.rotary and self.qk_width < self.head_dim:
-            self.register_buffer("pairs_GP", torch.zeros(self.kv_heads, self.qk_width // 2, dtype=torch.long))
+            kept = torch.arange(pairs := self.qk_width // 2) * (self.rotary // 2) // pairs  # as a smaller stock head turns
+            self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
             self.q_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
             self.k_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
@@ -314,8 +317,22 @@ def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
+    if not next(layers.parameters()).is_meta:
+        _begin(body, layers, kind)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
     _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
+
+
+@torch.no_grad()
+def _begin(body: Any, layers: Any, kind: str) -> None:
+    """Random weights, drawn as the stock architecture draws them; weights from a file come afterwards."""
+    layers.apply(body._init_weights)  # what is inside goes first, so that a stock MLP has the last word on its output
+    for attention in (module for module in layers.modules() if isinstance(module, TailoredAttention)):
+        if kind in SMALL_OUTPUTS:
+            attention.o_proj.weight /= (2 * len(layers)) ** 0.5
+        if attention.qk_dim < attention.qk_width:  # queries and keys keep their size
+            for down_GWK in (attention.q_down_GWK, attention.k_down_GWK):
+                down_GWK.normal_(std=attention.qk_width**-0.5)
 
 
 def _let_record(body: nn.Module) -> None:
