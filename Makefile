@@ -1,22 +1,43 @@
-# make demo: install once, then shrink the embedded model. make test: what CI runs.
+# make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
+# make browser, which installs the Chromium that the report is tested in.
 PYTHON ?= python3
 STAMP := .venv/.installed
+VISION := .venv/vision/.installed
 
-.PHONY: demo test clean
+.PHONY: demo test browser screenshots clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
 
-test: $(STAMP)
+test: $(STAMP) $(VISION)
 	@.venv/bin/ruff check .
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
-	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_experiments.py -k "timm or b4"
+
+browser:
+	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \
+		echo "Chromium is there"; \
+	elif command -v apt-get >/dev/null; then \
+		SUDO=; [ "$$(id -u)" = 0 ] || SUDO=sudo; \
+		$$SUDO apt-get update -q && $$SUDO env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends chromium; \
+	else \
+		echo "No apt-get here: install Chromium or Chrome yourself, or set CHROMIUM to its path; without it the browser tests are skipped."; \
+	fi
+
+screenshots: $(STAMP)
+	@.venv/bin/python docs/screenshots.py
 
 $(STAMP): pyproject.toml constraints.txt
 	@echo "Installing into .venv (a few minutes the first time)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Beside the CPU torch torchvision only loads with tests/operators on the path, and would break whatever finds it else.
+$(VISION): $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/vision -c constraints.txt timm torchvision
 	@touch $@
 
 clean:

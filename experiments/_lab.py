@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import inspect
 import json
+import math
 import platform
 import re
 import sys
@@ -39,7 +40,7 @@ SIZES = ("tiny", "small", "full")
 DEVICES = ("auto", "cpu", "cuda")
 VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
 ANSWERED = "answered"  # the verdict on a question that the papers left open
-PACKAGES = ("torch", "numpy", "scipy", "transformers", "headwise")
+PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
 QUIET_SECONDS = 10.0  # between two lines of progress in a log
 
 
@@ -51,6 +52,7 @@ class Request(NamedTuple):
     assets: Path | None = None  # folder of models and texts
     out: Path | None = None  # None: beside the experiments, for full results only
     overwrite: bool = False
+    minutes: float | None = None  # after which no further part is begun
 
     @property
     def folder(self) -> Path:
@@ -89,9 +91,9 @@ def load_claim(name: str) -> str:
 class Parts(dict[str, Any]):
     """Finished parts of a long experiment: setting one writes the file. Parts from other conditions are forgotten."""
 
-    def __init__(self, path: Path, conditions: Sequence[str]) -> None:
+    def __init__(self, path: Path, conditions: Sequence[str], minutes: float | None = None) -> None:
         super().__init__()
-        self.path, self.conditions = path, list(conditions)
+        self.path, self.conditions, self.minutes = path, list(conditions), minutes
         self.seconds, self._start = 0.0, time.perf_counter()  # spent before this attempt
         try:
             old = json.loads(path.read_text())
@@ -109,6 +111,10 @@ class Parts(dict[str, Any]):
     def spent(self) -> float:
         """Seconds of work, those of attempts that were killed included."""
         return self.seconds + time.perf_counter() - self._start
+
+    def left(self) -> float:
+        """Seconds of this attempt that are left."""
+        return math.inf if self.minutes is None else 60 * self.minutes - (time.perf_counter() - self._start)
 
     def finish(self) -> None:
         """The whole is written; parts are no longer needed."""
@@ -139,7 +145,8 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     path = check(name, request)
     module, device = load(name), chosen_device(request.device)
     hardware = machine(device)
-    parts = Parts(path.with_name(f".{name}-{request.size}.parts.json"), [request.size, hardware, digest(name)])
+    conditions = [request.size, hardware, digest(name)]
+    parts = Parts(path.with_name(f".{name}-{request.size}.parts.json"), conditions, request.minutes)
     resumed, before = bool(parts), gpu_allocations(device)
     more = {"parts": parts} if "parts" in inspect.signature(module.run).parameters else {}
     found = plain(module.run(request.size, device, request.assets, track, **more))
@@ -155,7 +162,8 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
         "found": found,
     }
     write_atomically(path, json.dumps(result, indent=1) + "\n")
-    parts.finish()
+    if not found.get("left_out"):  # otherwise the same command with --overwrite and more minutes goes on
+        parts.finish()
     return result
 
 
@@ -249,6 +257,7 @@ def main(name: str) -> None:
     parser.add_argument("--assets", type=Path, help="folder of models and texts; what is absent is left out")
     parser.add_argument("--out", type=Path, help="folder of the result; experiments/results for full ones")
     parser.add_argument("--overwrite", action="store_true", help="replace a result")
+    parser.add_argument("--minutes", type=float, help="begin no further part after so long; what is done is kept")
     request = Request(**vars(parser.parse_args()))
     try:
         with progress() as track:

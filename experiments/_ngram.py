@@ -12,13 +12,13 @@ dimension, C token dimension, O what the heads write to, P all weights of one se
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from experiments._graph import repeat
 
 TOKEN_DIM = 8
 POSITIONS = ("linear", "table", "rotary")
@@ -26,7 +26,6 @@ SLOPES = (0.1, 4.0)  # of new heads, drawn log-uniformly: from an even look back
 ROTARY_BASE = 10_000.0
 SLOW = 0.05  # rate of slopes against that of other weights; at the same rate they collapse onto each other
 BETAS, TINY = (0.9, 0.99), 1e-8  # of Adam
-WARM_UP = 3  # steps before a graph is captured
 DIVERGED = 1e9  # stands for an error that is no number
 RIDGE = 1e-9  # of the mean diagonal, where outputs are solved for
 Weights = dict[str, Tensor]
@@ -219,7 +218,7 @@ def train(task: Task, point: Point, effort: Effort, rates: list[float], seed: in
             loss = (layer.forward(named(flat), x) - y).square().sum(-1).mean((1, 2)).sum()
             adam.step(torch.autograd.grad(loss, flat)[0])
 
-        _repeat(step, effort.steps, device)
+        repeat(step, effort.steps, device)
         return Trained(layer, named(flat.detach()), turns)
 
 
@@ -242,30 +241,6 @@ class _Adam:
         size = (self.second / self.grown[1][self.count]).sqrt()
         self.flat -= self.rate * self.cosine[self.count] * mean / (size + TINY)
         self.count += 1
-
-
-def _repeat(step: Callable[[], None], steps: int, device: torch.device) -> None:
-    """Run `step` so often; on a GPU as a captured graph, since steps of small tensors are mostly launches."""
-    again = step
-    if device.type == "cuda" and steps > WARM_UP:
-        side = torch.cuda.Stream(device)
-        side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(side):
-            for _ in range(WARM_UP):
-                step()
-        torch.cuda.current_stream(device).wait_stream(side)
-        steps -= WARM_UP
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                step()
-            again = graph.replay
-        except RuntimeError as error:
-            warnings.warn(f"training goes on step by step, which is slower: {error}", stacklevel=2)
-    for _ in range(steps):
-        again()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 @torch.no_grad()

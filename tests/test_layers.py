@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
-TORCH = {"linalg", "data", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
-RUN = {"rounds", "runfolder", "planning", "report"}  # run folders and what can be done in them without torch
+TORCH = {"linalg", "data", "images", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
+RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
 ALLOWED: dict[str, set[str]] = {
@@ -24,23 +24,28 @@ ALLOWED: dict[str, set[str]] = {
     "theory": {"errors", "types"},
     "linalg": set(),
     "data": {"errors"},
+    "images": {"errors", "data"},
     "runtime": set(),  # copied into saved models
-    "families": {"errors", "registry", "types", "linalg", "runtime"},
-    "tasks": {"errors", "registry", "data", "families"},  # what a model is for
+    "families": {"errors", "registry", "types", "linalg", "runtime", "data"},
+    "tasks": {"errors", "registry", "data", "images", "families"},  # what a model is for
     "probes": {"errors", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
     "heal": {"errors", "registry", "types", "families", "linalg"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
-    "train": {"errors", "types", "families", "data"},
-    "report": {"errors", "types", "cost", "budgets"},  # prices for its tables: formulas only
+    "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
+    "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
+    "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
-    "runfolder": CORE | {"report"},
+    "frontier": CORE,  # the exact answer to many limits
+    "runfolder": CORE | {"report", "frontier"},
     "planning": CORE | {"runfolder", "report"},
     "pipeline": CORE | TORCH | RUN,
     "api": CORE | TORCH | RUN | {"pipeline"},
+    "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},
+    "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
@@ -53,11 +58,15 @@ ALLOWED: dict[str, set[str]] = {
         "show",
         "calculators",
         "reproduce",
+        "designs",
+        "train",
         "runfolder",
         "planning",
+        "figures",
     },
     "_autoregister": {"runtime"},
-    "__init__": {"api", "_autoregister", "types", "errors"},
+    "_notebook": {"types", "report"},
+    "__init__": {"api", "designs", "train", "_autoregister", "_notebook", "types", "errors"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}
@@ -167,7 +176,7 @@ def test_a_fresh_process_gets_by_without_torch(code: str) -> None:
 @pytest.mark.parametrize("path", MODULES, ids=dotted)
 def test_files_stay_small_and_there_is_no_drawer(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    most = 450 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: it is copied into models
+    most = 700 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: it is copied into models
     assert lines < most, f"{dotted(path)} has {lines} lines; split it by idea"
     assert path.stem.lstrip("_") not in NO_DRAWERS, f"{path.stem} says nothing about what lives there"
     assert not NO_DRAWERS & set(path.relative_to(PACKAGE).parts), "nor does such a folder"

@@ -20,22 +20,32 @@ from headwise.errors import DataError, ModelError
 from headwise.families.bert import FAMILY as bert
 from headwise.families.distilbert import FAMILY as distilbert
 from headwise.families.llama import FAMILY as llama
+from headwise.families.modernbert import FAMILY as modernbert
+from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity, swap
 from headwise.runtime.modeling_headwise import BARE, CLASSIFIER, MASKED
 from headwise.tasks.causal import Causal
 from headwise.tasks.classification import Classification
 from headwise.tasks.embedding import Embedding
+from headwise.tasks.image_classification import ImageClassification
+from headwise.tasks.image_embedding import ImageEmbedding
 from headwise.tasks.masked import IGNORED, Masked
+from headwise.tasks.seq2seq import Seq2Seq
 from headwise.types import LayerKeep
 
 CLS, SEP, MASK, PAD = 1, 2, 3, 0
 HEADS = {"masked": MASKED, "embedding": BARE, "classification": CLASSIFIER}
-KINDS = [(bert, "bert"), (bert, "roberta"), (distilbert, "distilbert")]
+KINDS = [(bert, "bert"), (bert, "roberta"), (distilbert, "distilbert"), (modernbert, "modernbert")]
 IDS = torch.arange(60).reshape(3, 20) % 80 + 5
 
 
 def task_for(name: str, width: int = 32) -> tasks.Task:
     made = {"masked": Masked(MASK, (CLS, SEP, PAD)), "embedding": Embedding(width), "classification": Classification()}
+    made |= {
+        "image_embedding": ImageEmbedding(width, row_tokens=20),
+        "image_classification": ImageClassification(row_tokens=20),
+        "seq2seq": Seq2Seq(),
+    }
     return made.get(name) or Causal()
 
 
@@ -120,7 +130,8 @@ def test_a_row_is_prepared_the_same_whatever_is_beside_it(name):
     whole, part = task.prepare(IDS, 3), task.prepare(IDS[[2, 0]], 3)
     assert torch.equal(whole.inputs[[2, 0]], part.inputs) and torch.equal(whole.labels[[2, 0]], part.labels)
     rows = [row for batch in whole.batches(20) for row in batch.inputs]
-    assert torch.equal(torch.stack(rows), whole.inputs) and len(whole.batches(20)) == 3
+    assert torch.equal(torch.stack(rows), whole.inputs[:, : len(rows[0])]) and len(whole.batches(20)) == 3
+    assert (whole.inputs[:, len(rows[0]) :] == data.NOTHING).all()
 
 
 def test_every_task_has_its_file_and_name():
@@ -156,6 +167,20 @@ def test_padding_changes_nothing(family, kind):
         alone = model(IDS[:, :12]).last_hidden_state
         padded = model(rows, attention_mask=(torch.arange(17) < 12).long().expand(3, -1)).last_hidden_state
     assert torch.allclose(padded[:, :12], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(("family", "kind"), KINDS, ids=[kind for _, kind in KINDS])
+def test_rows_of_any_length_go_layer_by_layer(family, kind, text):
+    model, task = family.tailor(family.tiny(kind)), task_for("masked")
+    model.config._attn_implementation = "sdpa"
+    rows = task.blocks(data.documents(str(text)), tokenizer(), 64, 12)
+    assert len(data.rows_by_length(rows, 64)) > 2
+    swapper = swap.Swapper(family, model, rows, task)
+    for batch, reference in zip(swapper.batches, swapper.reference, strict=True):
+        with torch.no_grad():
+            assert torch.allclose(task.outputs(family, model, batch), reference, atol=1e-4)
+    _, found = refit(family, model, family.tailor(model), task.prepare(rows, 0).inputs)
+    assert all(part["error_after"] < 1e-5 for layer in found["layers"] for part in layer.values()), "nothing to heal"
 
 
 def test_divergences_are_what_they_are_called():

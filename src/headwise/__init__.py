@@ -11,19 +11,26 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from headwise import _autoregister
+from headwise import _autoregister, _notebook
 
 if TYPE_CHECKING:
+    from headwise import train
     from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.designs.proposals import design
 
-__all__ = ["allocate", "load", "probe", "reshape", "run", "verify"]
+__all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
 
 _autoregister.install()
+_notebook.install()
 
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("headwise")
+    if name == "design":
+        return import_module("headwise.designs.proposals").design
+    if name == "train":  # a package that can be called
+        return import_module("headwise.train")
     if name in __all__:
         return getattr(import_module("headwise.api"), name)
     raise AttributeError(f"module 'headwise' has no attribute '{name}'")

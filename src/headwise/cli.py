@@ -12,8 +12,10 @@ from typing import Annotated, Any
 import typer
 
 from headwise import calculators, reproduce
+from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
+from headwise.train import command as training
 from headwise.types import UNITS
 
 app = typer.Typer(
@@ -31,10 +33,20 @@ Budgets = Annotated[
     list[str],
     typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%; repeatable."),
 ]
-Data = Annotated[str | None, typer.Option(help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'.")]
-Eval = Annotated[str | None, typer.Option(help="Evaluation text; held out from --data if not given.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'; of images: a folder, an .npz file, a "
+        "datasets name."
+    ),
+]
+Eval = Annotated[str | None, typer.Option(help="Evaluation text or images; held out from --data if not given.")]
 Task = Annotated[
-    str | None, typer.Option(help="causal, masked, embedding or classification; that of the model's head if not given.")
+    str | None,
+    typer.Option(
+        help="causal, seq2seq, masked, embedding, classification, image_embedding or image_classification; that of the "
+        "model's head if not given."
+    ),
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
@@ -43,7 +55,7 @@ Portable = Annotated[bool, typer.Option("--portable", help="One size for all lay
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
-Tokens = Annotated[int, typer.Option(help="Calibration tokens.")]
+Tokens = Annotated[int, typer.Option(help="Calibration tokens; an image counts as many as it has patches.")]
 EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
 SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measured; 0: predicted only.")]
 Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
@@ -191,12 +203,30 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def report(folder: Folder, as_json: Json = False) -> None:
-    """Write report.html and report.md from what a run folder holds."""
-    from headwise.runfolder import RunFolder, write_report
+def report(
+    folders: Annotated[list[Path], typer.Argument(help="A run folder; several are compared on one page.")],
+    out: Annotated[Path | None, typer.Option(help="Where the comparison of several runs is written.")] = None,
+    figures: Annotated[Path | None, typer.Option(help="Also write the pictures there, as SVG and PNG.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out or --figures.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write report.html and report.md from what a run folder holds, or compare several."""
+    from headwise.runfolder import RunFolder, write_comparison, write_report
 
-    dossier = write_report(RunFolder(folder))
-    _say(dossier.to_json() if as_json else f"{folder / 'report.html'}", as_json)
+    if len(folders) > 1:
+        if out is None or figures is not None:
+            raise HeadwiseError("several runs are compared on one page; add --out compare.html, leave out --figures.")
+        write_comparison(folders, out, overwrite)
+        _say({"out": str(out)} if as_json else str(out), as_json)
+        return
+    if out is not None:
+        raise HeadwiseError("--out is for several runs; one run's report is written into its folder.")
+    dossier = write_report(RunFolder(folders[0]))
+    if figures is not None:
+        from headwise.figures import save_figures
+
+        save_figures(dossier, figures, overwrite)
+    _say(dossier.to_json() if as_json else f"{folders[0] / 'report.html'}", as_json)
 
 
 @app.command()
@@ -218,6 +248,8 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
     show_file(file)
 
 
+app.command("train", help=training.HELP)(training.command)
+app.command("design")(design)
 app.command("reproduce")(reproduce.command)
 
 
@@ -258,7 +290,12 @@ def _quality_of(quality: dict[str, float]) -> str:
     name = "cosine" if "cosine" in quality else "kl"
     label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
     low, high = quality[f"{name}_low"], quality[f"{name}_high"]
-    return f"{label} {quality[name]:.4f} (95% interval {low:.4f} to {high:.4f})"
+    form = ".4f" if name == "cosine" else ".3g"
+    said = f"{label} {quality[name]:{form}} (95% interval {low:{form}} to {high:{form}})"
+    if "accuracy_after" not in quality:
+        return said
+    before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
+    return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"
 
 
 class _Bars:

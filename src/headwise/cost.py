@@ -14,7 +14,8 @@ def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
     """Parameters of one layer; none where it is gone."""
     if layer.gone:
         return 0
-    return _layer_weights(model, layer) + _layer_biases(model, layer) + model.layer_norms
+    norms = model.layer_norms if layer.mlp_width else model.layer_norms // 2
+    return _layer_weights(model, layer) + _layer_biases(model, layer) + norms
 
 
 def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
@@ -29,7 +30,7 @@ def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
-    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width + layer.v_dim)
+    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width * model.k_bias + layer.v_dim)
     biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
     inner = (model.mlp_matrices - 1) * layer.mlp_width
     return biases + (inner + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
@@ -51,34 +52,54 @@ def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float)
 
 def attention_flops(model: ModelShape, layer: LayerShape, length: int) -> float:
     """FLOPs of one layer's attention, projections included, to read a prompt of `length` tokens."""
-    return length * layer_flops_per_token(model, replace(layer, mlp_width=0), attended(model, length))
+    return length * layer_flops_per_token(model, replace(layer, mlp_width=0), attended(model, length, layer.role))
 
 
-def attended(model: ModelShape, length: int) -> float:
-    """Positions that a token of a text attends to on average: those before it, or all where nothing is cached."""
-    return (length + 1) / 2 if model.cached else float(length)
+def attended(model: ModelShape, length: int, role: str = "") -> float:
+    """Positions that a token of a text attends to on average: those before it, or all where nothing is cached.
+
+    So do layers of an encoder, and those that look at its output.
+    """
+    return (length + 1) / 2 if model.cached and role not in ("encoder", "cross") else float(length)
 
 
 def decode_flops(model: ModelShape, length: int) -> float:
-    """FLOPs to generate one token when `length` tokens are in the cache."""
-    head = 2.0 * model.hidden_size * model.vocab_size
-    return head + sum(layer_flops_per_token(model, layer, length) for layer in model.layers)
+    """FLOPs to generate one token when `length` tokens are in the cache.
+
+    In an encoder-decoder the encoder is done by then, and so are the keys and values of its output, of that length too.
+    """
+    total = 2.0 * model.hidden_size * model.vocab_size
+    for layer in model.layers:
+        if layer.role != "encoder":
+            total += layer_flops_per_token(model, layer, length)
+        if layer.role == "cross":
+            total -= 2.0 * model.hidden_size * layer.kv_heads * (layer.qk_width + layer.v_dim)
+    return total
 
 
 def prefill_flops(model: ModelShape, length: int) -> float:
-    """FLOPs to read a prompt of `length` tokens, with logits for the last token only."""
+    """FLOPs to read a prompt of `length` tokens, with logits for the last token only.
+
+    Of an encoder-decoder, to read an input and an output of that length each.
+    """
     head = 2.0 * model.hidden_size * model.vocab_size
-    average = attended(model, length)
-    return head + length * sum(layer_flops_per_token(model, layer, average) for layer in model.layers)
+    per_token = (layer_flops_per_token(model, layer, attended(model, length, layer.role)) for layer in model.layers)
+    return head + length * sum(per_token)
 
 
 def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
-    """Cache bytes that one layer keeps for every token."""
-    if not (layer.query_heads and model.cached):
+    """Cache bytes that one layer keeps for every token; an encoder's layer keeps none.
+
+    In a decoder with an encoder, tokens are those of the output for `self` and those of the input for `cross` layers.
+    """
+    if not (layer.query_heads and model.cached) or layer.role == "encoder":
         return 0
     return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes
 
 
 def kv_bytes_per_token(model: ModelShape) -> int:
-    """Cache bytes that the model keeps for every token: 8 layers of 4 heads of 64 in two bytes keep 8,192."""
+    """Cache bytes that the model keeps for every token: 8 layers of 4 heads of 64 in two bytes keep 8,192.
+
+    An encoder-decoder's are those of a token of the input and of one of the output together.
+    """
     return sum(layer_kv_bytes_per_token(model, layer) for layer in model.layers)

@@ -1,7 +1,8 @@
 """Calibration and evaluation text from any source, cut into blocks; seeded.
 
 Blocks are rows of one tensor. Decoders get rows of equal length. Encoders meet texts of any length and mind which, so
-their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together.
+their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together. How many
+tokens a row of something else than tokens makes, such as an image, is told as `row`.
 """
 
 from __future__ import annotations
@@ -14,19 +15,31 @@ import random
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headwise.errors import DataError
 
 NOTHING = -1  # where a row has ended
+GIVEN, WRITTEN = -2, -3  # in rows of encoder-decoders before the target: one that was given, or that the model wrote
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
 )
+
+
+class Rows(NamedTuple):
+    """What was read, row by row, and the right answers where they are known: a class for every row, -1 for none."""
+
+    rows: torch.Tensor
+    truth: torch.Tensor | None = None
+
+    def part(self, chosen: slice) -> Rows:
+        """Some of the rows."""
+        return Rows(self.rows[chosen], None if self.truth is None else self.truth[chosen])
 
 
 def documents(source: str, seed: int = 0) -> Iterator[str]:
@@ -72,11 +85,25 @@ def _file(path: Path) -> Iterator[str]:
         raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
 
 
+class Paired(str):
+    """A text that comes with the one that is wanted for it, such as its translation."""
+
+    __slots__ = ("target",)
+    target: str
+
+
 def _record(item: Any, path: Path, number: int) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
         raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
-    return text
+    target = item.get("target") if isinstance(item, dict) else None
+    if target is None:
+        return text
+    if not isinstance(target, str):
+        raise DataError(f'{path}, line {number}: "target" must be a string, the text that is wanted for "text".')
+    pair = Paired(text)
+    pair.target = target
+    return pair
 
 
 def _dataset(name: str) -> Iterator[str]:
@@ -136,7 +163,8 @@ def closed_blocks(
     Lengths matter because learned positions do: what lies behind the longest block is not calibrated at all.
     """
     ends = tokenizer("", add_special_tokens=True)["input_ids"]
-    half, lengths, draw = (len(ends) + 1) // 2, closed_lengths(length), random.Random(0)
+    half = 0 if ends == [tokenizer.eos_token_id] else (len(ends) + 1) // 2
+    lengths, draw = closed_lengths(length), random.Random(0)
     rows: list[list[int]] = []
     pool: list[int] = []
     size = draw.choice(lengths)
@@ -153,29 +181,46 @@ def closed_blocks(
     return torch.tensor(rows)
 
 
-def count_tokens(blocks: torch.Tensor) -> int:
+def lengths_of(blocks: torch.Tensor, row: int | None = None) -> torch.Tensor:
+    """Tokens of every block."""
+    return (blocks != NOTHING).sum(1) if row is None else torch.full((len(blocks),), row)
+
+
+def count_tokens(blocks: torch.Tensor, row: int | None = None) -> int:
     """How many tokens blocks hold."""
-    return int((blocks != NOTHING).sum())
+    return int((blocks >= 0).sum()) if row is None else row * len(blocks)
 
 
-def mean_length(blocks: torch.Tensor) -> int:
+def mean_length(blocks: torch.Tensor, row: int | None = None) -> int:
     """Tokens of a block."""
-    return count_tokens(blocks) // len(blocks)
+    return count_tokens(blocks, row) // len(blocks)
 
 
-def rows_by_length(blocks: torch.Tensor, tokens: int) -> list[tuple[torch.Tensor, int]]:
-    """Batches of about `tokens` tokens: the rows of each, and their length, which they share."""
-    lengths = (blocks != NOTHING).sum(1)
+def places(blocks: torch.Tensor, row: int | None = None) -> int:
+    """How many tokens blocks have room for."""
+    return len(blocks) * (blocks.shape[1] if row is None else row)
+
+
+def rows_by_length(blocks: torch.Tensor, tokens: int, row: int | None = None) -> list[tuple[torch.Tensor, int]]:
+    """Batches of about `tokens` tokens: the rows of each, and their length, which they share.
+
+    Rows that hold two texts share the lengths of both.
+    """
+    lengths = lengths_of(blocks, row)
+    first = (blocks < NOTHING).int().argmax(1) if row is None else torch.zeros_like(lengths)
     return [
         (rows, length)
-        for length in map(int, lengths.unique())
-        for rows in torch.nonzero(lengths == length).flatten().split(max(1, tokens // length))
+        for length, input_length in torch.stack((lengths, first), 1).unique(dim=0).tolist()
+        for rows in torch.nonzero((lengths == length) & (first == input_length))
+        .flatten()
+        .split(max(1, tokens // length))
     ]
 
 
-def batches(blocks: torch.Tensor, tokens: int = 4096) -> list[torch.Tensor]:
+def batches(blocks: torch.Tensor, tokens: int = 4096, row: int | None = None) -> list[torch.Tensor]:
     """Rows in batches of about `tokens` tokens, each of one length."""
-    return [blocks[rows, :length] for rows, length in rows_by_length(blocks, tokens)]
+    parts = rows_by_length(blocks, tokens, row)
+    return [blocks[rows, :length] if row is None else blocks[rows] for rows, length in parts]
 
 
 @torch.no_grad()
@@ -188,6 +233,8 @@ def written_by(
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
 ) -> torch.Tensor:
     """Text that the model writes itself at temperature 1: calibration for users who have none."""
+    if model.config.is_encoder_decoder:
+        raise DataError(f"{type(model).__name__} reads a text before it writes one; give texts with --data FILE.")
     if not model.can_generate():
         raise DataError(f"{type(model).__name__} writes no text that it could be calibrated on; give --data FILE.")
     start = model.config.bos_token_id

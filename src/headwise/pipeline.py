@@ -31,7 +31,7 @@ SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and th
 
 
 class Workbench(NamedTuple):
-    """What every stage needs: the source model on our modules, its family and tokenizer, and the text."""
+    """What every stage needs: the source model on our modules, its family and what reads for it, and the rows."""
 
     family: Family
     source: nn.Module
@@ -41,6 +41,7 @@ class Workbench(NamedTuple):
     evaluation: torch.Tensor
     described: str
     task: tasks.Task = Causal()
+    truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
@@ -73,7 +74,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
     task = tasks.of(model, tokenizer, settings.model)
-    if settings.strategy == "bound" and not task.generates:
+    if settings.strategy == "bound" and not task.has_past:
         raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
     family = families.family_of(model.config)
     if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
@@ -83,13 +84,15 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
 
-    def read(name: str, count: int, seed: int) -> torch.Tensor:
+    def read(name: str, count: int, seed: int) -> data.Rows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
-            own = read(name.removesuffix("+self"), count, seed)
-            return torch.cat((own, read("self", count - len(own), seed))) if len(own) < count else own
+            own = read(name.removesuffix("+self"), count, seed).rows
+            more = [read("self", count - len(own), seed).rows] if len(own) < count else []
+            return data.Rows(torch.cat((own, *more)))
         if name == "self":
-            return data.written_by(model, count, length, seed, track=track)
-        return task.blocks(data.documents(name, settings.seed), tokenizer, length, count, name)
+            return data.Rows(data.written_by(model, count, length, seed, track=track))
+        found = task.read(name, tokenizer, length, count, settings.seed)
+        return found._replace(rows=task.complete(model, found.rows, seed, track))
 
     if settings.eval is not None:
         calibration, evaluation = (
@@ -99,14 +102,16 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         described = settings.eval
     else:
         both = read(source, sum(wanted), settings.seed)
-        if len(both) < 2:
-            raise HeadwiseError(f"{source} has text for one block only; give a longer --data, or --eval.")
-        split = max(1, len(both) * wanted[0] // sum(wanted))
-        calibration, evaluation = both[:split], both[split:]
+        if len(both.rows) < 2:
+            raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
+        split = max(1, len(both.rows) * wanted[0] // sum(wanted))
+        calibration, evaluation = both.part(slice(split)), both.part(slice(split, None))
         described = f"held out from {source}"
-    kept = torch.arange(len(calibration)) % 8 != 7  # every eighth block is for the rehearsal
-    rehearsal = calibration[~kept] if len(calibration) >= 8 else calibration
-    return Workbench(family, family.tailor(model), tokenizer, calibration[kept], rehearsal, evaluation, described, task)
+    rows = calibration.rows
+    kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
+    rehearsal = rows[~kept] if len(rows) >= 8 else rows
+    bench = Workbench(family, family.tailor(model), tokenizer, rows[kept], rehearsal, evaluation.rows, described)
+    return bench._replace(task=task, truth=evaluation.truth)
 
 
 def probe(
@@ -120,13 +125,13 @@ def probe(
     family, task, mlp = bench.family, bench.task, not settings.only_kv and "mlp" in settings.allow
     moments = gram.collect(family, model, bench.inputs(bench.calibration, settings.seed), mlp, track)
     seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
-    rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration))
+    rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
     some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
     curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
     shape = family.shape_of(model.config)
     shapes = shape.layers
     options = _swaps(settings, shape.grain.folds)
-    few, others = _measured_and_others(bench.calibration, settings.swap_tokens)
+    few, others = _measured_and_others(bench.calibration, settings.swap_tokens, task.row_tokens)
     others = bench.inputs(others, settings.seed)
     if settings.swap_tokens and options:
         healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal == "refit" else None
@@ -154,7 +159,7 @@ def probe(
         curves=(*curves, *seen),
         depth=order,
         orders=tuple(orders),
-        tokens=data.count_tokens(bench.calibration),
+        tokens=data.count_tokens(bench.calibration, task.row_tokens),
         seed=settings.seed,
         seconds=time.perf_counter() - start,
     )
@@ -166,8 +171,8 @@ def _diagnosed(
 ) -> list[Reading]:
     """Readings that are no damage: spectra, and of decoders saturation and lags, which mean a past."""
     family, tokens, seed = bench.family, bench.calibration, settings.seed
-    spectra = spectrum.measure(family, model, moments, tokens.numel(), seed)
-    if not bench.task.generates:
+    spectra = spectrum.measure(family, model, moments, data.places(tokens, bench.task.row_tokens), seed)
+    if not bench.task.has_past:
         return spectra
     return [
         *saturation.measure(family, model, tokens, seed, track),
@@ -176,13 +181,15 @@ def _diagnosed(
     ]
 
 
-def _measured_and_others(tokens: torch.Tensor, measured: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _measured_and_others(
+    tokens: torch.Tensor, measured: int, row: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
 
     def spread(rows: list[int], count: int) -> list[int]:
         return rows[:: max(1, len(rows) // count)][:count]
 
-    length = data.mean_length(tokens)
+    length = data.mean_length(tokens, row)
     few = spread(list(range(len(tokens))), max(2, measured // length))
     rest = [row for row in range(len(tokens)) if row not in set(few)] or few
     return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, HEALING_TOKENS // length))]
@@ -301,7 +308,7 @@ def build(
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     if bench.task.name == "embedding":
         families.accompany(settings.model, folder.model)
-    exactness.write_proof(rounded, bench.evaluation[:1, :64], folder.proof_file)
+    exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
 
@@ -318,7 +325,8 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         raise PlanError(
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
-    found = quality.compare(bench.family, bench.source, cut, bench.evaluation, track, bench.task, settings.seed)
+    rows, seed = bench.evaluation, settings.seed
+    found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
     checks = exactness.count_checks(cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     verdict = Verdict(
@@ -333,7 +341,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         checks=tuple(checks),
         samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation) if bench.task.generates else (),
         evaluation=bench.described,
-        tokens=data.count_tokens(bench.evaluation),
+        tokens=data.count_tokens(bench.evaluation, bench.task.row_tokens),
         machine=speed.machine(bench.source.device),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )

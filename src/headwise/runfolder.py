@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headwise import strategies
+from headwise import frontier, strategies
 from headwise.errors import HeadwiseError, OutputError
 from headwise.types import (
     DEFAULT_UNITS,
+    VERSION,
     Budget,
     Dossier,
     ModelShape,
@@ -72,6 +74,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.proof_file = self.path / "proof.safetensors"
         self.verdict_file = self.path / "verdict.json"
+        self.frontier_file = self.path / "frontier.json"
         self.report_file = self.path / "report.html"
         self.card_file = self.path / "report.md"
 
@@ -119,9 +122,9 @@ class RunFolder:
             shutil.copyfile(self.plan_file, self.path / "plan.previous.json")
         plan.save(self.plan_file)
 
-    def write_json(self, path: Path, data: dict[str, Any]) -> None:
+    def write_json(self, path: Path, data: dict[str, Any], indent: int | None = 1) -> None:
         """Write a plain dictionary atomically."""
-        write_atomically(path, json.dumps(data, indent=1) + "\n")
+        write_atomically(path, json.dumps(data, indent=indent) + "\n")
 
     def dossier(self) -> Dossier:
         """Everything in the folder; stages that have not run are None."""
@@ -131,14 +134,22 @@ class RunFolder:
         healing = json.loads(self.heal_file.read_text()) if self.heal_file.exists() else None
         verdict = Verdict.read(self.verdict_file) if self.verdict_file.exists() else None
         rivals = _baselines(readings, plan, settings) if readings and plan else ()
+        sweep = None
+        if readings and plan:
+            sweep = frontier.stored(self.frontier_file, frontier.fingerprint(readings, plan, settings.allow))
         described = {**settings.to_json(), "versions": _versions()}
-        return Dossier(described, readings, plan, healing, verdict, rivals)
+        return Dossier(described, readings, plan, healing, verdict, rivals, sweep)
 
 
 def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:
     """What other strategies would have predicted for the same budgets, where the same probe priced them."""
     found: list[dict[str, Any]] = []
-    for name in ("uniform", "published") if "qk_pairs" in strategies.ways(readings) else ("uniform",):
+    names = ["exact", "uniform", "taper"]
+    names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
+    names += ["depth"] if "depth" in settings.allow and readings.curve("damage.depth") else []
+    for name in names:
+        if name == plan.strategy and not plan.portable:
+            continue
         try:
             other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)
         except HeadwiseError:
@@ -155,13 +166,44 @@ def budgets_for(settings: Settings, shape: ModelShape) -> tuple[Budget, ...]:
 
 
 def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html and report.md from whatever the folder holds."""
+    """Write report.html and report.md from whatever the folder holds; the frontier is solved where it is not there."""
     from headwise.report import model_card, render
 
-    dossier = folder.dossier()
+    dossier = _with_sweep(folder, folder.dossier())
     write_atomically(folder.card_file, model_card(dossier))
     write_atomically(folder.report_file, render(dossier))
     return dossier
+
+
+def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False) -> None:
+    """Write one page that compares several runs."""
+    from headwise.report import compare
+
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
+    if len({path.resolve() for path in folders}) < len(folders):
+        raise HeadwiseError("a run folder was given twice; name every run once.")
+    names = [path.name for path in folders]
+    unique = [path.name if names.count(path.name) == 1 else str(path) for path in folders]
+    dossiers = [(name, RunFolder(path).dossier()) for name, path in zip(unique, folders, strict=True)]
+    try:
+        write_atomically(out, compare(dossiers))
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
+
+
+def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:
+    """The dossier with its frontier: as stored, or solved and stored."""
+    readings, plan, known = dossier.readings, dossier.plan, dossier.sweep
+    if readings is None or plan is None or (known is not None and frontier.complete(known, plan)):
+        return dossier
+    try:
+        found = frontier.solve(readings, plan, folder.require().allow, known)
+    except HeadwiseError:  # readings of an older version that price too little: the page does without
+        return dossier
+    if found is not None:
+        folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **found.to_json()}, None)
+    return replace(dossier, sweep=found)
 
 
 def _versions() -> dict[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
-from headwise.types import Plan, Readings, Verdict
+from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
 
 KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
 
@@ -31,23 +33,102 @@ def show_file(path: Path) -> None:
 def show_record(record: Plan | Readings | Verdict) -> None:
     """Draw one record."""
     draw: dict[type, Any] = {Plan: _plan, Readings: _readings, Verdict: _verdict}
-    draw[type(record)](record, Console())
+    draw[type(record)](record, Console(highlight=False))
 
 
-def _bar(after: int, before: int, width: int = 12) -> str:
+LEVELS = "▁▂▃▄▅▆▇█"
+QK, V, MLP, BAD, FAINT = "blue", "yellow", "green", "red", "bright_black"
+
+
+def _level(part: float) -> str:
+    """A block as high as the part, of one."""
+    return LEVELS[max(0, min(len(LEVELS) - 1, round(part * len(LEVELS)) - 1))]
+
+
+def _bar(after: int, before: int, colour: str, width: int = 6) -> Text:
+    """A bar of what is left, and the numbers; what did not change is faint."""
     full = round(width * after / before) if before else 0
-    return "█" * full + "░" * (width - full) + f" {after}/{before}"
+    bar = Text("█" * full, style=colour) + Text("░" * (width - full if before else 0), style=FAINT)
+    return bar + Text(f" {after}", style="bold" if after != before else FAINT) + Text(f"/{before}", style=FAINT)
+
+
+def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, room: int) -> Text:
+    """A column per query head, or two: as high as its query/key and its value dimension; a dot where it is gone."""
+    kept = set(range(new.query_heads) if keep.query_heads is None else keep.query_heads)
+    group = max(1, old.queries_per_group)
+    both = 2 * old.query_heads + old.kv_heads <= room
+    out = Text()
+    for head in range(old.query_heads):
+        if head and head % group == 0 and (1 + both) * old.query_heads + old.kv_heads <= room:
+            out += Text(" ")
+        sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V))[: 2 if both else 1]
+        for after, before, colour in sizes:
+            out += Text(_level(after / before), style=colour) if head in kept else Text("·", style=FAINT)
+    return out
 
 
 def _plan(plan: Plan, console: Console) -> None:
-    fields = ("query_heads", "kv_heads", "qk_width", "qk_dim", "v_dim", "mlp_width")
-    table = Table("layer", *fields, title=f"{plan.model}: {plan.strategy}", title_justify="left")
-    for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
-        table.add_row(str(index), *(_bar(getattr(new, name), getattr(old, name)) for name in fields))
+    """Layers down: heads across, then each size as a bar; removed layers say so."""
+    most = max(layer.query_heads for layer in plan.source.layers)
+    room = console.width - _others(plan)
+    shown, both = most <= room, 2 * most + max(layer.kv_heads for layer in plan.source.layers) <= room
+    title = Text(f"{plan.model}: {plan.strategy}", style="bold")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column("layer", justify="right", min_width=5)
+    for name in ("heads (qk, v)" if both else "heads", "qk", "v", "MLP"):
+        table.add_column(name, no_wrap=True)
+    for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
+        if new.gone and not old.gone:
+            table.add_row(f"{index} {old.role}".strip(), Text("removed", style=BAD))
+            continue
+        heads = f"{new.query_heads}/{old.query_heads}"
+        heads += f" on {new.kv_heads}" if new.kv_heads != old.kv_heads else ""
+        count = Text(heads, style=FAINT if new.query_heads == old.query_heads else "bold")
+        table.add_row(
+            f"{index} {old.role}".strip(),
+            (_heads(old, new, keep, room) + Text(" ") + count) if shown else count,
+            _bar(new.qk_dim, old.qk_dim, QK),
+            _bar(new.v_dim, old.v_dim, V),
+            _bar(new.mlp_width, old.mlp_width, MLP),
+        )
     console.print(table)
+    _plan_words(plan, console)
+
+
+def _others(plan: Plan) -> int:
+    """Columns that a plan's table needs beside its heads."""
+    pairs = zip(plan.source.layers, plan.target.layers, strict=True)
+    lost = any(new.kv_heads < old.kv_heads and not new.gone for old, new in pairs)
+    digits = [
+        max(len(str(getattr(s, n))) for s in plan.source.layers)
+        for n in ("query_heads", "qk_dim", "v_dim", "mlp_width")
+    ]
+    return 8 + sum(2 * wide + 1 for wide in digits) + 3 * 9 + 5 + (6 if lost else 0)
+
+
+def _plan_words(plan: Plan, console: Console) -> None:
+    """Budgets, damage, and the frontier as a line of blocks."""
     for budget in plan.budgets:
-        console.print(f"{budget.text}: {plan.spent[budget.name]:,.0f} of {budget.limit:,.0f} {budget.unit}")
-    console.print(f"predicted damage {plan.predicted_damage:.4f}, gap to the proven bound {plan.gap:.1e}")
+        spent = plan.spent[budget.name]
+        met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
+        console.print(Text(f"{met} {budget.text}: {spent:,.0f} of {budget.limit:,.0f} {budget.unit}"))
+    gap = f"gap to the proven bound {plan.gap:.1e}"
+    console.print(Text(f"predicted damage {plan.predicted_damage:.4f}, {gap}"))
+    if len(plan.frontier) > 1:
+        points = sorted(plan.frontier, key=lambda point: point.share)
+        ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
+        console.print(Text(f"frontier: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+
+
+def _spark(values: Sequence[float], log: bool) -> str:
+    """A line of blocks; logarithmic over at most five decades."""
+    if not values:
+        return ""
+    if log and max(values) > 0:
+        floor = max(max(values) * 1e-5, min((v for v in values if v > 0), default=1e-12))
+        values = [math.log10(max(value, floor)) for value in values]
+    low, high = min(values), max(values)
+    return "".join(_level((value - low) / (high - low) if high > low else 0.5) for value in values)
 
 
 COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
@@ -65,31 +146,41 @@ def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
 def _readings(readings: Readings, console: Console) -> None:
     for reading in sorted(readings.curves, key=lambda r: not r.kind.startswith("damage.")):
         shown = _columns(max(reading.ticks, key=len), reading.axis)
-        console.print(Text(f"{reading.kind} by {reading.axis} (probe {reading.probe}): {reading.meaning}"))
-        table = Table("layer", *map(str, shown), box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        damage = reading.kind.startswith("damage.")
+        title = Text(reading.kind, style="bold") + Text(
+            f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
+        )
+        console.print(title)
+        fits = 10 * len(shown) + 10 <= console.width  # every number, and a block each
+        table = Table("layer", *map(str, shown), *[""] * fits, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         every = [value for row in reading.values for value in row]
         form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
             cells = dict(zip(ticks, values, strict=True))
-            table.add_row(str(layer), *(format(cells[t], form) if t in cells else "" for t in shown))
+            line = _spark([cells[t] for t in shown if t in cells], damage)
+            numbers = (format(cells[t], form) if t in cells else "" for t in shown)
+            table.add_row(str(layer), *numbers, *[Text(line, style=QK)] * fits)
         console.print(table)
 
 
 def _verdict(verdict: Verdict, console: Console) -> None:
-    for title, numbers in (
-        ("quality", verdict.quality),
-        ("size", verdict.size),
-        ("speed", verdict.speed),
-        ("damage", verdict.damage),
-    ):
-        table = Table(title, "")
-        for name, value in numbers.items():
-            table.add_row(name, f"{value:,}" if isinstance(value, int) else f"{value:.5g}")
-        console.print(table)
+    """What was measured, before beside after; then the checks, loud where one failed."""
+    from headwise.report import certificate
+
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("quantity", "before", "after", "change", "interval of after"):
+        table.add_column(name, justify="left" if name == "quantity" else "right")
+    for row in certificate(verdict):
+        table.add_row(*row)
+    console.print(table)
+    for name, value in verdict.damage.items():
+        console.print(Text(f"damage, {name.replace('_', ' ')}: {value:.5g}"))
     for check in verdict.checks:
-        console.print(
-            f"{'pass' if check.passed else 'FAIL'}  {check.name}: {check.observed} (expected {check.expected})"
-        )
+        words = Text("✓ pass  ", style=MLP) if check.passed else Text("✗ FAIL  ", style=f"bold {BAD}")
+        console.print(words + Text(f"{check.name}: {check.observed} (expected {check.expected})"))
+    console.print(
+        Text(f"{verdict.evaluation}, {verdict.tokens:,} tokens, {verdict.machine}, {verdict.date}", style=FAINT)
+    )
 
 
 TESTED = "transformers 5.17 and 5.22"  # with which the contract tests of every family were run

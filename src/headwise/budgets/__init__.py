@@ -26,7 +26,7 @@ def parse(text: str, source: ModelShape) -> Budget:
     price = find("headwise.budgets", name)
     if name == "kv" and not source.cached:
         raise BudgetError(f"{text}: {source.family} models keep no cache; use params, flops or attention.")
-    length = _length(at, text) if at else DEFAULT_LENGTH
+    length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
     try:
         amount = float(number)
     except ValueError:

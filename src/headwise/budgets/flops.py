@@ -18,4 +18,4 @@ def model_cost(model: ModelShape, length: int) -> float:
 
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
     """FLOPs of one layer for that prompt."""
-    return length * layer_flops_per_token(model, layer, attended(model, length))
+    return length * layer_flops_per_token(model, layer, attended(model, length, layer.role))

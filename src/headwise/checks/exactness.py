@@ -17,6 +17,7 @@ from headwise import families
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.types import Check, ModelShape, Plan
 
+PROOF_TOKENS = 64
 TOLERANCE = 1e-4  # relative, in float32: the same weights on the same kind of kernel
 RELOAD = """
 import sys, torch, transformers
@@ -26,7 +27,8 @@ auto = getattr(transformers, auto)
 model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():
-    found = model(load_file(proof)["ids"])
+    tensors = load_file(proof)
+    found = model(**{name: tensor for name, tensor in tensors.items() if name != "logits"})
     save_file({"logits": (found["logits"] if "logits" in found else found[0]).contiguous()}, out)
 """
 
@@ -37,9 +39,12 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
 
     That is its logits, or the last stream of a model without a head. How to load it is written beside them.
     """
-    ids = ids[:, ids[0] >= 0]  # a block may end early
-    logits = families.family_of(model.config).run(model, ids.to(model.device))
-    tensors = {"ids": ids.cpu().contiguous(), "logits": logits.float().cpu().contiguous()}
+    family = families.family_of(model.config)
+    ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
+    found = family.call(model, ids.to(model.device))
+    logits = found["logits"] if "logits" in found else found[0]
+    tensors = {**family.arguments(ids), "logits": logits.float()}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     save_file(tensors, path, metadata={"auto": families.auto_class_of(model)})
 
 
@@ -63,12 +68,18 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 
 @torch.no_grad()
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
-    """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored."""
-    ids = torch.ones((1, length), dtype=torch.long, device=model.device)
-    cache = getattr(model(ids, use_cache=True), "past_key_values", None)
-    if cache is None:
-        return 0  # encoders keep none
-    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored.
+
+    A model that reads one text and writes another keeps them for a token of each.
+    """
+    family = families.family_of(model.config)
+    if not family.shape_of(model.config).cached:
+        return 0
+    inputs = family.arguments(family.example(model.config, 1, length).to(model.device))
+    cache = model(**inputs, use_cache=True).past_key_values
+    parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in layers if layer.keys is not None)
     return int(numbers // length * element_bytes)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.families import Family
+from headwise.families import Family, family_of
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -31,6 +31,8 @@ class Comparison:
     kl: np.ndarray
     agreement: np.ndarray
     task: type[Task] = Causal
+    right_before: np.ndarray | None = None  # where right answers are known, whether the source gave them
+    right_after: np.ndarray | None = None
 
     def _changes(self) -> np.ndarray:
         """Damage per block: the increase of the loss, or the divergence where there is none."""
@@ -45,7 +47,16 @@ class Comparison:
             found |= {"cosine": 1 - mean, "cosine_low": 1 - high, "cosine_high": 1 - low}
         else:
             found |= {"kl": mean, "kl_low": low, "kl_high": high}
-        return found | ({self.task.agreement_name: float(self.agreement.mean())} if len(self.agreement) else {})
+        found |= {self.task.agreement_name: float(self.agreement.mean())} if len(self.agreement) else {}
+        return found | self._accuracy(seed)
+
+    def _accuracy(self, seed: int) -> dict[str, float]:
+        if self.right_before is None or self.right_after is None:
+            return {}
+        before, after = float(self.right_before.mean()), float(self.right_after.mean())
+        low, high = interval(self.right_after - self.right_before, seed)
+        ends = {"accuracy_after_low": before + low, "accuracy_after_high": before + high}
+        return {"accuracy_before": before, "accuracy_after": after, **ends}
 
     def _losses(self, seed: int) -> dict[str, float]:
         before, after = float(self.loss_before.mean()), float(self.loss_after.mean())
@@ -98,29 +109,42 @@ def compare(
     track: Track = silently,
     task: Task | None = None,
     seed: int = 0,
+    truth: torch.Tensor | None = None,
 ) -> Comparison:
-    """Read the text with both models."""
+    """Read the same rows with both models; `truth` holds their classes, -1 where one is not known."""
     task = task or Causal()
     columns: list[list[torch.Tensor]] = [[], [], [], []]
-    for batch in track(task.prepare(tokens, seed).batches(2048), "quality"):
+    right: list[list[torch.Tensor]] = [[], []]
+    for batch in track(task.prepare(tokens, seed).with_truth(truth).batches(2048), "quality"):
         batch = batch.to(source.device)
         before, after = (task.outputs(family, model, batch) for model in (source, cut))
+        for column, outputs in zip(right, (before, after), strict=True):
+            column.append(_right(task, outputs, batch.truth))
         for column, values in zip(columns, task.compare(before, after, batch.labels), strict=True):
             if values is not None:
                 column.append(values.double().cpu())
     rows = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
-    return Comparison(rows[0], rows[1], rows[2], rows[3], type(task))
+    answered = [torch.cat(column).numpy() for column in right]
+    known = answered if len(answered[0]) else (None, None)
+    return Comparison(rows[0], rows[1], rows[2], rows[3], type(task), *known)
+
+
+def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor:
+    """Whether each answer is right, of rows whose right answer is known."""
+    found = None if truth is None else task.right(outputs, truth)
+    return torch.zeros(0) if truth is None or found is None else found[truth >= 0].double().cpu()
 
 
 @torch.no_grad()
 def samples(
     source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
 ) -> tuple[Sample, ...]:
-    """The same beginnings of held-out text, continued greedily by both models."""
-    out = []
+    """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
+    out, family = [], family_of(source.config)
     step = max(1, len(tokens) // count)
     for row in tokens[::step][:count]:
-        prompt = row[: min(32, len(row) // 2)].unsqueeze(0).to(source.device)
+        prompt, before = family.prompt(row)
+        prompt = prompt.to(source.device)
         texts = [
             model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=40, pad_token_id=0
@@ -128,6 +152,6 @@ def samples(
             for model in (source, cut)
         ]
         decode = tokenizer.decode  # type: ignore[attr-defined]
-        parts = [decode(text[0, prompt.shape[1] :], skip_special_tokens=True) for text in texts]
+        parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
         out.append(Sample(decode(prompt[0], skip_special_tokens=True), *parts))
     return tuple(out)

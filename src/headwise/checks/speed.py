@@ -25,39 +25,49 @@ def measure(
     times: dict[str, list[float]] = {}
     family = families.family_of(source.config)
     if not family.shape_of(source.config).cached:
-        return _reading(source, cut, min(prompt, family.longest(source.config)), repeats)
+        rows = family.example(source.config, 1, min(prompt, family.longest(source.config))).to(source.device)
+        return _reading(source, cut, rows, family.row_tokens(source.config, rows), repeats)
     limit = int(getattr(source.config, "max_position_embeddings", None) or prompt + steps + 1)
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            prefill, decode = _one(model, prompt, steps)
+            prefill, decode = _one(family, model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
-    found = {key: statistics.median(values[1:]) for key, values in times.items()}  # the first turn warms up
-    return {**found, "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
+    return {**_summary(times), "prompt_tokens": float(prompt), "decoded_tokens": float(steps)}
 
 
-def _reading(source: nn.Module, cut: nn.Module, prompt: int, repeats: int) -> dict[str, float]:
-    """Median milliseconds per token to read a text as a whole."""
+def _reading(
+    source: nn.Module, cut: nn.Module, rows: torch.Tensor, image: int | None, repeats: int
+) -> dict[str, float]:
+    """Median milliseconds per token to read a text as a whole, or per image; `image` is how many tokens it makes."""
     times: dict[str, list[float]] = {}
-    ids = torch.full((1, prompt), 3, device=source.device)  # any token but padding, which some models count out
+    what, count = ("prefill_ms_per_token", rows.shape[1]) if image is None else ("ms_per_image", 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            _, seconds = _timed(lambda model=model: model(ids), model.device)  # type: ignore[misc]
-            times.setdefault(f"prefill_ms_per_token_{name}", []).append(seconds / prompt * 1e3)
-    return {**{k: statistics.median(v[1:]) for k, v in times.items()}, "prompt_tokens": float(prompt)}
+            _, seconds = _timed(lambda model=model: model(rows), model.device)  # type: ignore[misc]
+            times.setdefault(f"{what}_{name}", []).append(seconds / count * 1e3)
+    tokens = {"prompt_tokens" if image is None else "tokens_per_image": float(image or count)}
+    return {**_summary(times), **tokens}
 
 
-def _one(model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
+def _summary(times: dict[str, list[float]]) -> dict[str, float]:
+    """Median, least and most of every phase; the first turn warms up."""
+    ends = {"": statistics.median, "_low": min, "_high": max}
+    return {f"{key}{end}": float(of(values[1:])) for key, values in times.items() for end, of in ends.items()}
+
+
+def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> tuple[float, float]:
     device = model.device
     ids = torch.ones((1, prompt), dtype=torch.long, device=device)
-    out, prefill = _timed(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
+    out, prefill = _timed(lambda: model(**family.first_step(ids), use_cache=True), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
         nonlocal token
         for _ in range(steps):
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            found = model(**family.next_step(token, out), past_key_values=cache, use_cache=True)
+            token = found.logits[:, -1:].argmax(-1)
 
     _, decode = _timed(write, device)
     return prefill / prompt * 1e3, decode / steps * 1e3

@@ -61,7 +61,7 @@ def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: Lay
         tensors = narrow(tensors, gram_q, gram_k, target.qk_dim)
     if target.v_dim < shape.v_dim:
         tensors = cut_values(tensors, shape, moments["gram_z"], target.v_dim)
-    if keep.mlp_channels is not None:
+    if keep.mlp_channels is not None and shape.mlp_width:
         tensors = keep_channels(tensors, keep.mlp_channels, moments.get("gram_mlp"))
     return tensors
 

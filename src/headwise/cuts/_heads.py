@@ -28,6 +28,8 @@ def keep_heads(
     if query_heads is not None:
         weight = tensors["o.weight"]
         out["o.weight"] = weight.view(len(weight), heads[0], -1)[:, list(query_heads)].flatten(1)
+        if "columns" in tensors:  # of the stack's position bias
+            out["columns"] = tensors["columns"][list(query_heads)]
     if kv_heads is not None:
         for key in ("q_down", "k_down", "pairs"):
             if key in tensors:

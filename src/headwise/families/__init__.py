@@ -16,7 +16,15 @@ from headwise.errors import ModelError
 from headwise.families._family import Block, Family
 from headwise.registry import find, names
 from headwise.runtime import register
-from headwise.runtime.modeling_headwise import BARE, CAUSAL, CLASSIFIER, MASKED, stock_classes
+from headwise.runtime.modeling_headwise import (
+    BARE,
+    CAUSAL,
+    CLASSIFIER,
+    IMAGE_CLASSIFIER,
+    MASKED,
+    SEQ2SEQ,
+    stock_classes,
+)
 
 __all__ = [
     "EMBEDDED",
@@ -35,7 +43,15 @@ __all__ = [
 ]
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
-TASKS = {"causal": CAUSAL, "masked": MASKED, "embedding": BARE, "classification": CLASSIFIER}  # -> Auto class
+TASKS = {  # -> Auto class
+    "causal": CAUSAL,
+    "masked": MASKED,
+    "embedding": BARE,
+    "classification": CLASSIFIER,
+    "image_embedding": BARE,
+    "image_classification": IMAGE_CLASSIFIER,
+    "seq2seq": SEQ2SEQ,
+}
 
 
 def known() -> list[Family]:
@@ -56,18 +72,24 @@ def family_of(config: Any) -> Family:
 
 def task_of(config: Any) -> str:
     """What a model is for, by the head that its configuration names; a bare encoder is for embeddings."""
-    family, head = family_of(config), (getattr(config, "architectures", None) or [""])[0]
+    family = family_of(config)
+    head = family.class_name(config)
     ends = {end: auto for auto, end in family.anatomy(config).heads.items()}
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and family.shape_of(config).cached:
-        auto = CAUSAL
+    if auto is None and family.shape_of(config).cached and (CAUSAL in ends.values() or not head):
+        auto = CAUSAL if CAUSAL in ends.values() else SEQ2SEQ
     if auto is None and (head.endswith("Model") or not head):
         auto = BARE
     if auto is None:
         raise ModelError(f"{head} is for none of the tasks {', '.join(TASKS)}. Choose one of them with --task.")
-    return next(name for name, wanted in TASKS.items() if wanted == auto)
+    return next(name for name, wanted in _tasks_of(family).items() if wanted == auto)
+
+
+def _tasks_of(family: Family) -> dict[str, str]:
+    """The tasks that there are for models that read what the family's read."""
+    return {name: auto for name, auto in TASKS.items() if name.startswith("image_") == family.images}
 
 
 def auto_class_of(model: nn.Module) -> str:
@@ -81,11 +103,12 @@ def _auto_class(config: Any, task: str | None) -> str:
     family = family_of(config)
     if task is not None and task not in TASKS:
         raise ModelError(f"no task is called '{task}'. Known: {', '.join(TASKS)}.")
-    auto = TASKS[task or task_of(config)]
+    auto = _tasks_of(family).get(task or task_of(config))
     able = [*family.anatomy(config).heads, *([] if family.shape_of(config).cached else [BARE])]
-    if auto not in able:
-        tasks = ", ".join(name for name, wanted in TASKS.items() if wanted in able)
-        raise ModelError(f"{family.name} models cannot be reshaped for the task {task}, only for: {tasks}.")
+    if auto is None or auto not in able:
+        tasks = ", ".join(name for name, wanted in _tasks_of(family).items() if wanted in able)
+        named = task or task_of(config)
+        raise ModelError(f"{family.name} models cannot be reshaped for the task {named}, only for: {tasks}.")
     return auto
 
 
@@ -93,6 +116,8 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
     """Where a model is: folder or hub id, and the GGUF file in it if it is one."""
     if model == EMBEDDED:
         return str(Path(__file__).parent.parent / "embedded"), {}
+    if model.startswith("timm:"):
+        return find("headwise.families", "timm").hub_id(model.removeprefix("timm:")), {}
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -110,12 +135,12 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
 def load(
     model: str, device: str = "cpu", trust_remote_code: bool = False, task: str | None = None
 ) -> tuple[nn.Module, Any]:
-    """A model for inference, computed in float32, and its tokenizer. `config.dtype` stays that of the file.
+    """A model for inference, computed in float32, and what reads for it: its tokenizer, or its image processor.
 
-    Reads safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
-    `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
+    `config.dtype` stays that of the file. Reads safetensors or GGUF only; missing or mismatched tensors are an error,
+    never filled in. `task` is one of `TASKS` and chooses the head; if not given, the model's own.
+    `config.architectures` names the class that was loaded.
     """
-    import transformers
     from transformers import AutoConfig, AutoTokenizer
 
     register()
@@ -126,18 +151,32 @@ def load(
         auto = _auto_class(config, task)
         stored = config.dtype or torch.float32
         loader = {} if extra else {"use_safetensors": True}
-        loaded: Any = getattr(transformers, auto).from_pretrained(
+        family = family_of(config)
+        loaded: Any = family.stock_loader(config, auto).from_pretrained(
             where, dtype=torch.float32, output_loading_info=True, **options, **loader
         )
         found, info = loaded
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
+        reader = _processor(where, options) if family.images else AutoTokenizer.from_pretrained(where, **options)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
-    return found.eval().to(device), tokenizer
+    return found.eval().to(device), reader
+
+
+def _processor(where: str, options: dict[str, Any]) -> Any:
+    """The image processor of a model, which says how its images are cut, scaled and coloured."""
+    from transformers import AutoImageProcessor
+
+    try:
+        return AutoImageProcessor.from_pretrained(where, **options)
+    except OSError:
+        raise ModelError(
+            f"{where} holds no preprocessor_config.json, which says how images are prepared; save the model's image "
+            "processor beside it."
+        ) from None
 
 
 @torch.no_grad()

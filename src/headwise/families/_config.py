@@ -10,12 +10,21 @@ from headwise.types import Grain, LayerShape
 
 NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
 
+STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may be gone; only backbones use them
+
 
 def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:
     """A configuration for fewer layers: their number, and every list that has one entry per layer."""
     names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
-    found = {k: len(kept) if k in names and v == count else v for k, v in settings.items()}
-    return {k: [v[i] for i in kept] if isinstance(v, list) and len(v) == count else v for k, v in found.items()}
+    found: dict[str, Any] = {
+        k: len(kept) if k in names and v == count else v for k, v in settings.items() if k not in STAGES
+    }
+    if isinstance(inner := found.get("vision_config"), dict):
+        found["vision_config"] = without(inner, kept, count)
+    if "model_args" in found:  # timm is told the number
+        found["model_args"] = {**(found["model_args"] or {}), "depth": len(kept)}
+    lists = [k for k, v in found.items() if isinstance(v, list) and len(v) == count and k != "label_names"]
+    return {k: [v[i] for i in kept] if k in lists else v for k, v in found.items()}
 
 
 def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:

@@ -5,65 +5,24 @@ from __future__ import annotations
 import copy
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._block import Block as Block
 from headwise.families._config import NOT_COPIED, without
-from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, TailoredAttention, classes, stock_classes, tailor_layer
+from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, classes, stock_classes, tailor_layer
 from headwise.types import LayerShape, ModelShape
 
 Tensors = dict[str, torch.Tensor]
-Norm = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Captured(Exception):
     """Raised to end a forward pass once what was wanted has been seen."""
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """One layer as Headwise works on it: attention and MLP between two residual streams.
-
-    `attention_norm` and `mlp_norm` come before a part, `attention_scale` and `mlp_scale` after it (sandwich norms),
-    `attention_end` and `mlp_end` after the sum (post-norm layers). In a `parallel` layer both parts read one stream.
-    """
-
-    attention: TailoredAttention
-    output: nn.Linear
-    inner: tuple[nn.Linear, ...]  # gate and up, or up alone
-    down: nn.Linear
-    activation: Any
-    attention_norm: Norm | None = None
-    mlp_norm: Norm | None = None
-    attention_scale: Norm | None = None
-    mlp_scale: Norm | None = None
-    attention_end: Norm | None = None
-    mlp_end: Norm | None = None
-    parallel: bool = False
-
-    def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
-        """The MLP's channels, for the streams before the layer and after attention."""
-        x = _maybe(self.mlp_norm, start if self.parallel else middle)
-        hidden: torch.Tensor = self.activation(self.inner[0](x))
-        return hidden * self.inner[1](x) if len(self.inner) > 1 else hidden
-
-    def middle(self, start: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """The stream after attention whose heads put out `z` (B, T, H V)."""
-        return _maybe(self.attention_end, start + _maybe(self.attention_scale, self.output(z)))
-
-    def end(self, middle: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
-        """The stream after the MLP."""
-        return _maybe(self.mlp_end, middle + _maybe(self.mlp_scale, self.down(channels)))
-
-
-def _maybe(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
-    return x if norm is None else norm(x)
 
 
 class Family(ABC):
@@ -74,6 +33,9 @@ class Family(ABC):
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
+    package: ClassVar[str] = ""  # that its models need beside transformers
+    images: ClassVar[bool] = False  # whether its models read images, not tokens
+    keeps_first: ClassVar[bool] = False  # whether the first layer has to stay
 
     # What every family says.
 
@@ -107,9 +69,31 @@ class Family(ABC):
         """The model_type of the stock architecture behind a stock or tailored configuration."""
         return str(config.model_type).removeprefix("headwise_")
 
+    def class_name(self, config: Any) -> str:
+        """Of the model that a configuration belongs to; empty where it does not say."""
+        return str((getattr(config, "architectures", None) or [""])[0])
+
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
         return int(config.max_position_embeddings)
+
+    def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
+        """Tokens that a row makes where it does not consist of them: the patches of an image."""
+        return None
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(config.hidden_size)
+
+    def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows of one length, without the places behind their end."""
+        return rows[:, rows[0] >= 0]
+
+    def stock_loader(self, config: Any, auto: str) -> Any:
+        """The class that loads a model of this configuration with that head."""
+        import transformers
+
+        return getattr(transformers, auto)
 
     def anatomy(self, config: Any) -> Anatomy:
         """Where the parts are."""
@@ -119,8 +103,12 @@ class Family(ABC):
         """The model without its head."""
         return model.get_submodule(self.anatomy(model.config).body_at)
 
-    def layers(self, model: nn.Module) -> nn.ModuleList:
+    def layers(self, model: nn.Module) -> list[nn.Module]:
         """All layers."""
+        return list(self._list(model))
+
+    def _list(self, model: nn.Module, index: int = 0) -> nn.ModuleList:
+        """The list of the model that holds a layer."""
         return cast(nn.ModuleList, self.body(model).get_submodule(self.anatomy(model.config).layers))
 
     def blocks(self, model: nn.Module) -> list[Block]:
@@ -136,19 +124,22 @@ class Family(ABC):
 
         Layers that are gone leave no trace but the numbers of those that were kept, for healing.
         """
+        if self.keeps_first and layers[0].gone:
+            raise ModelError(f"the first layer of {self.name} models is unlike the others and has to stay.")
         made = classes(self.kind(like.config))
         auto = next(auto for auto, cls in stock_classes(self.kind(like.config)).items() if isinstance(like, cls))
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
-            settings, tensors = without(settings, kept, len(layers)), self._renumbered(like, tensors, kept)
+            settings, tensors = self._shortened(settings, layers), self._renumbered(like, tensors, kept)
         origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
         settings["headwise"] = {
             "version": 1,
             "layers": [layers[index].to_json() for index in kept],
             "kept": [origin[index] for index in kept],  # of the source's layers
+            **self.noted(like),
         }
-        config = made["AutoConfig"](**settings)
+        config = self.configured(made["AutoConfig"], settings)
         config._attn_implementation = like.config._attn_implementation
         with torch.device("meta"):
             model = made[auto](config)
@@ -161,6 +152,22 @@ class Family(ABC):
         if getattr(like, "generation_config", None) is not None:
             model.generation_config = copy.deepcopy(like.generation_config)
         return model.train(like.training)
+
+    def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
+        """A configuration with the settings of another."""
+        return config_class(**settings)
+
+    def noted(self, like: nn.Module) -> dict[str, Any]:
+        """What else a tailored configuration must say about a model."""
+        return {}
+
+    def may_go(self, layers: Sequence[LayerShape]) -> bool:
+        """Whether a model works with these layers, those that are gone included; one is always left."""
+        return True
+
+    def _shortened(self, settings: dict[str, Any], layers: tuple[LayerShape, ...]) -> dict[str, Any]:
+        """A configuration for the layers that are not gone."""
+        return without(settings, [index for index, layer in enumerate(layers) if not layer.gone], len(layers))
 
     def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
         """The state dictionary without the layers that are gone."""
@@ -198,7 +205,7 @@ class Family(ABC):
         places |= dict(zip(("gate", "up") if len(anatomy.mlp_in) > 1 else ("up",), anatomy.mlp_in, strict=True))
         places["down"] = anatomy.mlp_out
         found = {f"{ours}.{kind}": f"{place}.{kind}" for ours, place in places.items() for kind in ("weight", "bias")}
-        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "pairs": "pairs_GP"}
+        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "pairs": "pairs_GP", "columns": "heads_H"}
         return found | {ours: f"{anatomy.attention}.{place}" for ours, place in more.items()}
 
     def _prefix(self, config: Any, index: int) -> str:
@@ -236,23 +243,48 @@ class Family(ABC):
     @contextmanager
     def replaced(self, model: nn.Module, index: int, layer: nn.Module) -> Iterator[None]:
         """Put another layer in a layer's place; the model's own is put back in any case."""
-        layers = self.layers(model)
-        own = layers[index]
-        layers[index] = layer
+        layers, own = self._list(model, index), self.layers(model)[index]
+        place = next(i for i, found in enumerate(layers) if found is own)
+        layers[place] = layer
         try:
             yield
         finally:
-            layers[index] = own
+            layers[place] = own
 
     # Streams: what flows between layers.
 
     def call(self, model: nn.Module, rows: torch.Tensor) -> Any:
         """A forward pass of a model or of its body. Rows are unpadded tokens unless a family says otherwise."""
-        return model(rows, **self.quiet)
+        return model(**self.arguments(rows), **self.quiet)
+
+    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Rows as a model takes them, by name; what the model writes comes last."""
+        return {"input_ids": rows}
+
+    def answering(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The tokens of the last stream that answers come from."""
+        return stream
 
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Rows that any model of the family reads, for tests."""
         return torch.arange(count * length).reshape(count, length) % 90 + 3
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first row alone, with no more than so many tokens; a row may end early."""
+        return self.unpadded(rows[:1])[:, :most]
+
+    def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What a model is given to write on from, of a row, and how many tokens come before what it wrote."""
+        length = min(32, len(row) // 2)
+        return row[None, :length], length
+
+    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
+        """How a model reads a text and begins to write."""
+        return {"input_ids": ids, "logits_to_keep": 1}
+
+    def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
+        """How it writes on, after `out`."""
+        return {"input_ids": token}
 
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
@@ -282,7 +314,7 @@ class Family(ABC):
         def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
             more = bound.pop("kwargs", {})
-            seen.append((bound.pop("hidden_states"), {**bound, **more}))
+            seen.append((bound.pop(next(iter(bound))), {**bound, **more}))  # the stream comes first
             if len(seen) == count:
                 raise Captured
 
@@ -302,6 +334,12 @@ class Family(ABC):
         drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
         found = self._handed(model, ids[:1], len(self.layers(model)))
         return [{k: v for k, v in context.items() if k not in drop} for _, context in found]
+
+    def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
+        """`layer_contexts` for batches of rows: one for all of the same length."""
+        made = {part.shape[1:]: part for part in parts}
+        found = {length: self.layer_contexts(model, part) for length, part in made.items()}
+        return [found[part.shape[1:]] for part in parts]
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""

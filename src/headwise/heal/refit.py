@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise.families import Block, Family
 from headwise.linalg import balanced, ridge, value_basis
-from headwise.probes._watch import Track, batches, silently
+from headwise.probes._watch import Track, batches, places, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
@@ -28,9 +28,10 @@ class _Rows:
 
     source: torch.Tensor
     cut: torch.Tensor
+    contexts: list[dict[str, Any]]  # of the source's layers
     z: torch.Tensor | None = None
-    source_start: torch.Tensor | None = None  # before the layer's attention, while its MLP is worked on
-    cut_start: torch.Tensor | None = None
+    source_middle: torch.Tensor | None = None  # the layer's own tokens after its attention, while its MLP is worked on
+    cut_middle: torch.Tensor | None = None
 
 
 @torch.no_grad()
@@ -45,23 +46,24 @@ def refit(
     """A healed copy of `cut` and what was gained per layer; neither model is changed."""
     healed = family.tailor(cut)
     device = healed.device
-    contexts = family.layer_contexts(source, tokens[:1].to(device))
     kept = _kept_of(source, healed)
-    parts = batches(tokens)
-    rows = [_Rows(family.embed(source, p.to(device)), family.embed(healed, p.to(device))) for p in parts]
+    image = family.row_tokens(source.config, tokens)
+    parts = [part.to(device) for part in batches(tokens, row=image)]
+    contexts = family.contexts(source, parts)
+    rows = [_Rows(family.embed(source, p), family.embed(healed, p), c) for p, c in zip(parts, contexts, strict=True)]
     ours, theirs = family.blocks(healed), family.blocks(source)
     gains = []
     for row in rows:
         for i in range(kept[0]):  # lost before the first that is left
-            row.source = _pass(theirs[i], row.source, contexts[i])
+            row.source = theirs[i](row.source, row.contexts[i])
     for index in track(range(len(ours)), "refit"):
         until = kept[index + 1] if index + 1 < len(kept) else len(theirs)
-        lost = [(theirs[i], contexts[i]) for i in range(kept[index] + 1, until)]
-        worker = _LayerRefit(ours[index], theirs[kept[index]], contexts[kept[index]], rows, strength)
+        lost = range(kept[index] + 1, until)
+        worker = _LayerRefit(ours[index], theirs, kept[index], rows, strength)
         worker.queries_and_keys()
         worker.values()
-        gains.append({"attention": worker.output(), "mlp": worker.down(lost)})
-    return healed, {"method": NAME, "tokens": tokens.numel(), "strength": strength, "layers": gains}
+        gains.append(worker.output_and_down(lost))
+    return healed, {"method": NAME, "tokens": places(tokens, image), "strength": strength, "layers": gains}
 
 
 class LayerHealer:
@@ -73,51 +75,47 @@ class LayerHealer:
     def __init__(self, family: Family, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
         self.family, self.strength = family, strength
         self.whole = family.blocks(model)
-        self.contexts = family.layer_contexts(model, tokens[:1].to(model.device))
+        row = family.row_tokens(model.config, tokens)
+        parts = [part.to(model.device) for part in batches(tokens, row=row)]
+        self.contexts = family.contexts(model, parts)
         self.streams: list[list[torch.Tensor]] = [[] for _ in self.whole]
         with torch.no_grad():
-            for part in batches(tokens):
-                stream = family.embed(model, part.to(model.device))
-                for index, context in enumerate(self.contexts):
+            for part, contexts in zip(parts, self.contexts, strict=True):
+                stream = family.embed(model, part)
+                for index, context in enumerate(contexts):
                     self.streams[index].append(stream)
                     stream = family.run_layer(model, index, stream, context)
 
     @torch.no_grad()
     def heal(self, index: int, layer: nn.Module) -> nn.Module:
         """The layer with values, output and down projection refitted; changes and returns `layer`."""
-        rows = [_Rows(stream, stream) for stream in self.streams[index]]
-        ours = self.family.block(layer)
-        worker = _LayerRefit(ours, self.whole[index], self.contexts[index], rows, self.strength)
+        rows = [_Rows(s, s, contexts) for s, contexts in zip(self.streams[index], self.contexts, strict=True)]
+        worker = _LayerRefit(self.family.block(layer), self.whole, index, rows, self.strength)
         worker.values()
-        worker.output()
-        worker.down()
+        worker.output_and_down()
         return layer
 
 
 class _LayerRefit:
-    """The refits of one layer; moves both residual streams past it."""
+    """The refits of one layer, which was number `index` of the source's; moves both residual streams past it."""
 
-    def __init__(self, ours: Block, theirs: Block, context: dict[str, Any], rows: list[_Rows], strength: float) -> None:
-        self.ours, self.theirs, self.rows, self.strength = ours, theirs, rows, strength
-        self.positions = context.get("position_embeddings")
-        self.mask = context.get("attention_mask")
+    def __init__(self, ours: Block, source: list[Block], index: int, rows: list[_Rows], strength: float) -> None:
+        self.ours, self.theirs, self.rows, self.strength = ours, source[index], rows, strength
+        self.source, self.index = source, index
 
-    def _heads(
-        self, block: Block, stream: torch.Tensor, like: Block | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries, keys and values of a block; its input is normed as `like` does."""
-        norm = (like or block).attention_norm
-        return block.attention.heads(stream if norm is None else norm(stream), self.positions)
+    def _context(self, row: _Rows) -> dict[str, Any]:
+        return row.contexts[self.index]
 
-    def _outputs(self, block: Block, stream: torch.Tensor) -> torch.Tensor:
-        q, k, v = self._heads(block, stream)
-        z: torch.Tensor = block.attention.attend(*block.attention.project(q, k), v, self.mask)[0]
-        return z.flatten(2)
+    def _outputs(self, block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        return block.attended(*block.heads(stream, context), context)
 
     def _wanted(self, row: _Rows, z: torch.Tensor) -> torch.Tensor:
         """What the output projection should give: the source's sum, or its own output where a norm follows it."""
         given: torch.Tensor = self.theirs.output(z)
-        return given if self.theirs.attention_scale is not None else row.source + given - row.cut
+        source, cut = (self.theirs.own(stream, self._context(row)) for stream in (row.source, row.cut))
+        if self.theirs.by_channel:
+            return _before(self.ours.attention_scale, self.theirs.middle(source, z) - cut)
+        return given if self.theirs.attention_scale is not None else source + given - cut
 
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
@@ -126,8 +124,9 @@ class _LayerRefit:
             return
         sums: list[torch.Tensor] = []
         for row in self.rows:
-            q, k, _ = self._heads(self.ours, row.cut)
-            q0, k0 = theirs.project(*self._heads(self.theirs, row.source)[:2])
+            context = self._context(row)
+            q, k, _ = self.ours.heads(row.cut, context)
+            q0, k0 = theirs.project(*self.theirs.heads(row.source, context)[:2])
             k, k0 = (t - t.mean(2, keepdim=True) for t in (k, k0))  # softmax ignores the mean key
             q, q0, k, k0 = (
                 t.transpose(0, 1).unflatten(0, (ours.kv_heads, -1)).flatten(1, 3).double() for t in (q, q0, k, k0)
@@ -152,10 +151,11 @@ class _LayerRefit:
             return
         problem = _LeastSquares(self.theirs.output)
         for row in self.rows:
-            q, k, _ = self._heads(self.ours, row.cut)
-            v = self._heads(self.theirs, row.cut, self.ours)[2]
-            z = ours.attend(*ours.project(q, k), v, self.mask)[0].flatten(2)
-            problem.add(z, self._wanted(row, self._outputs(self.theirs, row.source)))
+            context = self._context(row)
+            q, k, _ = self.ours.heads(row.cut, context)
+            v = self.theirs.heads(row.cut, context, self.ours)[2]
+            z = self.ours.attended(q, k, v, context)
+            problem.add(z, self._wanted(row, self._outputs(self.theirs, row.source, context)))
         full = problem.solution(self.strength)
         heads, width, groups = theirs.query_heads, theirs.v_dim, ours.kv_heads
         per_head = problem.xx.view(heads, width, heads, width)
@@ -168,36 +168,66 @@ class _LayerRefit:
         readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
         self.ours.output.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
 
-    def output(self) -> dict[str, float]:
-        """Output projection: the stream after attention becomes the source's, as far as it can."""
-        problem = _LeastSquares(self.ours.output)
+    def output_and_down(self, lost: Sequence[int] = ()) -> dict[str, dict[str, float]]:
+        """Both refits that a residual stream wants, and what they gained; `lost` layers of the source lay behind."""
+        if self.ours.down is None:
+            return {"attention": self._output(lost, last=True)}
+        return {"attention": self._output(), "mlp": self._down(self.ours.down, lost)}
+
+    def _past(self, row: _Rows, own: torch.Tensor, lost: Sequence[int]) -> torch.Tensor:
+        """The source's stream after the layer, whose own tokens it is given, and after the lost ones behind it."""
+        stream = self.theirs.joined(row.source, own, self._context(row))
+        for index in lost:
+            stream = self.source[index](stream, row.contexts[index])
+        return stream
+
+    def _output(self, lost: Sequence[int] = (), last: bool = False) -> dict[str, float]:
+        """Output projection: the stream after attention becomes the source's, as far as it can.
+
+        If that is the `last` part of the layer, so does the one after the layers that were lost behind it.
+        """
+        problem, theirs = _LeastSquares(self.ours.output), self.theirs
         for row in self.rows:
-            row.z = self._outputs(self.ours, row.cut)
-            z = self._outputs(self.theirs, row.source)
-            problem.add(row.z, self._wanted(row, z))
-            row.source_start, row.source = row.source, self.theirs.middle(row.source, z)
+            context = self._context(row)
+            row.z, z = self._outputs(self.ours, row.cut, context), self._outputs(theirs, row.source, context)
+            wanted = self._wanted(row, z)
+            row.source_middle = theirs.middle(theirs.own(row.source, context), z)
+            if last:
+                row.source = self._past(row, row.source_middle, lost)
+                if theirs.attention_scale is None and theirs.attention_end is None:
+                    wanted = theirs.own(row.source, context) - theirs.own(row.cut, context)
+            problem.add(row.z, wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
-            row.cut_start, row.cut = row.cut, self.ours.middle(row.cut, row.z)
-            row.z = None
+            context = self._context(row)
+            row.cut_middle, row.z = self.ours.middle(self.ours.own(row.cut, context), row.z), None
+            if last:
+                row.cut = self.ours.joined(row.cut, row.cut_middle, context)
         return gain
 
-    def down(self, lost: Sequence[tuple[Block, dict[str, Any]]] = ()) -> dict[str, float]:
+    def _down(self, down: nn.Linear, lost: Sequence[int]) -> dict[str, float]:
         """Down projection: the same for the stream after the MLP, and after the layers that were `lost` behind it."""
-        problem = _LeastSquares(self.ours.down)
+        problem, theirs = _LeastSquares(down), self.theirs
         for row in self.rows:
-            channels = self.theirs.channels(row.source_start, row.source)
-            given = self.theirs.down(channels)
-            before, row.source = row.source, self.theirs.end(row.source, channels)
-            for block, context in lost:
-                row.source = _pass(block, row.source, context)
-            bare = self.theirs.mlp_scale is None and self.theirs.mlp_end is None
-            wanted = row.source - row.cut if bare else given if self.theirs.mlp_scale else before + given - row.cut
-            problem.add(self.ours.channels(row.cut_start, row.cut), wanted)
+            context = self._context(row)
+            channels = theirs.channels(theirs.own(row.source, context), row.source_middle)
+            given = theirs.down(channels) if theirs.down is not None else channels  # ours has an MLP, so has theirs
+            row.source = self._past(row, theirs.end(row.source_middle, channels), lost)
+            bare = theirs.mlp_scale is None and theirs.mlp_end is None
+            ends = theirs.own(row.source, context)
+            if theirs.by_channel:
+                wanted = _before(self.ours.mlp_scale, ends - row.cut_middle)
+            elif theirs.mlp_scale is not None:
+                wanted = given
+            else:
+                wanted = (ends if bare else row.source_middle + given) - row.cut_middle
+            problem.add(self.ours.channels(self.ours.own(row.cut, context), row.cut_middle), wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
-            row.cut = self.ours.end(row.cut, self.ours.channels(row.cut_start, row.cut))
-            row.source_start = row.cut_start = None
+            context = self._context(row)
+            channels = self.ours.channels(self.ours.own(row.cut, context), row.cut_middle)
+            row.cut = self.ours.joined(row.cut, self.ours.end(row.cut_middle, channels), context)
+            row.source_middle = row.cut_middle = None
         return gain
 
 
@@ -209,13 +239,10 @@ def _kept_of(source: nn.Module, cut: nn.Module) -> list[int]:
     return [list(numbers[0]).index(number) for number in numbers[1]]
 
 
-def _pass(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
-    """A stream through one whole layer of the source."""
-    x = stream if block.attention_norm is None else block.attention_norm(stream)
-    q, k, v = block.attention.heads(x, context.get("position_embeddings"))
-    z = block.attention.attend(*block.attention.project(q, k), v, context.get("attention_mask"))[0].flatten(2)
-    middle = block.middle(stream, z)
-    return block.end(middle, block.channels(stream, middle))
+def _before(scale: Any, wanted: torch.Tensor) -> torch.Tensor:
+    """What factors of channels must be given so that they put out what is wanted."""
+    factors = scale(torch.ones_like(wanted[:1, :1]))
+    return wanted / torch.where(factors == 0, 1, factors)
 
 
 class _LeastSquares:

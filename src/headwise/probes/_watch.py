@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from headwise.data import batches as batches
+from headwise.data import places as places
 
 T = TypeVar("T")
 Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
@@ -38,7 +39,7 @@ def watching(
         for layer, block in enumerate(blocks):
             if attention is not None:
                 hooks.append(block.attention.attend.register_forward_hook(see_attention(layer)))
-            if channels is not None:
+            if channels is not None and block.down is not None:
                 hooks.append(block.down.register_forward_pre_hook(see_channels(layer)))
         yield
     finally:

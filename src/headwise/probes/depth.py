@@ -13,11 +13,12 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
-from headwise.tasks import Prepared, Task
+from headwise.tasks import Task
 from headwise.tasks.causal import Causal
-from headwise.types import Reading
+from headwise.types import GONE, Reading
 
 NAME = "depth"
 TRIED = 8  # candidates after the first removal: those that were cheapest the last time they were measured
@@ -33,33 +34,36 @@ class Skipper:
     ) -> None:
         self.family, self.model, self.task = family, model, task or Causal()
         self.parts = self.task.prepare(tokens, seed).to(model.device).batches(2048)
-        self.contexts = family.layer_contexts(model, self.parts[0].inputs)
-        self.reference = [self._answers(part, ()) for part in self.parts]
+        self.contexts = family.contexts(model, [part.inputs for part in self.parts])
+        self.shapes = family.shape_of(model.config).layers
+        self.reference = [self._answers(number, ()) for number in range(len(self.parts))]
 
     @torch.no_grad()
-    def _answers(self, part: Prepared, gone: tuple[int, ...]) -> torch.Tensor:
+    def _answers(self, number: int, gone: tuple[int, ...]) -> torch.Tensor:
+        part = self.parts[number]
         stream = self.family.embed(self.model, part.inputs)
-        for index, context in enumerate(self.contexts):
+        for index, context in enumerate(self.contexts[number]):
             if index not in gone:
                 stream = self.family.run_layer(self.model, index, stream, context)
         return self.task.outputs_from(self.family, self.model, stream, part)
 
     @torch.no_grad()
-    def _damage(self, answers: Callable[[Prepared], torch.Tensor]) -> tuple[float, float]:
+    def _damage(self, answers: Callable[[int], torch.Tensor]) -> tuple[float, float]:
         rows = []
-        for part, reference in zip(self.parts, self.reference, strict=True):
-            rows.append(self.task.divergence(reference, answers(part)))
+        for number, reference in enumerate(self.reference):
+            rows.append(self.task.divergence(reference, answers(number)))
         values = torch.cat(rows).double()
         error = float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
         return max(0.0, float(values.mean())), error
 
     def without(self, gone: tuple[int, ...]) -> float:
-        """Mean divergence from the whole model when these layers are left out."""
-        return self._damage(lambda part: self._answers(part, gone))[0]
+        """Mean divergence from the whole model when these layers are left out; no end of it where none can be."""
+        left = [GONE if index in gone else shape for index, shape in enumerate(self.shapes)]
+        return self._damage(lambda number: self._answers(number, gone))[0] if self.family.may_go(left) else math.inf
 
     def of(self, model: nn.Module) -> tuple[float, float]:
         """Mean divergence of another model from the whole one, and its standard error."""
-        return self._damage(lambda part: self.task.outputs(self.family, model, part))
+        return self._damage(lambda number: self.task.outputs(self.family, model, self.parts[number]))
 
 
 def measure(
@@ -74,7 +78,7 @@ def measure(
 ) -> tuple[Reading, tuple[int, ...]]:
     """The damage of removing 0 to `most` layers, and the layers in the order of their going."""
     skipper = Skipper(family, model, tokens, task, seed)
-    order = _greedy(skipper, len(skipper.contexts), most, track)
+    order = _greedy(skipper, len(skipper.shapes), most, track)
     values, errors = [0.0], [0.0]
     for count in track(range(1, len(order) + 1), "depth, healed"):
         damage, error = skipper.of(remove(order[:count]))
@@ -90,14 +94,15 @@ def measure(
         unit=skipper.task.unit,
         meaning=f"Measured damage ({skipper.task.divergence_name} to the source, healed) with whole layers removed, "
         "chosen jointly.",
-        tokens=tokens.numel(),
+        tokens=places(tokens, skipper.task.row_tokens),
         seed=seed,
     )
     return reading, order
 
 
 def _greedy(skipper: Skipper, layers: int, most: int, track: Track) -> tuple[int, ...]:
-    last = {index: skipper.without((index,)) for index in track(range(layers), "depth")}
+    able = range(int(skipper.family.keeps_first), layers)
+    last = {index: skipper.without((index,)) for index in track(able, "depth")}
     order: list[int] = []
     while len(order) < most and last:
         if order:

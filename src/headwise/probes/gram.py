@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headwise.data import batches, places
 from headwise.families import Family
-from headwise.probes._watch import Track, batches, silently, watching
+from headwise.probes._watch import Track, silently, watching
 
 NAME = "gram"
 MEANING = "second moments of queries, keys, head outputs and MLP channels"
@@ -21,7 +22,7 @@ def collect(
     `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key of its sequence, because
     softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
     """
-    layers = family.blocks(model)
+    layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
     sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
 
     def add(layer: int, **parts: torch.Tensor) -> None:
@@ -42,9 +43,9 @@ def collect(
         add(layer, gram_mlp=flat.mT @ flat)
 
     with watching(layers, attention, channels if mlp else None):
-        for batch in track(batches(tokens), "second moments"):
+        for batch in track(batches(tokens, row=row), "second moments"):
             family.run(model, batch.to(model.device))
-    return [{name: total / tokens.numel() for name, total in layer.items()} for layer in sums]
+    return [{name: total / places(tokens, row) for name, total in layer.items()} for layer in sums]
 
 
 def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:

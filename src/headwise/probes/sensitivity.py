@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
 from headwise.probes._watch import Track, silently, watching
@@ -31,6 +32,7 @@ class _LayerSums:
 
     tails: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     cross: dict[str, torch.Tensor] = field(default_factory=dict)
+    tokens: int = 0  # that the layer changed
 
     def add_tail(self, name: str, a_BTC: torch.Tensor) -> None:
         tail = a_BTC.flip(-1).cumsum(-1).flip(-1)  # removing directions c and all after it
@@ -52,7 +54,7 @@ class Sensitivity:
         shape = family.shape_of(model.config)
         self.shapes, self.grain = shape.layers, shape.grain
         self.sums = [_LayerSums() for _ in self.layers]
-        self.tokens = self.terms = 0  # read, and answered for
+        self.terms = 0  # answers
         self.whole = False  # whether a whole text has one answer
         self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
 
@@ -92,6 +94,7 @@ class Sensitivity:
         z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
         a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
         self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
+        self.sums[layer].tokens += a_BGTC.shape[0] * a_BGTC.shape[2]
         heads = self._answered((z * grad).sum(-1), 2)
         self.sums[layer].add_cross("heads", heads.permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
 
@@ -108,7 +111,6 @@ class Sensitivity:
                     stream = self.family.embed(self.model, batch.inputs).requires_grad_()
                     outputs = self.task.outputs(self.family, self.model, batch, stream)
                     self.task.loss(outputs, batch.labels).backward()
-                    self.tokens += batch.inputs.numel()
                     self.terms += self.task.terms(batch)
         finally:
             for parameter in wanted:
@@ -128,11 +130,11 @@ def measure(
     """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept."""
     probe = Sensitivity(family, model, moments, mlp, task or Causal())
     probe.run(tokens, seed, track)
-    grain, scale = probe.grain, 1.0 if probe.whole else probe.tokens / probe.terms
+    grain = probe.grain
     curves: dict[str, list[Row]] = {}
     orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
     for shape, sums in zip(probe.shapes, probe.sums, strict=True):
-        kept = _orders(sums, shape, probe)
+        kept, scale = _orders(sums, shape, probe), 1.0 if probe.whole else sums.tokens / probe.terms
         orders.append({name: order for name, (order, _) in kept.items()})
         for name, full, sizes in (
             ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
@@ -157,7 +159,8 @@ def measure(
             order["qk_pairs_power"] = _strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
-    return [_reading(name, rows, tokens.numel(), seed, probe.task.unit) for name, rows in curves.items()], orders
+    read = places(tokens, probe.task.row_tokens)
+    return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
 
 
 def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from headwise.data import places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
@@ -31,16 +32,16 @@ class Swapper:
     ) -> None:
         self.family, self.model, self.task = family, model, task or Causal()
         self.batches = self.task.prepare(tokens, seed).to(model.device).batches(2048)
-        self.contexts = family.layer_contexts(model, self.batches[0].inputs)
+        self.contexts = family.contexts(model, [batch.inputs for batch in self.batches])
         self.streams: list[list[torch.Tensor]] = []
         self.reference: list[torch.Tensor] = []
         self._run_source()
 
     @torch.no_grad()
     def _run_source(self) -> None:
-        for batch in self.batches:
+        for batch, contexts in zip(self.batches, self.contexts, strict=True):
             stream, seen = self.family.embed(self.model, batch.inputs), []
-            for index, context in enumerate(self.contexts):
+            for index, context in enumerate(contexts):
                 seen.append(stream)
                 stream = self.family.run_layer(self.model, index, stream, context)
             self.streams.append(seen)
@@ -49,12 +50,12 @@ class Swapper:
     @torch.no_grad()
     def damage(self, layer: int, option: nn.Module) -> tuple[float, float]:
         """Mean divergence with one layer replaced by `option`, and its standard error over sequences."""
-        rows = []
+        rows, parts = [], zip(self.batches, self.contexts, self.streams, self.reference, strict=True)
         with self.family.replaced(self.model, layer, option):
-            for batch, seen, reference in zip(self.batches, self.streams, self.reference, strict=True):
+            for batch, contexts, seen, reference in parts:
                 stream = seen[layer]
-                for index in range(layer, len(self.contexts)):
-                    stream = self.family.run_layer(self.model, index, stream, self.contexts[index])
+                for index in range(layer, len(contexts)):
+                    stream = self.family.run_layer(self.model, index, stream, contexts[index])
                 cut = self.task.outputs_from(self.family, self.model, stream, batch)
                 rows.append(self.task.divergence(reference, cut))
         values = torch.cat(rows).double()
@@ -92,7 +93,8 @@ def measure(
     for reading, layer, size in track(jobs, "measured damage"):
         option = cut(layer, options[reading.kind](shapes[layer], size))
         found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
-    return [_corrected(reading, found, tokens.numel(), seed, how) for reading in predicted if reading.kind in options]
+    read = places(tokens, swapper.task.row_tokens)
+    return [_corrected(reading, found, read, seed, how) for reading in predicted if reading.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from headwise.report import _data as data
 from headwise.report._card import card
+from headwise.report._compare import compare_page
+from headwise.report._facts import certificate_rows
+from headwise.report._fragment import fragment
 from headwise.report._page import page
-from headwise.types import Dossier
+from headwise.types import Dossier, Verdict
 
 
 def render(dossier: Dossier) -> str:
@@ -17,4 +23,14 @@ def model_card(dossier: Dossier) -> str:
     return card(dossier)
 
 
-__all__ = ["model_card", "render"]
+def compare(dossiers: Sequence[tuple[str, Dossier]]) -> str:
+    """Several runs, by name, on one page."""
+    return compare_page(dossiers)
+
+
+def certificate(verdict: Verdict) -> tuple[tuple[str, ...], ...]:
+    """Every measured quantity in words: name, before, after, change, interval of after."""
+    return certificate_rows(Dossier({}, None, None, None, verdict))
+
+
+__all__ = ["certificate", "compare", "data", "fragment", "model_card", "render"]

@@ -72,7 +72,7 @@ def _layers(dossier: Dossier) -> str:
     rows = []
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
         sizes = [(getattr(old, size), getattr(new, size)) for size in (*LABELS, "qk_width")]
-        rows.append((str(index), *(f"{a} → {b}" if a != b else str(a) for a, b in sizes)))
+        rows.append((f"{index} {old.role}".strip(), *(f"{a} → {b}" if a != b else str(a) for a, b in sizes)))
     return _table(("layer", *LABELS.values(), "query/key width"), tuple(rows))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from headwise.types import Dossier
+from headwise.types import Dossier, Sweep
 
 FOLDER = "DIR"  # the run folder, which the dossier does not know
 PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length")
@@ -66,6 +66,15 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
             lines.append(f"headwise {'reshape' if plain else 'heal'} {FOLDER}")
         lines.append(f"headwise verify {FOLDER}")
     return "\n".join([*lines, f"headwise report {FOLDER}"])
+
+
+def allocate_command(sweep: Sweep) -> tuple[str, str]:
+    """What stands before and after the first budget in the commands that build a point of the frontier."""
+    others = [part for text in sweep.others for part in ("--budget", text)]
+    after = shlex.join([*others, "--allow", ",".join(sweep.allow)])
+    return f"headwise allocate {FOLDER} --budget ", " ".join(["", after]) + "".join(
+        f"\nheadwise {stage} {FOLDER}" for stage in ("heal", "verify", "report")
+    )
 
 
 def items(value: Any) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from headwise.report._facts import Comparison, comparisons
 from headwise.report._text import as_number
-from headwise.types import UNITS, Dossier, LayerKeep, LayerShape, Plan, Reading, Readings
+from headwise.types import UNITS, Dossier, LayerShape, Plan, Reading, Readings
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width")
 LABELS = {
@@ -25,37 +25,6 @@ UNIT_LABELS = {
     "kv_heads": "key/value heads",
     "depth": "whole layer",
 }
-
-
-class MapBar(NamedTuple):
-    """One size of one layer. `through` is larger than `after` where queries are computed wider than they are cached."""
-
-    layer: int
-    before: int
-    after: int
-    through: int
-    kept: tuple[int, ...] | None = None  # which heads stay, where the size counts heads
-    group: int = 1  # query heads that share a key/value head
-
-    @property
-    def title(self) -> str:
-        """For a tooltip."""
-        extra = f", computed at {self.through}" if self.through > self.after else ""
-        return f"layer {self.layer}: {self.after} of {self.before}{extra}"
-
-
-class MapPanel(NamedTuple):
-    """One size of all layers."""
-
-    size: str
-    full: int  # the largest before, the length of a whole bar
-    bars: tuple[MapBar, ...]
-
-    @property
-    def share(self) -> float:
-        """How much of it is kept in the whole model."""
-        before = sum(bar.before for bar in self.bars)
-        return sum(bar.after for bar in self.bars) / before if before else 1.0
 
 
 class DamageRow(NamedTuple):
@@ -108,6 +77,7 @@ class Frontier(NamedTuple):
     points: tuple[tuple[float, float], ...]
     marks: tuple[Comparison, ...]
     measured: tuple[float, float, float] | None  # of the chosen: low, middle, high
+    solved: bool = False  # whether every point has a plan behind it that the slider can show
 
 
 class HealRow(NamedTuple):
@@ -118,34 +88,16 @@ class HealRow(NamedTuple):
     after: float
 
 
-def layer_map(plan: Plan) -> tuple[MapPanel, ...]:
-    """Panels of the map; key/value heads only where some are lost, as the groups of query heads show them anyway."""
-    layers = list(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True))
-    panels = []
-    for size in SIZES:
-        bars = tuple(_map_bar(size, index, *layer) for index, layer in enumerate(layers))
-        if size != "kv_heads" or any(bar.before != bar.after for bar in bars):
-            panels.append(MapPanel(size, max(1, *(bar.before for bar in bars)), bars))
-    return tuple(panels)
-
-
-def _map_bar(size: str, index: int, old: LayerShape, new: LayerShape, keep: LayerKeep) -> MapBar:
-    before, after = getattr(old, size), getattr(new, size)
-    through = max(after, new.qk_width) if size == "qk_dim" else after
-    if size not in ("query_heads", "kv_heads"):
-        return MapBar(index, before, after, min(through, max(before, after)))
-    kept = getattr(keep, size)
-    group = old.queries_per_group if size == "query_heads" else 1
-    return MapBar(index, before, after, after, tuple(range(after)) if kept is None else kept, max(1, group))
-
-
 def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
     """Per unit that the plan cuts in a layer: the reading that prices the cut, and the size on its axis."""
-    old, new = plan.source.layers[layer], plan.target.layers[layer]
+    return _priced_by(plan, plan.source.layers[layer], plan.target.layers[layer])
+
+
+def _priced_by(plan: Plan, old: LayerShape, new: LayerShape) -> dict[str, tuple[str, int]]:
     kinds: dict[str, tuple[str, int]] = {}
     if new.gone:
         return kinds
-    if new.qk_width < old.qk_width:
+    if new.qk_width < old.qk_width and not plan.source.grain.folds:
         kinds["qk"] = ("damage.qk_pairs_shared" if plan.portable else "damage.qk_pairs", new.qk_width)
     elif new.qk_dim < old.qk_dim:
         kinds["qk"] = ("damage.qk_projected", new.qk_dim)
@@ -153,6 +105,15 @@ def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
         if getattr(new, size) < getattr(old, size):
             kinds[unit] = (f"damage.{unit}", getattr(new, size))
     return kinds
+
+
+def layer_damage(readings: Readings, plan: Plan, layer: int, new: LayerShape) -> float | None:
+    """What one layer's sizes were predicted to cost; None for a layer that is gone, as those are priced together."""
+    old = plan.source.layers[layer]
+    if new.gone and not old.gone:
+        return None
+    found = [_look_up(readings.curve(kind), layer, tick) for kind, tick in _priced_by(plan, old, new).values()]
+    return sum(value for value in found if value is not None)
 
 
 def damage_rows(readings: Readings, plan: Plan) -> tuple[DamageRow, ...]:
@@ -194,11 +155,11 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
     reading, earlier = versions[-1], versions[0] if len(versions) > 1 else None
     most = 24 if len(reading.ticks) <= 32 else 12
     curves = tuple(
-        _curve(reading, earlier, layer, _chosen(reading, plan, layer), most) for layer in range(len(reading.ticks))
+        _curve(reading, earlier, layer, chosen_size(reading, plan, layer), most) for layer in range(len(reading.ticks))
     )
     shown = [v for c in curves for _, v in (*c.points, *c.earlier)]
     sizes = [t for c in curves for t, _ in c.points] or [0]
-    log = _wants_log(kind, shown)
+    log = wants_log(kind, shown)
     used = plan is not None and any(kind == k for i in range(len(plan.keep)) for k, _ in chosen_kinds(plan, i).values())
     return CurveSet(
         kind=kind,
@@ -219,7 +180,7 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
 
 def _curve(reading: Reading, earlier: Reading | None, layer: int, chosen: int | None, most: int) -> Curve:
     row = [(t, v) for t, v in zip(reading.ticks[layer], reading.values[layer], strict=True) if math.isfinite(v)]
-    keep = _thin([t for t, _ in row], most, chosen, reading.axis in LOG_AXES)
+    keep = thin([t for t, _ in row], most, chosen, reading.axis in LOG_AXES)
     points = tuple(sorted((t, v) for t, v in row if t in keep))
     errors = None
     if reading.standard_error is not None:
@@ -233,7 +194,7 @@ def _curve(reading: Reading, earlier: Reading | None, layer: int, chosen: int | 
     return Curve(layer, points, errors, mark, old)
 
 
-def _thin(ticks: list[int], most: int, chosen: int | None, log: bool) -> set[int]:
+def thin(ticks: list[int], most: int, chosen: int | None, log: bool) -> set[int]:
     """At most about `most` sizes, ends and the chosen one among them; on a logarithmic axis the small ones are kept."""
     if len(ticks) <= most:
         return set(ticks)
@@ -242,7 +203,7 @@ def _thin(ticks: list[int], most: int, chosen: int | None, log: bool) -> set[int
     return {ticks[i] for i in places} | ({chosen} & set(ticks) if chosen is not None else set())
 
 
-def _chosen(reading: Reading, plan: Plan | None, layer: int) -> int | None:
+def chosen_size(reading: Reading, plan: Plan | None, layer: int) -> int | None:
     """The size that the plan took on this reading's axis. Rival query/key curves are marked only where used."""
     if plan is None or layer >= len(plan.target.layers):
         return None
@@ -253,7 +214,7 @@ def _chosen(reading: Reading, plan: Plan | None, layer: int) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _wants_log(kind: str, values: list[float]) -> bool:
+def wants_log(kind: str, values: list[float]) -> bool:
     positive = [v for v in values if v > 0]
     if kind.startswith("damage.") or kind in LOG_KINDS:
         return bool(positive)
@@ -277,7 +238,9 @@ def frontier(dossier: Dossier) -> Frontier | None:
     plan = dossier.plan
     if plan is None or not plan.budgets:
         return None
-    points = tuple(sorted((p.share, p.damage) for p in plan.frontier if math.isfinite(p.share + p.damage)))
+    solved = dossier.sweep is not None and len(dossier.sweep.answers) > 1
+    found = dossier.sweep.answers if dossier.sweep and solved else plan.frontier
+    points = tuple(sorted((p.share, p.damage) for p in found if math.isfinite(p.share + p.damage)))
     marks = tuple(m for m in comparisons(dossier) if m.share is not None and m.predicted is not None)
     if not points and len(marks) < 2:
         return None
@@ -285,7 +248,7 @@ def frontier(dossier: Dossier) -> Frontier | None:
     middle = as_number(damage.get("measured"))
     low, high = (as_number(damage.get(f"measured_{end}")) for end in ("low", "high"))
     measured = None if middle is None else (middle if low is None else low, middle, middle if high is None else high)
-    return Frontier(plan.budgets[0].name, plan.budgets[0].unit, points, marks, measured)
+    return Frontier(plan.budgets[0].name, plan.budgets[0].unit, points, marks, measured, solved)
 
 
 def healing_parts(healing: dict[str, Any]) -> dict[str, tuple[HealRow, ...]]:

@@ -24,7 +24,8 @@ HEADINGS = {
     "spectrum.output_energy_lost": "Outputs lost by value dimension",
     "lags.contribution": "Contribution by lag",
 }
-FIRST = ("saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")  # shown unfolded
+# Shown unfolded.
+FIRST = ("conditioning", "saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")
 
 
 class Strip(NamedTuple):
@@ -52,9 +53,10 @@ class StripSet(NamedTuple):
 
 
 class Topic(NamedTuple):
-    """A question, the answer in a sentence, and the readings that it comes from, those to show first in front."""
+    """A question, why it matters, the answer in a sentence, and its readings, those to show first in front."""
 
     question: str
+    why: str
     answer: str
     sets: tuple[CurveSet | StripSet, ...]
 
@@ -68,12 +70,12 @@ def diagnostics(readings: Readings, plan: Plan | None) -> tuple[Topic, ...]:
             assert reading is not None
             found[group.kind] = strip_set(reading, readings) if reading.axis in PER_HEAD else _guided(group, reading)
     topics = []
-    for question, probe, answer in TOPICS:
-        kinds = [kind for kind in found if not probe or kind.startswith(f"{probe}.")]
-        kinds.sort(key=lambda kind: kind not in FIRST)
+    for question, probe, why, answer in TOPICS:
+        kinds = [kind for kind in found if kind.startswith(probe)]
+        kinds.sort(key=lambda kind: not kind.startswith(FIRST))
         sets = tuple(found.pop(kind) for kind in kinds)
         if sets:
-            topics.append(Topic(question, answer(readings), sets))
+            topics.append(Topic(question, why, answer(readings), sets))
     return tuple(topics)
 
 
@@ -167,9 +169,38 @@ def _lags(readings: Readings) -> str:
     )
 
 
-TOPICS: tuple[tuple[str, str, Callable[[Readings], str]], ...] = (
-    ("Do heads stay sharp as the text gets longer?", "saturation", _saturation),
-    ("How many directions do heads use?", "spectrum", _spectrum),
-    ("How far back do layers look?", "lags", _lags),
-    ("Other readings", "", lambda readings: ""),
+def _conditioning(readings: Readings) -> str:
+    kind = next((r.kind for r in readings.curves if r.kind.startswith("conditioning")), "")
+    values = [v for v in _values(readings, kind) if v > 0]
+    if not values:
+        return ""
+    return f"Over all layers it lies between {number(min(values), 3)} and {number(max(values), 3)}."
+
+
+TOPICS: tuple[tuple[str, str, str, Callable[[Readings], str]], ...] = (
+    (
+        "Do heads stay sharp as the input gets longer?",
+        "saturation",
+        "A head whose attention flattens averages over all it sees, and an average needs few dimensions.",
+        _saturation,
+    ),
+    (
+        "How many directions do heads use?",
+        "spectrum",
+        "Directions that carry nothing can go for nothing: where few are in use, small sizes are cheap.",
+        _spectrum,
+    ),
+    (
+        "How well conditioned is attention?",
+        "conditioning",
+        "A large condition number says that some directions of a layer's heads are nearly lost beside the others.",
+        _conditioning,
+    ),
+    (
+        "How far back do layers look?",
+        "lags",
+        "A layer that reads its near neighbours alone does simpler work than one that looks far back.",
+        _lags,
+    ),
+    ("Other readings", "", "Probes that this page does not know; each describes itself.", lambda readings: ""),
 )

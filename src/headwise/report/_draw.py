@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 
-from headwise.report._data import (
-    UNIT_LABELS,
-    Curve,
-    CurveSet,
-    DamageRow,
-    Frontier,
-    HealRow,
-    MapBar,
-    MapPanel,
-    value_range,
-)
+from headwise.report._checked import Mark, Pair
+from headwise.report._data import UNIT_LABELS, Curve, CurveSet, DamageRow, Frontier, HealRow, value_range
 from headwise.report._diagnostics import StripSet
 from headwise.report._facts import Measure
-from headwise.report._svg import Scale, circle, diamond, line, path, polyline, rect, spread, svg, text, titled, xy
+from headwise.report._svg import (
+    Scale,
+    circle,
+    diamond,
+    line,
+    path,
+    polyline,
+    rect,
+    short_tick,
+    spread,
+    svg,
+    text,
+    titled,
+    xy,
+)
 from headwise.report._text import number, short
 from headwise.types import UNITS
 
@@ -25,58 +31,32 @@ ROW = 13.0  # height of a layer's row
 
 
 def draw_measure(measure: Measure) -> str:
-    """Two bars from zero, before above after, with the interval as a whisker."""
+    """Two bars from zero, before above after; where an interval is known, points on an axis that shows its width."""
     shown = [v for v in (measure.before, measure.after, measure.high) if v is not None]
     if not shown or max(shown) <= 0:
         return ""
+    label = f"{measure.label}: {number(measure.before)} before, {number(measure.after)} after"
+    if measure.low is not None and measure.high is not None and measure.after is not None:
+        return svg(202, 18, f"{label}, {measure.range} {measure.interval}", _points(measure))
     scale = Scale(0.0, max(shown), 0.0, 200.0)
     body = rect(0, 0, scale(measure.before), 7, "g") if measure.before is not None else ""
     if measure.after is not None:
         body += rect(0, 10, scale(measure.after), 7, "k")
-    if measure.low is not None and measure.high is not None:
-        left, right = scale(measure.low), scale(measure.high)
-        body += path(f"M{xy(left)} 13.5H{xy(right)}M{xy(left)} 9V18M{xy(right)} 9V18", "w")
-    label = f"{measure.label}: {number(measure.before)} before, {number(measure.after)} after"
     return svg(202, 18, label, body)
 
 
-def draw_map(panel: MapPanel, label: str) -> str:
-    """One size of all layers, layers down: kept filled, removed ghosted."""
-    body = "".join(titled(bar.title, _map_row(panel, bar)) for bar in panel.bars)
-    height = ROW * len(panel.bars) + 2
-    return svg(180, height, f"{label} per layer, before and after: {panel.share:.0%} kept", body, "map")
-
-
-def _map_row(panel: MapPanel, bar: MapBar) -> str:
-    left, width, y = 20.0, 98.0, ROW * bar.layer + 2
-    changed = bar.before != bar.after
-    words = f"{bar.before}→{bar.after}" if changed else str(bar.after)
-    numbers = text(16, y + 8, bar.layer, "m", "end") + text(122, y + 8, words, "t" if changed else "m")
-    if bar.kept is not None:
-        return numbers + _head_cells(bar, left, width * bar.before / panel.full, y)
-    scale = Scale(0.0, panel.full, 0.0, width)
-    bars = rect(left, y, scale(bar.before), 9, "g")
-    if bar.through > bar.after:
-        bars += rect(left, y, scale(bar.through), 9, "h")
-    return numbers + bars + rect(left, y, scale(bar.after), 9, "k")
-
-
-def _head_cells(bar: MapBar, left: float, width: float, y: float) -> str:
-    """A cell per head, those that share a key/value head close together."""
-    if not bar.before:
-        return ""
-    kept, pitch = set(bar.kept or ()), width / bar.before
-    groups = -(-bar.before // bar.group)
-    inner, outer = (
-        (min(0.8, pitch * 0.2), min(2.5, pitch * 0.5)) if bar.group > 1 and groups > 1 else (min(1.2, pitch * 0.2),) * 2
-    )
-    cell = (width - inner * (bar.before - groups) - outer * groups) / bar.before
-    paths = {"k": "", "g": ""}
-    for head in range(bar.before):
-        group = head // bar.group
-        x = left + head * cell + inner * (head - group) + outer * group
-        paths["k" if head in kept else "g"] += f"M{xy(x)} {xy(y)}h{cell:.2f}v9h-{cell:.2f}z"
-    return "".join(path(where, name) for name, where in paths.items() if where)
+def _points(measure: Measure) -> str:
+    """A ring before, a dot with its interval after; the axis need not begin at zero."""
+    assert measure.low is not None and measure.high is not None and measure.after is not None
+    known = [v for v in (measure.before, measure.after, measure.low, measure.high) if v is not None]
+    low, high = min(known), max(known)
+    margin = (high - low) * 0.15 or abs(high) * 0.1 or 1.0
+    scale = Scale(low - margin, high + margin, 0.0, 200.0)
+    body = line(0, 9, 200, 9, "l")
+    left, right = scale(measure.low), scale(measure.high)
+    body += path(f"M{xy(left)} 9H{xy(right)}M{xy(left)} 4V14M{xy(right)} 4V14", "w")
+    body += circle(scale(measure.before), 9, 4, "o") if measure.before is not None else ""
+    return body + circle(scale(measure.after), 9, 4.4, "k")
 
 
 def draw_damage(rows: tuple[DamageRow, ...]) -> str:
@@ -86,54 +66,65 @@ def draw_damage(rows: tuple[DamageRow, ...]) -> str:
     body = ""
     for row in rows:
         x, y = 22.0, ROW * row.layer + 2
-        body += text(16, y + 8, row.layer, "m", "end")
+        inner = text(16, y + 8, row.layer, "m", "end")
         for unit in UNITS:
             value = row.parts.get(unit)
             if value is not None:
                 width = scale(max(0.0, value))
-                body += titled(
+                inner += titled(
                     f"layer {row.layer}, {UNIT_LABELS[unit]}: damage {number(value)}",
                     rect(x, y, width, 9, f"u-{unit}"),
                 )
                 x += width
-        body += text(x + 5, y + 8, number(row.total) if row.parts else "nothing cut", "t" if row.parts else "m")
+        inner += text(x + 5, y + 8, number(row.total) if row.parts else "nothing cut", "t" if row.parts else "m")
+        body += f'<g data-layer="{row.layer}">{inner}</g>'
     return svg(340, ROW * len(rows) + 2, "Predicted damage of every layer at its chosen sizes, by unit", body, "rows")
 
 
-def draw_curve(group: CurveSet, curve: Curve) -> str:
-    """One small multiple; axes are the same in the whole group."""
+def draw_lines(group: CurveSet) -> str:
+    """All layers on common axes, early ones pale, late ones dark; what belongs to one layer shows when it is chosen."""
+    left, right, top, bottom = 46.0, 352.0, 16.0, 168.0
+    across, up = _across(group, left, right), Scale(*group.values, bottom, top, group.log)
+    body = ""
+    for tick in up.ticks(4):
+        words = short_tick(tick) if group.log else number(tick, 3)
+        body += line(left, up(tick), right, up(tick), "l") + text(left - 5, up(tick) + 3, words, "m", "end")
     low, high = group.ticks
-    across = _across(group)
-    up = Scale(*group.values, 68, 14, group.log)
-    body = text(30, 9, "the model" if group.kind == "damage.depth" else f"layer {curve.layer}", "t")
-    ticks = up.ticks(3)
-    body += path("".join(f"M30 {xy(up(tick))}h98" for tick in ticks), "l")
-    for tick in (ticks[0], ticks[-1]):
-        plain = not group.log or ticks[0] >= 1e-3
-        words = number(tick, 3) if plain else f"{tick:.0e}".replace("e-0", "e-").replace("e+0", "e")
-        body += text(27, up(tick) + 2.5, words, "s", "end")
-    body += text(30, 79, low, "s") + text(128, 79, high, "s", "end")
-    if len(curve.earlier) > 1:
-        body += polyline([(across(t), up(v)) for t, v in curve.earlier], "e")
+    body += text(left, bottom + 13, low, "m") + text(right, bottom + 13, high, "m", "end")
+    body += text((left + right) / 2, bottom + 13, short(group.axis.replace("_", " "), 30), "m", "middle")
+    body += text(left, 8, short(group.unit, 40), "m")
+    if group.guide and group.curves:
+        body += polyline([(across(t), up(v)) for t, v in group.curves[0].earlier], "e")
+    last = max((curve.layer for curve in group.curves), default=0)
+    body += "".join(_line(group, curve, across, up, curve.layer / last if last else 1.0) for curve in group.curves)
+    return svg(360, 184, f"{group.kind} by {group.axis}, a line per layer", body, "lines")
+
+
+def _line(group: CurveSet, curve: Curve, across: Callable[[float], float], up: Scale, depth: float) -> str:
+    """One layer's line; its error bars, its earlier line and its name only when it is chosen."""
+    whole = group.kind == "damage.depth"
+    name = "the model" if whole else f"layer {curve.layer}"
+    shape, inner = polyline([(across(t), up(v)) for t, v in curve.points], "y"), ""
+    if len(curve.earlier) > 1 and not group.guide:
+        inner += polyline([(across(t), up(v)) for t, v in curve.earlier], "e")
     if curve.errors:
         ends = [(t, v - e, v + e) for (t, v), e in zip(curve.points, curve.errors, strict=True) if e > 0]
-        body += path("".join(f"M{xy(across(t))} {xy(up(a))}V{xy(up(b))}" for t, a, b in ends), "f")
-    body += polyline([(across(t), up(v)) for t, v in curve.points], "c")
-    label = f"layer {curve.layer}: {group.kind} by {group.axis}"
+        inner += path("".join(f"M{xy(across(t))} {xy(up(a))}V{xy(up(b))}" for t, a, b in ends), "f")
+    words = name
     if curve.chosen:
-        label += f", chosen {curve.chosen[0]} at {number(curve.chosen[1])}"
-        body += diamond(across(curve.chosen[0]), up(curve.chosen[1]), 4, "k")
-        body += text(128, 9, f"keeps {curve.chosen[0]}", "t", "end")
+        words += f" keeps {curve.chosen[0]}: {number(curve.chosen[1], 3)}"
+        shape += diamond(across(curve.chosen[0]), up(curve.chosen[1]), 3, "k b")
     elif curve.note:
-        body += text(128, 9, curve.note, "m", "end")
-    return svg(132, 82, label, titled(label, body), "mini")
+        words += f", {curve.note}"
+    inner += text(352, 8, words, "t n", "end")
+    return titled(words, f'{shape}<g class="only">{inner}</g>', None if whole else curve.layer, depth)
 
 
-def _across(group: CurveSet) -> Callable[[float], float]:
+def _across(group: CurveSet, left: float, right: float) -> Callable[[float], float]:
     """The horizontal place of a size; a logarithm that begins at nothing counts from one."""
     low, high = group.ticks
     shift = 1 if group.log_across and low < 1 else 0
-    scale = Scale(low + shift, (high if high > low else low + 1) + shift, 30, 128, group.log_across)
+    scale = Scale(low + shift, (high if high > low else low + 1) + shift, left, right, group.log_across)
     return lambda tick: scale(tick + shift)
 
 
@@ -149,47 +140,111 @@ def draw_strips(group: StripSet) -> str:
         row = rect(scale(0.0), y - 4.5, scale(strip.full) - scale(0.0), 9, "g") if strip.full else ""
         row += path("".join(f"M{xy(scale(value))} {xy(y)}h0" for value in strip.values), "d")
         row += text(16, y + 3, strip.layer, "m", "end") + text(238, y + 3, strip.words, "t")
-        body += titled(f"layer {strip.layer}: {strip.words}", row)
+        body += titled(f"layer {strip.layer}: {strip.words}", row, strip.layer)
     body += "".join(line(scale(mark), 0, scale(mark), bottom, "r") for mark in group.marks)
     return svg(340, bottom + 12, f"{group.kind} of every {group.axis.replace('_', ' ')}, per layer", body, "rows")
 
 
+FRAME = (44.0, 366.0, 20.0, 196.0)  # of the frontier's plot: left, right, top, bottom; the slider below keeps to it
+
+
 def draw_frontier(data: Frontier) -> str:
-    """Damage by share, the chosen point and the baselines with their names."""
+    """Damage by share, the chosen point and the baselines with their names, and a cursor for the slider."""
     shares = [s for s, _ in data.points] + [m.share for m in data.marks if m.share is not None]
     damages = [d for _, d in data.points] + [m.predicted for m in data.marks if m.predicted is not None]
     damages += [m.measured for m in data.marks if m.measured is not None] + list(data.measured or ())
-    log = any(d > 0 for d in damages)
+    log, (left, right, top, bottom) = any(d > 0 for d in damages), FRAME
     low, high = min(shares), max(shares)
-    across = Scale(low if low < high else low - 0.1, high, 56, 410)
-    up = Scale(*value_range(damages, log), 238, 22, log)
-    body = text(56, 9, "damage", "m")
-    body += "".join(line(56, up(t), 410, up(t), "l") + text(51, up(t) + 4, number(t), "m", "end") for t in up.ticks())
-    body += "".join(text(across(t), 256, f"{t:.0%}", "m", "middle") for t in across.ticks(8))
-    body += text(233, 276, f"share of the source's {data.budget} ({data.unit})", "m", "middle")
+    across = Scale(low if low < high else low - 0.1, high, left, right)
+    up = Scale(*value_range(damages, log), bottom, top, log)
+    body = text(left, 9, "predicted damage", "m")
+    for tick in up.ticks(4):
+        words = short_tick(tick) if log else number(tick)
+        body += line(left, up(tick), right, up(tick), "l") + text(left - 5, up(tick) + 4, words, "m", "end")
+    body += "".join(text(across(t), bottom + 14, f"{t:.0%}", "m", "middle") for t in across.ticks(6))
+    body += text(right, 9, f"by share of {data.budget}", "m", "end")
+    label = (
+        f"Least predicted damage by share of the source's {data.budget} ({data.unit}), {len(data.marks)} plans marked"
+    )
+    more = ""
+    if data.solved and log:
+        ends = [*across[:4], *up[:4]]
+        more = f' data-scale="{json.dumps([float(f"{end:.6g}") for end in ends])}"'
+        body += f'<g class="cursor">{line(0, top, 0, bottom, "cursor")}{circle(0, bottom, 4, "")}</g>'
     body += polyline([(across(s), up(d)) for s, d in data.points], "c") if data.points else ""
-    body += "".join(titled(f"{s:.1%}: {number(d)}", circle(across(s), up(d), 2.2, "k")) for s, d in data.points)
-    label = f"Frontier of damage against {data.budget}, with {len(data.marks)} plans marked"
-    return svg(430, 284, label, body + _marks(data, across, up), "chart")
+    return svg(380, bottom + 20, label, body + _marks(data, across, up), "chart", more)
 
 
 def _marks(data: Frontier, across: Scale, up: Scale) -> str:
     """Chosen: diamond. Baseline: ring. Measured: cross, with its interval. Names beside, never on each other."""
     points = [(mark, across(mark.share or 0.0), up(mark.predicted or 0.0)) for mark in data.marks]
     body = ""
-    for (mark, x, y), label_y in zip(points, spread([y for _, _, y in points], 13, 16, 236), strict=True):
-        shape = diamond(x, y, 6.5, "k b") if mark.chosen else circle(x, y, 4, "o")
+    for (mark, x, y), label_y in zip(points, spread([y for _, _, y in points], 13, 26, FRAME[3] - 4), strict=True):
+        shape = diamond(x, y, 6, "k b") if mark.chosen else circle(x, y, 4, "o")
         if mark.measured is not None:
             low, middle, high = data.measured if mark.chosen and data.measured else (mark.measured,) * 3
             cross = f"M{xy(x - 4)} {xy(up(middle) - 4)}l8 8m0 -8l-8 8"
             shape += path(f"{cross}M{xy(x)} {xy(up(low))}V{xy(up(high))}", "x")
         name = short(mark.strategy, 24)
-        side, anchor = (1, "") if x + 13 + 5.6 * len(name) < 430 else (-1, "end")
+        side, anchor = (1, "") if x + 13 + 6 * len(name) < 380 else (-1, "end")
         shape += line(x + 6 * side, y, x + 11 * side, label_y, "l")
         shape += text(x + 13 * side, label_y + 3.5, name, "t n" if mark.chosen else "t", anchor)
         words = f"{mark.strategy}: predicted {number(mark.predicted)}, measured {number(mark.measured)}"
         body += titled(words, shape)
     return body
+
+
+def draw_scatter(pairs: Sequence[Pair]) -> str:
+    """Predicted across, measured up, both logarithmic, with the diagonal on which they agree."""
+    shown = [value for pair in pairs for value in (pair.predicted, pair.measured) if value > 0]
+    ends = value_range(shown, True)
+    across, up = Scale(*ends, 46, 300, True), Scale(*ends, 222, 14, True)
+    body = ""
+    for tick in up.ticks(5):
+        body += line(46, up(tick), 300, up(tick), "l") + text(41, up(tick) + 3, short_tick(tick), "m", "end")
+        body += text(across(tick), 235, short_tick(tick), "m", "middle")
+    body += line(across(ends[0]), up(ends[0]), across(ends[1]), up(ends[1]), "e")
+    body += text(173, 250, "as predicted", "m", "middle") + text(46, 8, "as measured", "m")
+    last = max(pair.layer for pair in pairs)
+    layers: dict[int, list[Pair]] = {}
+    for pair in pairs:
+        layers.setdefault(pair.layer, []).append(pair)
+    for layer, own in layers.items():
+        dots = "".join(f"M{xy(across(p.predicted))} {xy(up(p.measured))}h0" for p in own)
+        body += titled(f"layer {layer}", path(dots, "z"), layer, layer / last if last else 1.0)
+    return svg(
+        310, 254, "Price of single cuts: as measured against as predicted, a dot per layer and size", body, "lines"
+    )
+
+
+def draw_marks(marks: Sequence[Mark]) -> str:
+    """A few numbers on one axis from zero, each with its name, and an interval where one is known."""
+    high = max([1e-12, *(value for mark in marks for value in (mark.value, mark.high or 0.0))])
+    scale, body = Scale(0.0, high, 130, 300), ""
+    for index, mark in enumerate(marks):
+        y = 20.0 * index + 10
+        body += text(122, y + 3, short(mark.name, 26), "t", "end") + line(130, y, 300, y, "l")
+        if mark.low is not None and mark.high is not None:
+            body += path(f"M{xy(scale(mark.low))} {xy(y)}H{xy(scale(mark.high))}", "w")
+        body += circle(scale(mark.value), y, 3.4, "k" if mark.low is None else "o")
+        body += text(308, y + 3, number(mark.value, 3), "t")
+    words = ", ".join(f"{mark.name} {number(mark.value)}" for mark in marks)
+    return svg(350, 20 * len(marks) + 4, words, body, "rows")
+
+
+def draw_loss(points: Sequence[tuple[float, float]], label: str) -> str:
+    """One falling line."""
+    xs, ys = [x for x, _ in points], [y for _, y in points]
+    across = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, 46, 352)
+    up = Scale(min(ys), max(ys) if max(ys) > min(ys) else min(ys) + 1, 168, 16)
+    body = text(46, 8, label, "m")
+    body += "".join(
+        line(46, up(t), 352, up(t), "l") + text(41, up(t) + 3, number(t, 3), "m", "end") for t in up.ticks(4)
+    )
+    body += text(46, 181, number(min(xs)), "m") + text(352, 181, f"step {number(max(xs))}", "m", "end")
+    return svg(
+        360, 184, f"{label} while healing", body + polyline([(across(x), up(y)) for x, y in points], "c"), "lines"
+    )
 
 
 def draw_healing(part: str, rows: tuple[HealRow, ...], ends: tuple[float, float], log: bool) -> str:
@@ -205,5 +260,5 @@ def draw_healing(part: str, rows: tuple[HealRow, ...], ends: tuple[float, float]
         words = f"{number(row.before, 3)} → {number(row.after, 3)}"
         marks = line(x, y, end, y, "c") + circle(x, y, 3.2, "o") + circle(end, y, 3.2, "k")
         numbers = text(16, y + 3, row.layer, "m", "end") + text(238, y + 3, words, "t")
-        body += titled(f"layer {row.layer}, {part}: {words}", marks + numbers)
+        body += titled(f"layer {row.layer}, {part}: {words}", marks + numbers, row.layer)
     return svg(340, bottom + 12, f"Relative error of {part} per layer, before and after healing", body, "rows")

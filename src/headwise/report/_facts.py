@@ -18,6 +18,9 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per masked token": ("AutoModelForMaskedLM", "fill-mask"),
     "1 - cosine": ("AutoModel", "sentence-similarity"),
     "nats per text": ("AutoModelForSequenceClassification", "text-classification"),
+    "nats per image": ("AutoModelForImageClassification", "image-classification"),
+    "1 - cosine per image": ("AutoModel", "image-feature-extraction"),
+    "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
 }
 
 
@@ -31,6 +34,7 @@ class Measure(NamedTuple):
     low: float | None = None
     high: float | None = None
     planned: bool = False  # from the formulas, not yet seen on the real object
+    range: str = "95% interval"  # what low and high are
 
     @property
     def interval(self) -> str:
@@ -73,26 +77,38 @@ def use(dossier: Dossier) -> tuple[str, str]:
     return USES.get(damage_unit(dossier), USES[NATS])
 
 
+def reads_images(dossier: Dossier) -> bool:
+    """Whether the model reads images, not text."""
+    return damage_unit(dossier).endswith("per image")
+
+
 def measures(dossier: Dossier) -> tuple[Measure, ...]:
     """The numbers that answer most questions: perplexity or its like, cache where there is one, parameters, time."""
     quality, speed = (dossier.verdict.quality, dossier.verdict.speed) if dossier.verdict else ({}, {})
     decode = any(key.startswith("decode_ms_per_token") for key in speed) or not speed
     key, phase = ("decode_ms_per_token", "generating") if decode else ("prefill_ms_per_token", "reading")
+    time = _pair(f"Time per token, {phase}", "ms", speed, key)
+    if reads_images(dossier):
+        time = _pair("Time per image", "ms", speed, "ms_per_image")
+    right = [_pair("Accuracy", "", quality, "accuracy")] if "accuracy_after" in quality else []
     cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
     return (
-        _quality(quality),
+        *right,
+        _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
-        _size(dossier, "Parameters", "", "parameters", parameters),
-        _pair(f"Time per token, {phase}", "ms", speed, key),
+        _size(dossier, SIZE, "", "parameters", parameters),
+        time._replace(range="range of repeats"),
     )
 
 
-CACHE = "KV cache per token"
+CACHE, SIZE = "KV cache per token", "Parameters"
 
 
-def _quality(quality: Any) -> Measure:
+def _quality(quality: Any, unit: str) -> Measure:
     """Perplexity, or the best that the task has in its place."""
     for key, label in (("cosine", "Cosine to the source"), ("kl", "KL to the source")):
+        if not quality and unit.endswith(("cosine", "text", "image")) and (key == "kl" or "cosine" in unit):
+            return Measure(label, "", None, None)  # not measured yet
         if key in quality and "loss_after" not in quality and "perplexity_after" not in quality:
             mean, low, high = (as_number(quality.get(name)) for name in (key, f"{key}_low", f"{key}_high"))
             return Measure(label, "", None, mean, low, high)
@@ -119,9 +135,10 @@ def headline(dossier: Dossier) -> str:
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
-    first, *sizes, _ = measures(dossier)
+    found = measures(dossier)
+    first, sizes = found[0], [measure for measure in found if measure.label in (CACHE, SIZE)]
     verb = "will need" if all(size.planned for size in sizes) else "now needs"
-    fewer = {CACHE: ("less KV cache", " bytes per token"), "Parameters": ("fewer parameters", "")}
+    fewer = {CACHE: ("less KV cache", " bytes per token"), SIZE: ("fewer parameters", "")}
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
@@ -208,6 +225,17 @@ def comparisons(dossier: Dossier) -> tuple[Comparison, ...]:
     return (*rows, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
 
 
+def left_out(dossier: Dossier) -> str:
+    """Why the published recipe may be missing: prices of two probes cannot be compared."""
+    if dossier.readings is None or any(row.strategy == "published" for row in comparisons(dossier)):
+        return ""
+    ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
+    probes = [reading.probe for reading in ways if reading is not None]
+    if len(probes) < 2 or probes[0] == probes[1]:
+        return ""
+    return f"The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
+
+
 def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measured: Any, chosen: bool) -> Comparison:
     amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
     share = None
@@ -256,11 +284,14 @@ def certificate_rows(dossier: Dossier) -> Rows:
     return tuple(rows)
 
 
+ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high", "")
+
+
 def _stems(table: Any) -> dict[str, dict[str, float | None]]:
     """`x_before, x_after, x_after_low` grouped under `x`; `kl, kl_low` under `kl` with the empty end."""
     stems: dict[str, dict[str, float | None]] = {}
     for key, value in table.items():
-        for end in ("after_low", "after_high", "before", "after", "low", "high", ""):
+        for end in ENDS:
             if not end or key.endswith(f"_{end}"):
                 stem = key[: -len(end) - 1] if end else key
                 stems.setdefault(stem, {})[end] = as_number(value)
@@ -303,8 +334,8 @@ def provenance(dossier: Dossier) -> Rows:
     if dossier.verdict:
         v = dossier.verdict
         rows += [
-            ("Evaluation text", v.evaluation),
-            ("Evaluation tokens", number(v.tokens)),
+            ("Evaluation images" if reads_images(dossier) else "Evaluation data", v.evaluation),
+            ("Evaluation tokens", number(v.tokens) + (" (patches)" if reads_images(dossier) else "")),
             ("Machine", v.machine),
             ("Date", v.date),
         ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from headwise.report._svg import rect, svg
 from headwise.report._text import escape
 
 
@@ -28,9 +27,10 @@ def pre(words: str) -> str:
     return f"<pre><code>{escape(words)}</code></pre>"
 
 
-def details(heading: str, body: str, is_open: bool = False) -> str:
+def details(heading: str, body: str, is_open: bool = False, kind: str = "") -> str:
     """Something to unfold."""
-    return f"<details{' open' if is_open else ''}><summary>{escape(heading)}</summary>{body}</details>"
+    name = f' class="{kind}"' if kind else ""
+    return f"<details{name}{' open' if is_open else ''}><summary>{escape(heading)}</summary>{body}</details>"
 
 
 def figure(heading: str, picture: str, words: str = "") -> str:
@@ -40,8 +40,8 @@ def figure(heading: str, picture: str, words: str = "") -> str:
 
 
 def legend(keys: list[tuple[str, str]]) -> str:
-    """Swatches and what they mean."""
-    items = "".join(f"<li>{svg(14, 14, label, rect(0, 0, 14, 14, name))}{escape(label)}</li>" for name, label in keys)
+    """Swatches, by the name of their colour, and what they mean."""
+    items = "".join(f'<li><i style="background:var(--{name})"></i>{escape(label)}</li>' for name, label in keys)
     return f'<ul class="legend">{items}</ul>'
 
 
@@ -50,14 +50,41 @@ def missing(words: str, command: str) -> str:
     return f'<p class="note">{escape(words)}. This makes it, with the run folder for DIR:</p>{pre(command)}'
 
 
-def table(heads: tuple[str, ...], rows: tuple[tuple[str, ...], ...], numeric: Collection[int], now: int = -1) -> str:
-    """A table that scrolls on its own where it is too wide; columns in `numeric` are flush right, row `now` is bold."""
-    top = "".join(f'<th scope="col"{_right(i, numeric)}>{escape(head)}</th>' for i, head in enumerate(heads))
+def table(
+    heads: tuple[str, ...],
+    rows: tuple[tuple[str, ...], ...],
+    numeric: Collection[int],
+    now: int = -1,
+    name: str = "",
+    layers: bool = False,
+) -> str:
+    """A table that scrolls on its own where it is too wide; columns in `numeric` are flush right, row `now` is bold.
+
+    With a name it can be sorted and downloaded. `layers`: its first column names layers, which can be chosen.
+    """
+    top = "".join(_head(head, _right(i, numeric)) for i, head in enumerate(heads))
     body = ""
     for index, row in enumerate(rows):
         cells = "".join(f"<td{_right(i, numeric) or _mark(cell)}>{escape(cell)}</td>" for i, cell in enumerate(row))
-        body += f'<tr class="now">{cells}</tr>' if index == now else f"<tr>{cells}</tr>"
-    return f'<div class="scroll" tabindex="0"><table><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+        mark = ' class="now"' if index == now else ""
+        mark += f' data-layer="{escape(row[0])}"' if layers else ""
+        body += f"<tr{mark}>{cells}</tr>"
+    label = f' data-name="{escape(name)}"' if name else ""
+    region = f' role="region" aria-label="{escape(name)}"' if name else ""
+    pick = " pickable" if layers else ""
+    return (
+        f'<div class="scroll{pick}" tabindex="0"{region}><table{label}><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _head(words: str, right: str) -> str:
+    return f'<th scope="col"{right}>{escape(words)}</th>' if words else f"<td{right}></td>"
+
+
+def pickable(label: str, body: str) -> str:
+    """A picture of layers that takes the focus: up and down choose a layer."""
+    return f'<div class="pickable" tabindex="0" role="group" aria-label="{escape(label)}">{body}</div>'
 
 
 def _right(column: int, numeric: Collection[int]) -> str:

@@ -47,9 +47,9 @@ def xy(value: float) -> str:
     )
 
 
-def svg(width: float, height: float, label: str, body: str, name: str = "") -> str:
+def svg(width: float, height: float, label: str, body: str, name: str = "", more: str = "") -> str:
     """A picture that says in words what it shows."""
-    kind = f' class="{name}"' if name else ""
+    kind = (f' class="{name}"' if name else "") + more
     return f'<svg{kind} viewBox="0 0 {xy(width)} {xy(height)}" role="img" aria-label="{escape(label)}">{body}</svg>'
 
 
@@ -90,9 +90,20 @@ def diamond(x: float, y: float, radius: float, name: str) -> str:
     return path(f"M{xy(x)} {xy(y - radius)}l{r} {r}l-{r} {r}l-{r} -{r}z", name)
 
 
-def titled(title: object, body: str) -> str:
-    """A group with a tooltip."""
-    return f"<g><title>{escape(title)}</title>{body}</g>"
+def titled(title: object, body: str, layer: int | None = None, depth: float | None = None) -> str:
+    """A group with a tooltip; with a layer it can be chosen, with a depth (0 to 1) its lines are coloured by it."""
+    mark = "" if layer is None else f' data-layer="{layer}"'
+    mark += "" if depth is None else f' style="--d:{100 * depth:.0f}"'
+    return f"<g{mark}><title>{escape(title)}</title>{body}</g>"
+
+
+def short_tick(value: float) -> str:
+    """A tick of a logarithmic axis in few letters.
+
+    >>> short_tick(0.001), short_tick(100.0)
+    ('1e-3', '100')
+    """
+    return f"{value:g}" if 1e-2 <= abs(value) < 1e4 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
 def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:

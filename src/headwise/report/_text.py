@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import json
 import math
 import re
 from typing import Any
@@ -30,6 +31,27 @@ def clean(text: object) -> str:
 def escape(text: object) -> str:
     """Safe between tags and inside a quoted attribute, of HTML and of SVG."""
     return html.escape(clean(text), quote=True)
+
+
+def for_script(value: Any) -> str:
+    """JSON that may stand inside a script element: nothing in it can end the element or a line of JavaScript.
+
+    >>> for_script({"a": "</script>"})
+    '{"a":"\\\\u003c/script\\\\u003e"}'
+    """
+    text = json.dumps(_finite(value), separators=(",", ":"), ensure_ascii=True)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _finite(value: Any) -> Any:
+    """The value with text cleaned and None for numbers that JSON does not know."""
+    if isinstance(value, dict):
+        return {clean(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return clean(value) if isinstance(value, str) else value
 
 
 def cell(text: object) -> str:
@@ -77,7 +99,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{value:.2e}"
     if abs(value) >= 10_000:
         return f"{value:,.0f}"
-    return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 10 else f"{value:.{digits}g}"
+    return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 1 else f"{value:.{digits}g}"
 
 
 def human(value: float | None) -> str:

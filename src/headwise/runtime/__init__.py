@@ -13,7 +13,12 @@ def register(kind: str | None = None) -> None:
     from headwise.runtime.modeling_headwise import ANATOMY, classes
 
     for name in ANATOMY if kind is None else (kind,):
-        made = classes(name)
+        try:
+            made = classes(name)
+        except (ImportError, RuntimeError):  # of timm, where it is installed but does not load
+            if kind is not None or name != "timm_wrapper":
+                raise
+            continue
         config = made["AutoConfig"]
         transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
         for auto, cls in made.items():

@@ -9,16 +9,20 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import modeling_utils
+from transformers import EncoderDecoderCache, modeling_utils
+from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils.output_capturing import OutputRecorder
 
-CAUSAL, BARE = "AutoModelForCausalLM", "AutoModel"
+CAUSAL, BARE, SEQ2SEQ = "AutoModelForCausalLM", "AutoModel", "AutoModelForSeq2SeqLM"
 MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+IMAGE_CLASSIFIER = "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,12 @@ class Anatomy:
     mlp_out: str = "mlp.down_proj"
     fused_mlp: str = ""  # where an MLP is whose own code wants gate and up in one
     config: str = ""  # where its name is not stem + Config
+    bare: str = "Model"  # end of the class without a head; empty where that is nothing of ours
+    variant: str = ""  # tells our class names apart where stock classes serve several of our kinds
+    roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: our part -> where it is
+    handed: tuple[str, ...] = ()  # what its stacks hand a layer by position, behind stream and mask
+    post_norm: bool = False  # norms come after the sums
+    depth: str = ""  # where a cache would not find out how many layers the decoder has: what the configuration calls it
 
 
 ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
@@ -70,8 +80,61 @@ ANATOMY["distilbert"] = Anatomy(
     "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
     ("ffn.lin1",), "ffn.lin2",
 )  # fmt: skip
-SCALE_QUERIES = ("opt",)  # these scale queries before the product with keys, not the product
-SMALL_OUTPUTS = ("gpt2",)  # these begin with smaller output projections the more layers there are
+ANATOMY["modernbert"] = Anatomy(
+    "modernbert", "ModernBert", ENCODER_HEADS, attention="attn", output="attn.o_proj", fused_mlp="mlp"
+)
+IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
+_o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
+ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit"] = Anatomy("deit", "DeiT", IMAGE_HEADS, "deit", "layers", "attention", _o, *_mlp)
+ANATOMY["deit_with_teacher"] = Anatomy(
+    "deit", "DeiT", {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}, "deit", "layers", "attention", _o, *_mlp,
+    variant="Taught",
+)  # fmt: skip
+ANATOMY["dinov2"] = Anatomy("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_mlp)
+ANATOMY["dinov2_swiglu"] = Anatomy(
+    "dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_gated, "mlp", variant="SwiGLU"
+)
+_clip: Any = dict(
+    module="clip", body_at="vision_model", layers="encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2"
+)
+ANATOMY["clip_vision_model"] = Anatomy(stem="CLIPVision", heads={}, **_clip)
+ANATOMY["clip_vision_projected"] = Anatomy(
+    stem="CLIPVision", heads={BARE: "ModelWithProjection"}, variant="Projected", **_clip
+)
+ANATOMY["clip"] = Anatomy(stem="CLIP", heads=IMAGE_HEADS, bare="", **_clip)
+ANATOMY["timm_wrapper"] = Anatomy(
+    "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
+)
+STACK_PARTS = ("attention", "attention.o_proj", ("gate_proj", "up_proj"), "wo")  # of our layers of two stacks
+_T5_MLP = {"mlp_norm": "layer_norm", "gate_proj": "DenseReluDense.wi_0", "up_proj": "DenseReluDense.wi_1"}
+_T5_MLP["wo"] = "DenseReluDense.wo"
+ANATOMY["t5"] = Anatomy(
+    "t5", "T5", {SEQ2SEQ: "ForConditionalGeneration"}, "", "block", *STACK_PARTS,
+    roles={
+        role: {
+            "attention": f"layer.{own}.{name}", "attention_norm": f"layer.{own}.layer_norm",
+            **{ours: f"layer.{mlp}.{theirs}" for ours, theirs in _T5_MLP.items() if mlp},
+        }
+        for role, own, name, mlp in (
+            ("encoder", 0, "SelfAttention", 1), ("self", 0, "SelfAttention", 0), ("cross", 1, "EncDecAttention", 2)
+        )
+    },
+    handed=("position_bias", "encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"),
+    depth="num_decoder_layers",
+)  # fmt: skip
+_BART_MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
+ANATOMY["bart"] = Anatomy(
+    "bart", "Bart", {SEQ2SEQ: "ForConditionalGeneration"}, "model", "layers", *STACK_PARTS,
+    roles={
+        role: {"attention": name, "attention_norm": f"{name}_layer_norm", **mlp}
+        for role, name, mlp in (
+            ("encoder", "self_attn", _BART_MLP), ("self", "self_attn", {}), ("cross", "encoder_attn", _BART_MLP)
+        )
+    },
+    handed=("encoder_hidden_states",), post_norm=True,
+)  # fmt: skip
+SCALE_QUERIES = ("opt", "timm_wrapper")  # these scale queries before the product with keys, not the product
 
 
 def _eager(
@@ -115,8 +178,8 @@ class SoftmaxAttention(nn.Module):
     def __init__(self, stock: nn.Module, sharing: int) -> None:
         super().__init__()
         self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = stock.scaling  # stays the original's
-        dropout = next(getattr(stock, n) for n in ("attention_dropout", "attn_dropout", "dropout") if hasattr(stock, n))
+        self.scaling = _first(stock, "scaling", "scale") or stock.head_dim**-0.5  # stays the original's
+        dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
         self.attention_dropout = float(getattr(dropout, "p", dropout))
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
         self.num_key_value_groups = sharing  # query heads that share one key/value head
@@ -174,6 +237,18 @@ def _first(stock: nn.Module, *names: str) -> Any:
     return next((getattr(stock, name) for name in names if getattr(stock, name, None) is not None), None)
 
 
+@torch.no_grad()
+def _linear(stock: nn.Module, columns: int, rows: int, bias: bool) -> nn.Linear:
+    """A new matrix whose random entries spread as those of the stock one that it replaces, whatever rule drew them."""
+    new = nn.Linear(columns, rows, bias=bias)
+    for name in ("weight", "bias"):
+        ours, theirs = getattr(new, name), getattr(stock, name, None)
+        if ours is not None and theirs is not None and theirs.numel() and not (ours.is_meta or theirs.is_meta):
+            spread, mean = torch.std_mean(theirs.float(), correction=0)
+            ours.normal_(0.0 if name == "weight" else float(mean), float(spread))
+    return new
+
+
 class TailoredAttention(nn.Module):
     """Attention with its own sizes; a drop-in for the stock attention of a layer.
 
@@ -182,20 +257,26 @@ class TailoredAttention(nn.Module):
 
     def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
         super().__init__()
+        output = getattr(stock, "output", None)  # DINOv2 before transformers 5.20 keeps it beside the attention
+        stock = getattr(stock, "attention", stock)
         self.layer_idx = getattr(stock, "layer_idx", None)  # encoders without a cache may have none
-        self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size")
+        self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         self.hidden = hidden
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin")
-        bias = made.bias is not None
-        self.q_proj = nn.Linear(hidden, self.query_heads * self.qk_width, bias=bias)
-        self.k_proj = nn.Linear(hidden, self.kv_heads * self.qk_width, bias=bias)
-        self.v_proj = nn.Linear(hidden, self.kv_heads * self.v_dim, bias=bias)
+        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
+        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
+        out = out or getattr(output, "dense", None)
+        bias = made.bias is not None or _first(stock, "q_bias") is not None
+        keys = _first(stock, "k_proj", "key", "k_lin", "k") or made  # or fused with the queries
+        values = _first(stock, "v_proj", "value", "v_lin", "v") or made
+        k_bias = bias and not hasattr(stock, "k_bias") if keys is made else keys.bias is not None
+        self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
+        self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, k_bias)
+        self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
         if out is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = nn.Linear(self.query_heads * self.v_dim, hidden, bias=out.bias is not None)
+            self.o_proj = _linear(out, self.query_heads * self.v_dim, hidden, out.bias is not None)
         self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
         self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
         if self.rotary is None:
@@ -203,22 +284,30 @@ class TailoredAttention(nn.Module):
             factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = getattr(stock, "resid_dropout", None)
+        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop", "out_drop")
         if self.rotary and self.qk_width < self.head_dim:
-            kept = torch.arange(pairs := self.qk_width // 2) * (self.rotary // 2) // pairs  # as a smaller stock head turns
+            # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
+            kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
-            self.q_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
-            self.k_down_GWK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_width, self.qk_dim))
+            # Drawn so that queries and keys keep their size; zeros could never be trained.
+            down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
+            self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
+        self.biased = getattr(stock, "biased", hasattr(stock, "relative_attention_num_buckets"))
+        if self.biased:  # which columns of the stack's position bias are those of the heads
+            self.register_buffer("heads_H", torch.arange(self.query_heads))
 
     def heads(
-        self, hidden: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None
+        self,
+        hidden: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        memory: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries and keys after norms and rotary, before projection, and values."""
-        rows = hidden.shape[:-1]
+        """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given."""
+        seen = hidden if memory is None else memory
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
-        k_BGTW = self._normed(self.k_proj(hidden), self.k_norm, self.kv_heads)
-        v_BGTV = self.v_proj(hidden).view(*rows, self.kv_heads, self.v_dim).transpose(1, 2)
+        k_BGTW = self._normed(self.k_proj(seen), self.k_norm, self.kv_heads)
+        v_BGTV = self.v_proj(seen).view(*seen.shape[:-1], self.kv_heads, self.v_dim).transpose(1, 2)
         if not self.rotary or position_embeddings is None:
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
@@ -251,6 +340,15 @@ class TailoredAttention(nn.Module):
         q_BHTK = (grouped @ self.q_down_GWK).view(batch, heads, tokens, self.qk_dim)
         return q_BHTK, k_BGTW @ self.k_down_GWK
 
+    def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
+        """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
+        if position_bias is None:
+            return mask
+        mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
+        if k.shape[2] > bias.shape[3]:  # places of a static cache that nothing fills yet
+            bias = nn.functional.pad(bias, (0, k.shape[2] - bias.shape[3]))
+        return bias if mask is None else bias + mask
+
     def forward(
         self,
         hidden_states: torch.Tensor,
@@ -259,19 +357,161 @@ class TailoredAttention(nn.Module):
         past_key_values: Any = None,
         layer_past: Any = None,
         encoder_hidden_states: Any = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As the stock attention's."""
-        q, k, v = self.heads(hidden_states, position_embeddings)
-        q, k = self.project(q, k)
         cache = past_key_values if past_key_values is not None else layer_past
-        if cache is not None:
-            k, v = cache.update(k, v, self.layer_idx)
-        z, weights = self.attend(q, k, v, attention_mask, **kwargs)
+        both = cache if isinstance(cache, EncoderDecoderCache) else None
+        if both is not None:
+            cache = both.self_attention_cache if key_value_states is None else both.cross_attention_cache
+        if both is not None and key_value_states is not None and both.is_updated.get(self.layer_idx):
+            q = self._normed(self.q_proj(hidden_states), self.q_norm, self.query_heads)
+            k, v = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+        else:
+            q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
+            q, k = self.project(q, k)
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
+            if both is not None and key_value_states is not None:
+                both.is_updated[self.layer_idx] = True
+        z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
         z = z.flatten(2)
         if hasattr(self, "o_proj"):
             z = self.o_proj(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
+
+
+class PatchAttention(TailoredAttention):
+    """The same for timm: a layer wants the output alone, and positions turn patches but not the tokens before them."""
+
+    def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
+        super().__init__(stock, sizes)
+        self.num_prefix_tokens = getattr(stock, "num_prefix_tokens", 0)
+        self.rotate_half = getattr(stock, "rotate_half", False)
+        if isinstance(self.q_norm, nn.Identity):
+            self.q_norm = self.k_norm = None
+
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
+        """As the others'; positions are one table, sines beside cosines."""
+        q_BHTW, k_BGTW, v_BGTV = super().heads(hidden)
+        if position_embeddings is None:
+            return q_BHTW, k_BGTW, v_BGTV
+        return self._turned(q_BHTW, position_embeddings), self._turned(k_BGTW, position_embeddings), v_BGTV
+
+    def _turned(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Patches turned: coordinate j pairs with its neighbour, or with j + half."""
+        (sin, cos), still, x = table.chunk(2, -1), x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
+        if self.rotate_half:
+            across = torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), dim=-1)
+        else:
+            across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
+        return torch.cat((still, x * cos + across * sin), dim=2).to(x.dtype)
+
+    def forward(self, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:  # type: ignore[override]
+        """As the stock attention's."""
+        q, k, v = self.heads(x, rope)
+        q, k = self.project(q, k)
+        z, _ = self.attend(q, k, v, _added(attn_mask, q, k, is_causal))
+        return self.resid_dropout(self.o_proj(z.flatten(2)))
+
+
+def _introduce(attention: Any, config: Any) -> None:
+    """Tell a stock attention of timm, by our names, what others know of themselves."""
+    attention.config, attention.is_causal, attention.rotary = config, False, 0
+    attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
+    attention.attention_dropout = attention.attn_drop
+
+
+class StackAttention(TailoredAttention):
+    """Attention of a stack to itself."""
+
+
+class CrossAttention(TailoredAttention):
+    """Attention of a decoder to its encoder's output."""
+
+
+class RelativeBias(nn.Module):
+    """What a stack adds to its logits by how far apart two tokens are, for all heads that the source had."""
+
+    def __init__(self, stock: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Embedding(stock.relative_attention_num_buckets, stock.n_heads)
+        self.bucket, self.options = stock._relative_position_bucket, {"bidirectional": not stock.is_decoder}
+        self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
+
+    def forward(self, queries: int, keys: int, past: Any = 0) -> Any:
+        """The bias (1, H, queries, keys) of tokens that come behind `past` others."""
+        device = self.table.weight.device
+        asking = torch.arange(queries, device=device)[:, None] + past
+        apart = torch.arange(keys, device=device)[None, :] - asking
+        return self.table(self.bucket(apart, **self.options)).permute(2, 0, 1).unsqueeze(0)
+
+
+class StackLayer(GradientCheckpointingLayer):
+    """A layer of an encoder-decoder. A stock decoder block is two: attention to itself, then to the memory and the MLP.
+
+    So either half can go alone. `hidden_states` of a decoder have one entry for each half. The first layer of a stack
+    holds the table of its relative positions, where it has one, and hands the bias on to all others.
+    """
+
+    def __init__(self, stock: nn.Module, role: str, anatomy: Anatomy, first: bool, config: Any) -> None:
+        super().__init__()
+        self.role, self.handed, self.post_norm = role, anatomy.handed, anatomy.post_norm
+        for ours, theirs in anatomy.roles[role].items():
+            try:
+                setattr(self, ours, stock.get_submodule(theirs))
+            except AttributeError:  # an MLP without a gate has one inner projection, under another name
+                if ours == "up_proj":
+                    self.up_proj = stock.get_submodule(theirs.removesuffix("_1"))
+        if hasattr(self.attention, "relative_attention_num_buckets"):
+            self.attention.biased = role != "cross"
+            if first:
+                self.positions = RelativeBias(self.attention)
+        self.activation = ACT2FN[getattr(config, "activation_function", None) or config.dense_act_fn]
+        self.dropout = float(config.dropout_rate if hasattr(config, "dropout_rate") else config.dropout)
+        self.inner_dropout = float(getattr(config, "activation_dropout", self.dropout))
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
+        """As the stock layer's; what it is handed by position differs between architectures."""
+        given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
+        names = ("encoder_hidden_states", "encoder_attention_mask", "position_bias")
+        memory, seen, bias, *_ = [given.pop(n, None) for n in (*names, "encoder_decoder_position_bias", "use_cache")]
+        if hasattr(self, "positions") and bias is None:
+            bias = self._bias(hidden_states.shape[1], attention_mask, given.get("past_key_values"))
+        if self.role != "cross":
+            hidden_states = self._attended(hidden_states, attention_mask=attention_mask, position_bias=bias, **given)
+        elif memory is not None:
+            hidden_states = self._attended(hidden_states, attention_mask=seen, key_value_states=memory, **given)
+        if hasattr(self, "wo"):
+            hidden_states = self._mlp(hidden_states)
+        return (hidden_states, bias, None) if "position_bias" in self.handed else hidden_states
+
+    def _bias(self, queries: int, mask: Any, cache: Any) -> Any:
+        past = 0 if cache is None else cache.get_seq_length()
+        past = past.clone() if isinstance(past, torch.Tensor) else past  # a static cache counts on in place
+        return self.positions(queries, past + queries if mask is None else mask.shape[-1], past)
+
+    def _attended(self, stream: torch.Tensor, **given: Any) -> torch.Tensor:
+        x = stream if self.post_norm else self.attention_norm(stream)
+        return self._sum(stream, self.attention(x, **given)[0], self.attention_norm)
+
+    def _mlp(self, stream: torch.Tensor) -> torch.Tensor:
+        x = stream if self.post_norm else self.mlp_norm(stream)
+        gated = hasattr(self, "gate_proj")
+        inner = self.activation(self.gate_proj(x)) * self.up_proj(x) if gated else self.activation(self.up_proj(x))
+        inner = nn.functional.dropout(inner, p=self.inner_dropout, training=self.training)
+        return self._sum(stream, self.wo(inner.to(self.wo.weight.dtype)), self.mlp_norm)
+
+    def _sum(self, stream: torch.Tensor, part: torch.Tensor, norm: nn.Module) -> torch.Tensor:
+        stream = stream + nn.functional.dropout(part, p=self.dropout, training=self.training)
+        stream = norm(stream) if self.post_norm else stream
+        if stream.dtype == torch.float16:  # as stock code keeps half precision finite
+            largest = torch.finfo(stream.dtype).max
+            most = torch.where(torch.isinf(stream).any(), largest - 1000, largest)
+            stream = torch.clamp(stream, min=-most, max=most)
+        return stream
 
 
 class GatedMLP(nn.Module):
@@ -279,13 +519,24 @@ class GatedMLP(nn.Module):
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = stock.gate_up_proj
-        self.down_proj, self.act_fn = stock.down_proj, stock.activation_fn
+        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g", "Wi")
+        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2", "Wo")
+        self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
+        self.norm, self.drop = (_first(stock, name) or nn.Identity() for name in ("norm", "drop"))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
-        out: torch.Tensor = self.down_proj(self.up_proj(hidden_states) * self.act_fn(self.gate_proj(hidden_states)))
+        # Side by side, as one product gives them: how some activations round depends on where their input lies.
+        gate, up = torch.cat((self.gate_proj(hidden_states), self.up_proj(hidden_states)), -1).chunk(2, -1)
+        out: torch.Tensor = self.down_proj(self.drop(self.norm(up * self.act_fn(gate))))
         return out
+
+
+def fitting(anatomy: Anatomy, layer: nn.Module) -> Anatomy:
+    """The anatomy as a model with such layers has it: MLPs of timm may be gated, and are then kept as `GatedMLP`."""
+    if anatomy.module != "timm_wrapper" or type(layer.mlp).__name__ not in ("GluMlp", "SwiGLU", "GatedMLP"):
+        return anatomy
+    return replace(anatomy, fused_mlp="mlp", mlp_in=("mlp.gate_proj", "mlp.up_proj"), mlp_out="mlp.down_proj")
 
 
 def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
@@ -294,50 +545,70 @@ def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
     setattr(layer.get_submodule(parent), name, module)
 
 
+def _output_alone(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    return args[0][:1] if isinstance(args[0], tuple) else None
+
+
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
-    attention = TailoredAttention(layer.get_submodule(anatomy.attention), sizes)
+    tailored = {"": TailoredAttention, "cross": CrossAttention}.get(getattr(layer, "role", ""), StackAttention)
+    tailored = PatchAttention if anatomy.module == "timm_wrapper" else tailored
+    attention = tailored(layer.get_submodule(anatomy.attention), sizes)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
-        bias = layer.get_submodule(anatomy.output).bias is not None
-        _put(layer, anatomy.output, nn.Linear(sizes["query_heads"] * sizes["v_dim"], hidden, bias=bias))
+        out = layer.get_submodule(anatomy.output)
+        new = _linear(out, sizes["query_heads"] * sizes["v_dim"], hidden, out.bias is not None)
+        _put(layer, anatomy.output, new)
     _put(layer, anatomy.attention, attention)
-    if anatomy.fused_mlp and not isinstance(fused := layer.get_submodule(anatomy.fused_mlp), GatedMLP):
+    if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
+        layer.layer_scale1.register_forward_pre_hook(_output_alone)
+    if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
         _put(layer, anatomy.fused_mlp, GatedMLP(fused))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
-        _put(layer, path, nn.Linear(columns, rows, bias=layer.get_submodule(path).bias is not None))
+        if not anatomy.roles or hasattr(layer, path):
+            stock = layer.get_submodule(path)
+            _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
+
+
+def _tailor_stacks(model: Any, body: nn.Module, anatomy: Anatomy) -> None:
+    """Put our layers in the place of a stock encoder's and decoder's."""
+    model._no_split_modules = ["StackLayer"]
+    for name, roles in (("encoder", ("encoder",)), ("decoder", ("self", "cross"))):
+        stack = body.get_submodule(name)
+        stock, made, counts = getattr(stack, anatomy.layers), nn.ModuleList(), dict.fromkeys(roles, 0)
+        for sizes in model.config.headwise["layers"]:
+            if (role := sizes["role"]) in roles:
+                layer = StackLayer(stock[counts[role]], role, anatomy, not made, model.config)
+                tailor_layer(layer, anatomy, sizes)
+                layer.attention.layer_idx = layer.attention.attend.layer_idx = counts[role]  # its place in the cache
+                counts[role] += 1
+                made.append(layer)
+        setattr(stack, anatomy.layers, made)
+        crossing = {"cross_attentions": OutputRecorder(CrossAttention, index=1)} if "cross" in roles else {}
+        _let_record(stack, hidden_states=StackLayer, attentions=StackAttention, **crossing)
 
 
 def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
     """Give every layer the sizes that the configuration names. Runs before weights are loaded."""
-    anatomy = ANATOMY[kind]
-    layers: Any = body.get_submodule(anatomy.layers)
+    if ANATOMY[kind].roles:
+        return _tailor_stacks(model, body, ANATOMY[kind])
+    layers: Any = body.get_submodule(ANATOMY[kind].layers)
+    anatomy = fitting(ANATOMY[kind], layers[0])
     kept = model.config.headwise.get("kept", range(len(layers)))
     for index, (layer, sizes) in enumerate(zip(layers, model.config.headwise["layers"], strict=True)):
+        if kind == "timm_wrapper":
+            _introduce(layer.attn, model.config)
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
-    if not next(layers.parameters()).is_meta:
-        _begin(body, layers, kind)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
-    _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
+    if kind != "timm_wrapper":  # whose models give no attention weights
+        _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
 
 
-@torch.no_grad()
-def _begin(body: Any, layers: Any, kind: str) -> None:
-    """Random weights, drawn as the stock architecture draws them; weights from a file come afterwards."""
-    layers.apply(body._init_weights)  # what is inside goes first, so that a stock MLP has the last word on its output
-    for attention in (module for module in layers.modules() if isinstance(module, TailoredAttention)):
-        if kind in SMALL_OUTPUTS:
-            attention.o_proj.weight /= (2 * len(layers)) ** 0.5
-        if attention.qk_dim < attention.qk_width:  # queries and keys keep their size
-            for down_GWK in (attention.q_down_GWK, attention.k_down_GWK):
-                down_GWK.normal_(std=attention.qk_width**-0.5)
-
-
-def _let_record(body: nn.Module) -> None:
+def _let_record(body: nn.Module, **more: Any) -> None:
     """Let `output_attentions=True` find our attention: transformers looks it up by the class of the body."""
-    recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention}
+    recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention, **more}
     registry = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
         name = f"Tailored{type(body).__name__}"
@@ -350,7 +621,7 @@ def stock_classes(kind: str) -> dict[str, Any]:
     anatomy = ANATOMY[kind]
     modules = [importlib.import_module(f"transformers.models.{anatomy.module}.{part}_{anatomy.module}")
                for part in ("configuration", "modeling")]  # fmt: skip
-    ends = {"AutoModel": "Model", **anatomy.heads}
+    ends = {**({"AutoModel": anatomy.bare} if anatomy.bare else {}), **anatomy.heads}
     found = {"AutoConfig": getattr(modules[0], anatomy.config or f"{anatomy.stem}Config")}
     return {**found, **{auto: getattr(modules[1], anatomy.stem + end) for auto, end in ends.items()}}
 
@@ -362,35 +633,51 @@ def classes(kind: str) -> dict[str, Any]:
     """The tailored classes of a model_type, under the same names; made once."""
     if kind not in _made:
         stock = stock_classes(kind)
-        field = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        config = _subclass(stock["AutoConfig"], {"model_type": f"headwise_{kind}", **field})
+        space: dict[str, Any] = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
+        if ANATOMY[kind].depth:
+            space["attribute_map"] = {**stock["AutoConfig"].attribute_map, "num_hidden_layers": ANATOMY[kind].depth}
+        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **space})
+        more = {"_supports_sdpa": True} if kind == "timm_wrapper" else {}  # which does not always say so
         _made[kind] = {"AutoConfig": config}
         for auto, cls in stock.items():
             if auto != "AutoConfig":
-                _made[kind][auto] = _subclass(cls, {"config_class": config, "__init__": _starter(kind, auto)})
+                drawn = {"__init__": _starter(kind, auto), "_initialize_weights": _drawer(cls)}
+                _made[kind][auto] = _subclass(cls, kind, {"config_class": config, **drawn, **more})
         globals().update({cls.__name__: cls for cls in _made[kind].values()})
     return _made[kind]
 
 
-def _subclass(stock: type, space: dict[str, Any]) -> type:
-    name = f"Headwise{stock.__name__}"
+def _subclass(stock: type, kind: str, space: dict[str, Any]) -> type:
+    name = f"Headwise{ANATOMY[kind].variant}{stock.__name__}"
     doc = f"{stock.__name__} with sizes per layer: `config.headwise['layers'][i]` holds them."
     return type(stock)(name, (stock,), {"__module__": __name__, "__doc__": doc, "__qualname__": name, **space})
 
 
 def _starter(kind: str, auto: str) -> Any:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        if config.headwise and config.headwise.get("own_head"):  # an output table that stock code ties all the same
+            tied = {k: v for k, v in type(self)._tied_weights_keys.items() if k != "lm_head.weight"}
+            self.__dict__["_tied_weights_keys"] = tied
         super(_made[kind][auto], self).__init__(config, *args, **kwargs)
-        body = self if auto == "AutoModel" else self.get_submodule(ANATOMY[kind].body_at)
+        bare = auto == "AutoModel" and not hasattr(self, ANATOMY[kind].body_at)  # some without a head are wrapped too
+        body = self if bare else self.get_submodule(ANATOMY[kind].body_at)
         _tailor(self, body, kind)
 
     return __init__
 
 
+def _drawer(stock: Any) -> Any:
+    def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
+        """As stock code draws its own: transformers leaves out some of the rules for code that it does not know."""
+        stock._initialize_weights(self, module, *(False for _ in custom))
+
+    return _initialize_weights
+
+
 def __getattr__(name: str) -> Any:
     """Tailored classes come into being when they are asked for: nothing of other architectures is imported."""
     for kind, anatomy in ANATOMY.items():
-        if name.startswith(f"Headwise{anatomy.stem}"):
+        if name.startswith(f"Headwise{anatomy.variant}{anatomy.stem}"):
             found = {cls.__name__: cls for cls in classes(kind).values()}
             if name in found:
                 return found[name]

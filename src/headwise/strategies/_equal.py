@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import product
 
 from headwise import budgets as prices
@@ -12,19 +13,25 @@ from headwise.types import UNITS, Budget, LayerShape, ModelShape
 
 
 def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
-    """Every way to give all layers the same sizes, with its total damage."""
-    if len(set(source.layers)) > 1:
+    """Every way to give all layers the same sizes, with its total damage; layers without an MLP stay without."""
+    widest = max(layer.mlp_width for layer in source.layers)
+    if len({replace(layer, role="", mlp_width=layer.mlp_width or widest) for layer in source.layers}) > 1:
         raise PlanError("this model's layers have different sizes already; use --strategy exact and no --portable.")
     tables = [
         {kind: {c.sizes: c for c in getattr(menu, kind)} for kind in ("heads", "qk", "v", "mlp")} for menu in offered
     ]
+    for table, layer in zip(tables, source.layers, strict=True):
+        if not layer.mlp_width:  # whatever the others get
+            (nothing,) = table["mlp"].values()
+            table["mlp"] = {sizes: nothing for other in tables for sizes in other["mlp"]}
+    places = {layer: index for index, layer in enumerate(source.layers)}
     shared = [[s for s in tables[0][kind] if all(s in t[kind] for t in tables)] for kind in ("heads", "qk", "v", "mlp")]
     for sizes in product(*shared):
         chosen: list[tuple[Choice, ...]] = [
             tuple(t[kind][s] for kind, s in zip(("heads", "qk", "v", "mlp"), sizes, strict=True)) for t in tables
         ]
-        layer = with_choices(source.layers[0], *chosen[0])
-        yield [layer] * len(source.layers), sum(c.damage for row in chosen for c in row)
+        made = {layer: with_choices(layer, *chosen[index]) for layer, index in places.items()}
+        yield [made[layer] for layer in source.layers], sum(c.damage for row in chosen for c in row)
 
 
 def best_equal(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import BudgetError
@@ -111,7 +111,8 @@ def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
 
 def with_choices(shape: LayerShape, *choices: Choice) -> LayerShape:
     """The layer with the chosen sizes."""
-    return replace(shape, **dict(pair for choice in choices for pair in choice.sizes))
+    sizes: dict[str, Any] = dict(pair for choice in choices for pair in choice.sizes)
+    return replace(shape, **sizes)
 
 
 def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "qk_pairs") -> LayerKeep:

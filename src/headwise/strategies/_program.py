@@ -62,9 +62,10 @@ class Case:
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
 
-    def solve(self) -> Solution | None:
-        """The selection of least total damage that meets every budget; None where there is none."""
-        solved = select(self.program, np.array([budget.limit for budget in self.budgets]) - self.fixed, self.seen)
+    def solve(self, limits: Sequence[float] | None = None) -> Solution | None:
+        """The selection of least total damage that meets every budget, or other limits; None where there is none."""
+        wanted = [budget.limit for budget in self.budgets] if limits is None else limits
+        solved = select(self.program, np.array(wanted) - self.fixed, self.seen)
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))
@@ -97,7 +98,10 @@ def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
         return ()
     points: list[Point] = []
     for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
-        damage = min(case.damage_at(float(share)) + lost for case, lost in cases)
+        damage = float("inf")
+        for case, lost in cases:
+            if lost < damage:  # else the removed layers alone do more
+                damage = min(damage, case.damage_at(float(share)) + lost)
         if damage < float("inf"):
             # A plan for less is a plan for more, so within the gap the better of the two counts.
             points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))

@@ -5,9 +5,12 @@ Whole layers go in the one order that was measured jointly; for every number of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Case, frontier
-from headwise.types import Budget, ModelShape, Plan, Readings
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
@@ -20,11 +23,45 @@ def allocate(
     offered = menus(source, readings, allow, ways(readings))
     steps = depth_steps(readings, allow)
     cases = [(Case(source, without_layers(offered, gone), budgets), lost) for gone, lost in steps]
-    solved = [(case.solve(), lost) for case, lost in cases]
-    feasible = [(found.damage + lost, found) for found, lost in solved if found is not None]
-    if not feasible:
+    best, total = None, float("inf")
+    for case, lost in cases:
+        found = case.solve() if lost < total else None  # the removed layers alone may do more damage than is needed
+        if found is not None and found.damage + lost < total:
+            best, total = found, found.damage + lost
+    if best is None:
         least = [min(case.least[row] for case, _ in cases) for row in range(len(budgets))]
         raise refuse(source, budgets, least, allow)
-    total, best = min(feasible, key=lambda pair: pair[0])
     points = frontier(cases)
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
+
+
+Answerer = Callable[[float], tuple[float, float, list[LayerShape]] | None]
+
+
+def answers(
+    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
+) -> tuple[float, Answerer]:
+    """The least limit of the first budget that may be met, and a function from a limit to damage, gap and layers.
+
+    It decides as `allocate` does, without the frontier: every solve begins afresh, so that no answer depends on others.
+    """
+    offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
+
+    @cache  # a case of a large model takes a second to build, and most are never asked
+    def case(place: int) -> Case:
+        return Case(source, without_layers(offered, steps[place][0]), budgets)
+
+    def answer(limit: float) -> tuple[float, float, list[LayerShape]] | None:
+        best: tuple[float, float, list[LayerShape]] | None = None
+        for place, (_, lost) in enumerate(steps):
+            if best is not None and lost >= best[0]:
+                continue  # the removed layers alone do more damage
+            if case(place).least[0] > limit * (1 + 1e-12):
+                continue
+            case(place).seen[:] = False
+            found = case(place).solve([limit, *(budget.limit for budget in budgets[1:])])
+            if found is not None and (best is None or found.damage + lost < best[0]):
+                best = found.damage + lost, found.gap, found.targets
+        return best
+
+    return float(case(len(steps) - 1).least[0]), answer  # the fewer layers, the cheaper

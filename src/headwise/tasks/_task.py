@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
 
-from headwise.data import closed_blocks, closed_lengths, rows_by_length
+from headwise.data import Rows, closed_blocks, closed_lengths, documents, rows_by_length
 from headwise.families import Family
+
+Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
 
 
 class Prepared(NamedTuple):
@@ -20,19 +22,28 @@ class Prepared(NamedTuple):
     inputs: torch.Tensor
     labels: torch.Tensor
     per_token: bool = True
+    row: int | None = None  # tokens of a row where rows are not tokens
+    truth: torch.Tensor | None = None  # the right answer to every row, where they are known
+
+    def with_truth(self, truth: torch.Tensor | None) -> Prepared:
+        """The same with right answers."""
+        return self._replace(truth=truth)
 
     def batches(self, tokens: int = 4096) -> list[Prepared]:
         """Rows in batches of about `tokens` tokens, each of one length."""
-        parts = rows_by_length(self.inputs, tokens)
-        ends = [length if self.per_token else self.labels.shape[1] for _, length in parts]
         return [
-            self._replace(inputs=self.inputs[rows, :length], labels=self.labels[rows, :end])
-            for (rows, length), end in zip(parts, ends, strict=True)
+            self._replace(
+                inputs=self.inputs[rows, :length] if self.row is None else self.inputs[rows],
+                labels=self.labels[rows, :length] if self.per_token else self.labels[rows],
+                truth=None if self.truth is None else self.truth[rows],
+            )
+            for rows, length in rows_by_length(self.inputs, tokens, self.row)
         ]
 
     def to(self, device: torch.device) -> Prepared:
         """The same on a device."""
-        return self._replace(inputs=self.inputs.to(device), labels=self.labels.to(device))
+        truth = None if self.truth is None else self.truth.to(device)
+        return self._replace(inputs=self.inputs.to(device), labels=self.labels.to(device), truth=truth)
 
 
 class Answers(NamedTuple):
@@ -53,6 +64,8 @@ class Task(ABC):
     agreement_name: ClassVar[str] = ""  # of the share of equal best answers, in verdicts
     perplexity: ClassVar[bool] = False  # whether exp(loss) is one
     generates: ClassVar[bool] = False  # whether the model writes text
+    row_tokens: int | None = None  # tokens of a row where rows are not tokens
+    has_past: ClassVar[bool] = False  # whether every layer sees the tokens before one, and no others
     refit_strength: ClassVar[float] = 1.0  # of the ridge that holds refitted weights near those that a cut left
 
     @classmethod
@@ -90,11 +103,23 @@ class Task(ABC):
         """The answers of the source and of the reshaped model."""
         return Answers(None, None, self.divergence(before, after), None)
 
+    def right(self, outputs: torch.Tensor, truth: torch.Tensor) -> torch.Tensor | None:
+        """Whether the best answers are the right ones (B), where a task has such a thing."""
+        return None
+
+    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> Rows:
+        """Rows of a source as `data` names it, by the tokenizer or whatever else reads for the model."""
+        return Rows(self.blocks(documents(source, seed), reader, length, count, source))
+
     def blocks(
         self, texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
     ) -> torch.Tensor:
         """Text as token blocks of up to `length`, each between the tokens that encoders put around a text."""
         return closed_blocks(texts, tokenizer, length, count, what)
+
+    def complete(self, model: nn.Module, rows: torch.Tensor, seed: int, track: Track) -> torch.Tensor:
+        """Blocks with whatever only the model can add to them."""
+        return rows
 
     def block_tokens(self, length: int) -> int:
         """How many tokens such blocks hold on average."""

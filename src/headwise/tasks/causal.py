@@ -21,6 +21,7 @@ class Causal(Task):
     agreement_name = "next_token_agreement"
     perplexity = True
     generates = True
+    has_past = True
     refit_strength = 1e-2
 
     @classmethod

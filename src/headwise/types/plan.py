@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
-from headwise.types.shape import LayerShape, ModelShape
+from headwise.types.shape import SIZES, LayerShape, ModelShape
 
 UNITS = ("qk", "v", "mlp", "heads", "kv_heads", "depth")  # what a plan may cut, as `--allow` names them
 DEFAULT_UNITS = ("qk", "v", "mlp")
@@ -81,7 +81,7 @@ class Plan(Record):
 def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep, folds: bool) -> None:
     if new.gone:
         return  # nothing of it is kept
-    for name in LayerShape.__slots__:
+    for name in SIZES:
         if getattr(new, name) > getattr(old, name):
             raise PlanError(
                 f"{where}: {name} grows from {getattr(old, name)} to {getattr(new, name)}; plans only shrink."

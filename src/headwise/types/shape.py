@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from headwise.errors import ShapeError
 from headwise.types._record import Record
+
+SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
+ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +17,8 @@ class LayerShape(Record):
     """Sizes of one layer. No heads: attention is gone. No width: the MLP is gone.
 
     `qk_width > qk_dim` means that queries and keys are computed and rotated at `qk_width` and projected to `qk_dim`
-    afterwards: the cache and the softmax see `qk_dim` only.
+    afterwards: the cache and the softmax see `qk_dim` only. In an encoder-decoder a layer has a role: a block of the
+    decoder counts as two layers, `self` without an MLP and `cross`, which looks at the encoder's output, with it.
     """
 
     query_heads: int
@@ -22,9 +27,17 @@ class LayerShape(Record):
     v_dim: int  # per head, values
     mlp_width: int
     qk_width: int  # per head, width at which queries and keys are computed, before projection to qk_dim
+    role: str = ""  # in a model of two stacks: one of ROLES
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; most models have no roles, and say nothing of them."""
+        found = {name: getattr(self, name) for name in SIZES}
+        return {**found, "role": self.role} if self.role else found
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in self.__slots__}
+        sizes = {name: getattr(self, name) for name in SIZES}
+        if self.role not in ("", *ROLES):
+            raise ShapeError(f"no layer has the role '{self.role}'; known: {', '.join(ROLES)}.")
         if negative := [name for name, size in sizes.items() if size < 0]:
             raise ShapeError(f"{negative[0]} is {sizes[negative[0]]}; sizes cannot be negative.")
         if self.query_heads == 0:
@@ -117,13 +130,15 @@ class ModelShape(Record):
     layers: tuple[LayerShape, ...]
     grain: Grain
     qkv_bias: bool = False
+    k_bias: bool = True  # whether keys have one too where queries and values do
     o_bias: bool = False
     mlp_bias: bool = False
     mlp_matrices: int = 3  # gate, up and down; two without a gate
     cached: bool = True  # whether keys and values are kept while a text grows; encoders keep none
-    layer_norms: int = 0  # parameters of a layer that go only with the whole layer
+    layer_norms: int = 0  # parameters of a layer that go only with the whole layer; half of them without an MLP
     other_parameters: int = 0  # whatever else no plan changes
     element_bytes: int = 4  # of one number in the cache, as the model is saved
+    row_tokens: int | None = None  # tokens of every input where their number is fixed, as that of an image's patches
 
     def __post_init__(self) -> None:
         if not self.layers:

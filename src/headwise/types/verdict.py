@@ -8,6 +8,7 @@ from typing import Any
 from headwise.types._record import Record
 from headwise.types.plan import Plan
 from headwise.types.reading import Readings
+from headwise.types.sweep import Sweep
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +61,4 @@ class Dossier(Record):
     healing: dict[str, Any] | None
     verdict: Verdict | None
     baselines: tuple[dict[str, Any], ...] = ()
+    sweep: Sweep | None = None

@@ -1,0 +1,114 @@
+"""Points of an experiment: run what time allows, and compare them with intervals."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from scipy import stats
+
+from headwise.plots import PALETTE
+from headwise.probes._watch import Track
+
+LEVEL = 0.95
+
+
+class Mean(NamedTuple):
+    """A mean over seeds and its 95% interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    def spelled(self, digits: int = 3) -> str:
+        return f"{self.mean:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
+
+    def signed(self, digits: int = 3) -> str:
+        return f"{self.mean:+.{digits}f} [{self.low:+.{digits}f}, {self.high:+.{digits}f}]"
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Student's interval; a single value has none, so it reaches everywhere.
+
+    >>> mean([1.0, 1.0, 1.0])
+    Mean(mean=1.0, low=1.0, high=1.0)
+    """
+    array = np.asarray(values, dtype=float)
+    middle = float(array.mean())
+    if len(array) < 2:
+        return Mean(middle, -math.inf, math.inf)
+    reach = float(stats.t.ppf((1 + LEVEL) / 2, len(array) - 1) * array.std(ddof=1) / math.sqrt(len(array)))
+    return Mean(middle, middle - reach, middle + reach)
+
+
+def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
+    """Of two models seed by seed: the same seed had the same data in the same order."""
+    return mean(np.subtract(values, others).tolist())
+
+
+def work(jobs: dict[str, Callable[[], Any]], parts: MutableMapping[str, Any], track: Track, label: str) -> list[str]:
+    """Do what is not done yet, in order, while time is left; the names of what was left out."""
+    left, longest = [], 0.0
+    for key in track(list(jobs), label):
+        if key in parts:
+            continue
+        if seconds_left(parts) < longest / 2:
+            left.append(key)
+            continue
+        start = time.perf_counter()
+        parts[key] = jobs[key]()
+        longest = max(longest, time.perf_counter() - start)
+        _forget()
+    return left
+
+
+def seconds_left(parts: MutableMapping[str, Any]) -> float:
+    """Until the time that was given to the experiment is over."""
+    return float(getattr(parts, "left", lambda: math.inf)())
+
+
+def _forget() -> None:
+    """Hand memory of captured graphs back, so that it does not add up over points."""
+    import gc
+
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def left_out(result: dict[str, Any]) -> str:
+    """A sentence on what time did not allow, for the end of a text."""
+    return f" Left out for lack of time: {', '.join(result['left_out'])}." if result["left_out"] else ""
+
+
+def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [float(row[key]) for row in rows]
+
+
+def correlation(x: Sequence[float], y: Sequence[float]) -> dict[str, float] | None:
+    """Spearman's rank correlation and its chance under no relation; none for fewer than four different points."""
+    if len(set(x)) < 4 or len(set(y)) < 4:
+        return None
+    found = stats.spearmanr(x, y)
+    return {"rho": float(found.statistic), "p": float(found.pvalue), "points": len(x)}
+
+
+def said(found: dict[str, float] | None) -> str:
+    """A correlation in words."""
+    return "too few points" if found is None else f"rank correlation {found['rho']:+.2f} (p = {found['p']:.2g})"
+
+
+def bars(axes: Any, x: Sequence[float], means: Sequence[Mean], label: str, number: int, line: bool = True) -> None:
+    """Means with their intervals."""
+    middle = [m.mean for m in means]
+    reach = [
+        [m.mean - m.low if math.isfinite(m.low) else 0.0 for m in means],
+        [m.high - m.mean if math.isfinite(m.high) else 0.0 for m in means],
+    ]
+    style: dict[str, Any] = dict(marker="osD^v"[number % 5], color=PALETTE[number % 7], markersize=4, capsize=2)
+    axes.errorbar(x, middle, yerr=reach, label=label, linewidth=1.2, linestyle="-" if line else "", **style)

@@ -1,0 +1,217 @@
+"""B3: do fewer layers with more heads beat the deep original, and does a wider MLP help far less?
+
+The paper's grid for ViT-B on ImageNet (depth x heads x MLP width) on CIFAR-10 (patch 4, width 192), with what it lacks:
+several seeds, a rate per model by the same rule, parameters, FLOPs and measured time of every point. Heads share the
+width, as in the paper, so more heads cost nothing in parameters. Rates are chosen on images of their own; accuracy is
+reported on the test set.
+
+The original is the deepest model with 3 heads of 64 and the wide MLP, as ViT-B's 12 heads are of 64. Confirmed: some
+model of at most two thirds of its depth with at least as many heads is significantly better with fewer parameters, and
+more heads gain more than a wider MLP does at those depths. With conditions: one is not significantly worse (by less
+than `MARGIN`), or only the first half holds. Refuted: all shallower models are worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from experiments import _data, _points
+from experiments._stack import Net, conditioning, even, stacked, step_seconds, train
+from experiments._tasks import Member, Pictures, facts
+from headwise.probes._watch import Track
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLAIM = "B3"
+TITLE = "Depth, heads and MLP width of a ViT on CIFAR-10"
+SAYS = "A ViT of 8 layers with 12 or more heads beats the 12-layer original; widening the MLP helps far less."
+
+WIDTH = 192
+MARGIN = 0.005  # of accuracy
+RATES = (1e-3, 2e-3)
+LOOKED_AT = 8  # images whose head outputs are looked at
+
+
+class Plan(NamedTuple):
+    """What one size trains."""
+
+    width: int
+    depths: tuple[int, ...]
+    heads: tuple[int, ...]
+    mlps: tuple[int, ...]
+    steps: int
+    batch: int
+    seeds: tuple[int, ...]
+    timing_steps: int
+
+    @property
+    def cells(self) -> list[tuple[int, int, int]]:
+        """Depth, heads, MLP width: the original and what it is compared with first, the rest after."""
+        every = [(d, h, m) for m in reversed(self.mlps) for d in reversed(self.depths) for h in self.heads]
+        return sorted(every, key=lambda cell: cell != self.original)
+
+    @property
+    def original(self) -> tuple[int, int, int]:
+        return self.depths[-1], self.heads[0], self.mlps[-1]
+
+
+PLANS = {
+    "tiny": Plan(24, (1, 2), (1, 3), (24, 48), 5, 8, (0, 1), 5),
+    "small": Plan(96, (2, 4), (3, 6), (192,), 60, 32, (0, 1, 2), 6),
+    "full": Plan(WIDTH, (2, 4, 8, 12), (3, 6, 12), (384, 768), 880, 256, (0, 1, 2), 40),
+}
+
+
+def run(
+    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train every cell; what `parts` holds is done already."""
+    plan, where = PLANS[size], torch.device(device)
+    parts = {} if parts is None else parts
+    task = Pictures(_data.images(size, assets, where), plan.batch)
+    jobs = {key(cell): (lambda cell=cell: measure(cell, task, plan)) for cell in plan.cells}
+    left = _points.work(jobs, parts, track, "depth x heads x MLP")
+    return {
+        "seeds": list(plan.seeds),
+        "images": plan.steps * plan.batch,
+        "original": key(plan.original),
+        "cells": {name: parts[name] for name in jobs if name in parts},
+        "left_out": left,
+    }
+
+
+def key(cell: tuple[int, int, int]) -> str:
+    return "{} layers, {} heads, MLP {}".format(*cell)
+
+
+def vit(depth: int, heads: int, width: int, mlp: int) -> Net:
+    """A small ViT that averages its patches."""
+    return even(depth, heads, width, mlp, length=64, symbols=48, classes=10, patches=True)
+
+
+def measure(cell: tuple[int, int, int], task: Pictures, plan: Plan) -> dict[str, Any]:
+    """All rates and seeds of one cell at once; the rate of least loss on held-out images is reported."""
+    net = vit(cell[0], cell[1], plan.width, cell[2])
+    seeds = list(plan.seeds)
+    members = [Member(seed, rate) for rate in RATES for seed in seeds]
+    loss = task.loss(net, [member.seed for member in members], plan.steps)
+    trained = train(net, members, loss, plan.steps, task.device)
+    tried = torch.tensor([score["loss"] for score in task.score(trained)]).view(len(RATES), -1).mean(1)
+    best = int(tried.argmin())
+    chosen = slice(best * len(seeds), (best + 1) * len(seeds))
+    scores = task.score(trained, "test")[chosen]
+    x = _data.patches(task.images.valid[:LOOKED_AT]).expand(len(seeds), -1, -1, -1)
+    alone = step_seconds(net, task.loss(net, [0], plan.timing_steps), task.device, plan.timing_steps)
+    return {
+        "accuracy": _points.column(scores, "accuracy"),
+        "loss": _points.column(scores, "loss"),
+        "rate": RATES[best],
+        "rates": dict(zip(map(str, RATES), tried.tolist(), strict=True)),
+        **facts(net, trained, plan.steps, plan.batch),
+        "alone_seconds": alone * plan.steps,
+        "conditioning_start": conditioning(net, stacked(net, members[chosen], task.device), x).mean(0).tolist(),
+        "conditioning_after": conditioning(net, trained.flat[chosen], x).mean(0).tolist(),
+    }
+
+
+def gains(result: dict[str, Any], field: str) -> list[float]:
+    """Accuracy gained by each step up in `field`, other sizes equal, among models shallower than the original."""
+    cells, others = list(result["cells"].values()), {"depth", "heads", "mlp"} - {field}
+    deep = result["cells"][result["original"]]["depth"]
+    found = []
+    for a in cells:
+        above = [b for b in cells if b[field] > a[field] and all(b[k] == a[k] for k in others)]
+        if above and a["depth"] <= deep * 2 / 3:
+            b = min(above, key=lambda row: row[field])
+            found.append(float(_points.difference(b["accuracy"], a["accuracy"]).mean))
+    return found
+
+
+def rivals(result: dict[str, Any]) -> dict[str, _points.Mean]:
+    """Accuracy above the original's of every model of at most two thirds of its depth, its heads or more, and fewer
+    parameters."""
+    first = result["cells"][result["original"]]
+    return {
+        name: _points.difference(cell["accuracy"], first["accuracy"])
+        for name, cell in result["cells"].items()
+        if cell["depth"] <= first["depth"] * 2 / 3 and cell["parameters"] < first["parameters"]
+    }
+
+
+def front(result: dict[str, Any], price: str) -> list[str]:
+    """Models that no other beats in accuracy at the same price or less, cheapest first."""
+    rows = sorted(result["cells"].items(), key=lambda item: (item[1][price], -_points.mean(item[1]["accuracy"]).mean))
+    best, found = -1.0, []
+    for name, cell in rows:
+        if (accuracy := _points.mean(cell["accuracy"]).mean) > best:
+            best, found = accuracy, [*found, name]
+    return found
+
+
+def measured(result: dict[str, Any]) -> str:
+    """The original, the best rival, gains of heads, MLP width and depth, and the fronts."""
+    cells, first = result["cells"], result["cells"][result["original"]]
+    found = rivals(result)
+    words = []
+    if found:
+        best = max(found, key=lambda name: found[name].mean)
+        share = 1 - cells[best]["parameters"] / first["parameters"]
+        words.append(
+            f"The best of at most two thirds of its depth is {best} ({share:.0%} fewer parameters, "
+            f"{first['flops'] / cells[best]['flops']:.1f} times fewer FLOPs, "
+            f"{first['seconds'] / cells[best]['seconds']:.1f} times faster): {found[best].signed(4)} of accuracy."
+        )
+    for field, name in (("heads", "more heads"), ("mlp", "the wider MLP"), ("depth", "more layers")):
+        if steps := gains(result, field):
+            words.append(f"A step to {name} gains {_points.mean(steps).signed(4)} over {len(steps)} pairs.")
+    for price, name in (("parameters", "parameters"), ("flops", "FLOPs"), ("seconds", "seconds")):
+        words.append(f"Best for its {name}: {'; '.join(front(result, price))}.")
+    return (
+        f"{len(cells)} models, {len(result['seeds'])} seeds each, {result['images']:,} images. The original "
+        f"({result['original']}, {first['parameters'] / 1e6:.2f}M): {_points.mean(first['accuracy']).spelled(4)}. "
+        + " ".join(words)
+        + _points.left_out(result)
+    )
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """By the best rival and by what heads gain against MLP width."""
+    found = rivals(result).values()
+    heads, mlp = (gains(result, field) for field in ("heads", "mlp"))
+    more = bool(heads and mlp) and _points.mean(heads).mean > _points.mean(mlp).mean
+    if any(rival.low > 0 for rival in found):
+        return "confirmed" if more else "confirmed with conditions"
+    if any(rival.mean > -MARGIN for rival in found):
+        return "confirmed with conditions"
+    return "refuted"
+
+
+def draw(result: dict[str, Any], figure: Figure) -> None:
+    """Test accuracy over parameters, FLOPs and seconds; a colour per number of heads, the original ringed."""
+    panels = figure.subplots(1, 3, sharey=True)
+    units = (("parameters", 1e6, "million parameters"), ("flops", 1e15, "PFLOP"), ("seconds", 1.0, "seconds per model"))
+    cells = list(result["cells"].values())
+    for axes, (price, unit, label) in zip(panels, units, strict=True):
+        for number, heads in enumerate(sorted({cell["heads"] for cell in cells})):
+            mine = sorted((c for c in cells if c["heads"] == heads), key=lambda cell: cell[price])
+            means = [_points.mean(cell["accuracy"]) for cell in mine]
+            _points.bars(axes, [cell[price] / unit for cell in mine], means, f"{heads} heads", number, line=False)
+        first = result["cells"][result["original"]]
+        place = first[price] / unit, _points.mean(first["accuracy"]).mean
+        axes.plot(*place, marker="o", markersize=12, fillstyle="none", color="black")
+        axes.set_xscale("log")
+        axes.minorticks_off()
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("test accuracy")
+    panels[0].legend(fontsize=7)
+
+
+if __name__ == "__main__":
+    from experiments._lab import main
+
+    main(__spec__.name if __spec__ else __file__)

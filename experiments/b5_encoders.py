@@ -1,0 +1,225 @@
+"""B5: does an encoder of 10 layers with twice the heads match one of 16 layers on GLUE?
+
+A scaled-down Crammed BERT pair (width 256 instead of 768, no biases) learns masked text, then each is fine-tuned on
+CoLA, SST-2, MRPC and RTE from every pretraining seed. Controls: the shorter model without the extra heads, and a narrow
+16-layer model with its parameters. Rates are chosen on examples taken from the training sets; scores are those of the
+development sets (Matthews correlation for CoLA, accuracy otherwise), averaged over tasks.
+
+Confirmed: the lean model's average is not significantly lower than the deep one's, and the interval of the difference
+lies within `MARGIN` points. With conditions: it is not significantly lower, but the interval is wider. Refuted: it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+
+from experiments import _data, _points
+from experiments._stack import Member, Net, Run, even, named, train, working
+from experiments._tasks import Effort, Masked, Sentences, best_rate, facts, learn
+from headwise.probes._watch import Track
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLAIM = "B5"
+TITLE = "Encoders: 10 layers of 8 heads against 16 of 4"
+SAYS = "Crammed BERT with 10 layers of 24 heads instead of 16 of 12 keeps its GLUE average with 29% fewer parameters."
+
+DEEP, LEAN = "deep", "lean"
+MARGIN = 2.0  # points of the average
+RATES = (7e-4, 1.5e-3)
+TUNE_RATES = (1e-4, 3e-4)
+
+
+class Plan(NamedTuple):
+    """What one size trains: depth, heads, width, MLP width per model; steps and length per GLUE task."""
+
+    shapes: dict[str, tuple[int, int, int, int]]
+    length: int
+    batch: int
+    effort: Effort
+    valid_rows: int
+    tasks: dict[str, tuple[int, int]]
+    tune_batch: int
+
+
+SHAPES = {
+    DEEP: (16, 4, 256, 1024),
+    LEAN: (10, 8, 256, 1024),
+    "lean, 4 heads": (10, 4, 256, 1024),
+    "narrow deep": (16, 4, 208, 832),
+}
+PLANS = {
+    "tiny": Plan(
+        {DEEP: (2, 2, 16, 32), LEAN: (1, 4, 16, 32)},
+        16,
+        4,
+        Effort(5, 5, (0, 1), RATES[:1]),
+        8,
+        {"CoLA": (5, 8), "RTE": (5, 16)},
+        4,
+    ),
+    "small": Plan(
+        {name: (depth // 4, heads, width // 4, mlp // 4) for name, (depth, heads, width, mlp) in SHAPES.items()},
+        64,
+        16,
+        Effort(150, 50, (0, 1, 2), RATES),
+        64,
+        {"CoLA": (60, 32), "RTE": (40, 64)},
+        16,
+    ),
+    "full": Plan(
+        SHAPES,
+        128,
+        128,
+        Effort(800, 200, (0, 1, 2), RATES),
+        512,
+        {"CoLA": (700, 40), "SST-2": (1000, 56), "MRPC": (400, 128), "RTE": (280, 128)},
+        32,
+    ),
+}
+
+
+def run(
+    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Pretrain and fine-tune every model; what `parts` holds is done already."""
+    plan, where = PLANS[size], torch.device(device)
+    parts = {} if parts is None else parts
+    texts = _data.texts("text", size, assets, where)
+    pretraining = Masked(texts, plan.length, plan.batch, plan.valid_rows)
+    tasks = {name: sentences(name, size, assets, where, plan) for name in plan.tasks}
+    jobs = {}
+    for name, shape in plan.shapes.items():
+        net = even(*shape, length=plan.length, symbols=texts.vocabulary)
+        jobs[name] = lambda net=net: measure(net, pretraining, tasks, plan)
+    left = _points.work(jobs, parts, track, "encoders")
+    return {
+        "seeds": list(plan.effort.seeds),
+        "tokens": plan.effort.steps * plan.batch * plan.length,
+        "tasks": list(plan.tasks),
+        "models": {name: parts[name] for name in jobs if name in parts},
+        "left_out": left,
+    }
+
+
+def sentences(name: str, size: str, assets: Path | None, device: torch.device, plan: Plan) -> Sentences:
+    """A GLUE task; a tenth of its training examples chooses the rate."""
+    examples, dev = _data.glue(name, size, assets, device, plan.tasks[name][1])
+    border = len(examples.labels) * 9 // 10
+    return Sentences(examples.rows(slice(0, border)), examples.rows(slice(border, None)), dev, plan.tune_batch)
+
+
+def measure(net: Net, pretraining: Masked, tasks: dict[str, Sentences], plan: Plan) -> dict[str, Any]:
+    """One model: pretrained with every seed, each of them fine-tuned on every task."""
+    chosen = best_rate(net, pretraining, plan.effort)
+    trained = learn(net, pretraining, plan.effort, chosen["rate"])
+    return {
+        "masked_loss": _points.column(pretraining.score(trained), "loss"),
+        "glue": {name: fine_tune(trained, task, plan.tasks[name][0], plan) for name, task in tasks.items()},
+        **chosen,
+        **facts(net, trained, plan.effort.steps, pretraining.batch),
+    }
+
+
+def fine_tune(pretrained: Run, task: Sentences, steps: int, plan: Plan) -> dict[str, Any]:
+    """Scores per seed on the development set, at the rate that is best on held-out training examples."""
+    net, seeds = pretrained.net._replace(classes=2), list(plan.effort.seeds)
+    members = [Member(seed, rate) for rate in TUNE_RATES for seed in seeds]
+    rng = torch.Generator().manual_seed(0)
+    answer = (torch.randn(1, net.width * 2, generator=rng) * 0.02).to(task.device).expand(len(members), -1)
+    start = torch.cat([pretrained.flat.repeat(len(TUNE_RATES), 1), answer], 1)
+    run = train(net, members, task.loss(net, [m.seed for m in members], steps), steps, task.device, start)
+    tried = torch.tensor(_points.column(task.score(run), "loss")).view(len(TUNE_RATES), -1).mean(1)
+    best = int(tried.argmin())
+    chosen = Run(net, run.flat[best * len(seeds) : (best + 1) * len(seeds)], run.step_seconds, run.curve)
+    scores = task.score(chosen, "test")
+    return {
+        "rate": TUNE_RATES[best],
+        "accuracy": _points.column(scores, "accuracy"),
+        "matthews": matthews(chosen, task),
+    }
+
+
+@torch.no_grad()
+def matthews(run: Run, task: Sentences) -> list[float]:
+    """Matthews correlation on the development set, per seed."""
+    w = named(run.net, run.flat.to(working(task.device)))
+    pairs = [
+        task.answers(run.net, w, slice(at, min(task.held("test"), at + 64)), "test")
+        for at in range(0, task.held("test"), 64)
+    ]
+    said = torch.cat([answers.argmax(-1) for answers, _ in pairs], 1).cpu().numpy()
+    true = torch.cat([targets for _, targets in pairs], 1).cpu().numpy()
+    found = []
+    for a, b in zip(said, true, strict=True):
+        constant = len(set(a.tolist())) < 2 or len(set(b.tolist())) < 2
+        found.append(0.0 if constant else float(np.corrcoef(a, b)[0, 1]))
+    return found
+
+
+def points(model: dict[str, Any], task: str) -> list[float]:
+    """A task's score per seed, in points."""
+    return [100 * value for value in model["glue"][task]["matthews" if task == "CoLA" else "accuracy"]]
+
+
+def average(model: dict[str, Any]) -> list[float]:
+    """Over tasks, per seed."""
+    return [float(value) for value in np.mean([points(model, task) for task in model["glue"]], axis=0)]
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Averages, tasks, and differences from the deep model."""
+    models = result["models"]
+    table = "; ".join(
+        f"{name} ({m['depth']} layers, {m['heads']} heads, width {m['width']}, {m['parameters'] / 1e6:.1f}M, "
+        f"masked loss {_points.mean(m['masked_loss']).spelled()}): average {_points.mean(average(m)).spelled(1)} ("
+        + ", ".join(f"{task} {_points.mean(points(m, task)).mean:.1f}" for task in m["glue"])
+        + ")"
+        for name, m in models.items()
+    )
+    told = "; ".join(
+        f"{name} {_points.difference(average(m), average(models[DEEP])).signed(1)} points, masked loss "
+        f"{_points.difference(m['masked_loss'], models[DEEP]['masked_loss']).signed()}"
+        for name, m in models.items()
+        if name != DEEP
+    )
+    seeds, tokens = len(result["seeds"]), result["tokens"]
+    ends = _points.left_out(result)
+    return f"{seeds} seeds, {tokens:,} tokens of pretraining: {table}. Against deep: {told}.{ends}"
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """By the interval of the difference of averages."""
+    models = result["models"]
+    found = _points.difference(average(models[LEAN]), average(models[DEEP]))
+    if found.high < 0:
+        return "refuted"
+    return "confirmed" if found.low > -MARGIN else "confirmed with conditions"
+
+
+def draw(result: dict[str, Any], figure: Figure) -> None:
+    """Scores per task and on average; masked loss over parameters."""
+    left, right = figure.subplots(1, 2, width_ratios=(2, 1))
+    tasks = [*result["tasks"], "average"]
+    for number, (name, model) in enumerate(result["models"].items()):
+        means = [_points.mean(points(model, task)) for task in result["tasks"]] + [_points.mean(average(model))]
+        _points.bars(left, [place + 0.12 * number for place in range(len(tasks))], means, name, number, line=False)
+        loss = _points.mean(model["masked_loss"])
+        _points.bars(right, [model["parameters"] / 1e6], [loss], name, number, line=False)
+    left.set_xticks(range(len(tasks)), tasks)
+    left.set_ylabel("score (points)")
+    left.legend(fontsize=7)
+    right.set_xlabel("million parameters")
+    right.set_ylabel("masked loss (nats)")
+
+
+if __name__ == "__main__":
+    from experiments._lab import main
+
+    main(__spec__.name if __spec__ else __file__)

@@ -1,0 +1,165 @@
+"""B7: with Nystrom attention on ListOps, does one layer with 4 or more heads beat two layers, and do more heads help?
+
+ListOps is generated here (nested MIN, MAX, MED and SM over digits; shorter than the Long-Range Arena's, whose lists of
+up to 2,000 tokens are beyond what is trained here). Models are the benchmark's: width 64, MLP 128, landmarks a tenth of
+the length or more. Seeds decide weights and order; lists are the same for all.
+
+Confirmed: some one-layer model with 4 or more heads is significantly better than two layers with 2 heads, and 8 heads
+are significantly better than 2 in one layer. With conditions: one of the two, or one layer with 4 or more heads is not
+significantly worse than two layers. Refuted: otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from experiments import _listops, _points
+from experiments._stack import even
+from experiments._tasks import Effort, Sentences, best_rate, facts, learn
+from headwise.plots import PALETTE
+from headwise.probes._watch import Track
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLAIM = "B7"
+TITLE = "ListOps with Nystrom attention"
+SAYS = "One layer with 4 or more heads beats two layers; accuracy on ListOps rises as heads go from 2 to 8."
+
+
+class Plan(NamedTuple):
+    """What one size trains."""
+
+    depths: tuple[int, ...]
+    heads: tuple[int, ...]
+    width: int
+    length: int
+    landmarks: int
+    counts: tuple[int, int, int]  # lists to train on, to choose rates by, to report
+    batch: int
+    effort: Effort
+
+
+RATES = (1e-3, 3e-3)
+SEEDS = (0, 1, 2, 3, 4)
+PLANS = {
+    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Effort(5, 5, (0, 1), RATES)),
+    "small": Plan((1, 2), (2, 4, 8), 64, 64, 16, (2000, 200, 400), 16, Effort(150, 50, (0, 1, 2), RATES)),
+    "full": Plan((1, 2), (2, 4, 8), 64, 256, 32, (20_000, 1_000, 3_000), 64, Effort(2500, 800, SEEDS, RATES)),
+}
+
+
+def run(
+    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Train every depth and number of heads; what `parts` holds is done already."""
+    plan, where = PLANS[size], torch.device(device)
+    parts = {} if parts is None else parts
+    lists = [
+        _listops.examples(count, plan.length // 4, plan.length, seed, where) for seed, count in enumerate(plan.counts)
+    ]
+    task = Sentences(*lists, batch=plan.batch)
+    cells = [(depth, heads) for heads in plan.heads for depth in plan.depths]
+    jobs = {f"{d} x {h}": (lambda d=d, h=h: measure(d, h, task, plan)) for d, h in cells}
+    left = _points.work(jobs, parts, track, "depth x heads")
+    labels = task.parts["test"].labels
+    return {
+        "seeds": list(plan.effort.seeds),
+        "steps": plan.effort.steps,
+        "length": plan.length,
+        "chance": float(labels.bincount().max() / len(labels)),  # of always saying the same
+        "models": {name: parts[name] for name in jobs if name in parts},
+        "left_out": left,
+    }
+
+
+def measure(depth: int, heads: int, task: Sentences, plan: Plan) -> dict[str, Any]:
+    """Choose the rate of one model and train it with every seed."""
+    net = even(
+        depth,
+        heads,
+        plan.width,
+        2 * plan.width,
+        length=plan.length,
+        symbols=_listops.SYMBOLS,
+        classes=10,
+        landmarks=plan.landmarks,
+    )
+    chosen = best_rate(net, task, plan.effort)
+    trained = learn(net, task, plan.effort, chosen["rate"])
+    scores = task.score(trained, "test")
+    return {
+        "accuracy": _points.column(scores, "accuracy"),
+        "loss": _points.column(scores, "loss"),
+        **chosen,
+        **facts(net, trained, plan.effort.steps, task.batch),
+    }
+
+
+def _pair(result: dict[str, Any], one: tuple[int, int], other: tuple[int, int]) -> _points.Mean | None:
+    """Accuracy of one (depth, heads) above another's, if both were trained."""
+    models = result["models"]
+    names = ["{} x {}".format(*cell) for cell in (one, other)]
+    if not set(names) <= set(models):
+        return None
+    return _points.difference(*(models[name]["accuracy"] for name in names))
+
+
+def _contests(result: dict[str, Any]) -> dict[str, _points.Mean]:
+    """One layer with 4 or more heads against two layers with 2."""
+    heads = sorted({model["heads"] for model in result["models"].values()})
+    found = {f"1 layer of {count} heads": _pair(result, (1, count), (2, 2)) for count in heads if count >= 4}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def measured(result: dict[str, Any]) -> str:
+    """Accuracies, and the two comparisons of the claim."""
+    table = "; ".join(
+        f"{m['depth']} layer{'s' * (m['depth'] > 1)}, {m['heads']} heads ({m['parameters'] / 1e3:.0f}k) "
+        f"{_points.mean(m['accuracy']).spelled()}"
+        for m in result["models"].values()
+    )
+    contests = "; ".join(f"{name} {value.signed()}" for name, value in _contests(result).items())
+    rise = _pair(result, (1, 8), (1, 2))
+    deep = _pair(result, (2, 8), (2, 2))
+    told = [f"8 heads against 2 in {words} {v.signed()}" for words, v in (("1 layer", rise), ("2 layers", deep)) if v]
+    return (
+        f"Test accuracy, {len(result['seeds'])} seeds, {result['steps']:,} steps, lists of up to {result['length']} "
+        f"tokens (always the same answer: {result['chance']:.3f}): {table}. Against 2 layers of 2 heads: {contests}. "
+        f"{'; '.join(told)}.{_points.left_out(result)}"
+    )
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """By both halves of the claim."""
+    contests = _contests(result).values()
+    rise = _pair(result, (1, 8), (1, 2))
+    beats, rises = any(c.low > 0 for c in contests), rise is not None and rise.low > 0
+    if beats and rises:
+        return "confirmed"
+    equal = any(c.high >= 0 for c in contests)
+    return "confirmed with conditions" if beats or rises or equal else "refuted"
+
+
+def draw(result: dict[str, Any], figure: Figure) -> None:
+    """Accuracy over heads, a line per depth."""
+    axes, models = figure.subplots(), list(result["models"].values())
+    for number, depth in enumerate(sorted({model["depth"] for model in models})):
+        mine = sorted((m for m in models if m["depth"] == depth), key=lambda model: model["heads"])
+        means = [_points.mean(model["accuracy"]) for model in mine]
+        label = f"{depth} layer{'s' * (depth > 1)}"
+        _points.bars(axes, [model["heads"] for model in mine], means, label, number)
+    axes.axhline(result["chance"], color=PALETTE[6], linestyle=":", linewidth=1, label="always the same answer")
+    axes.set_xlabel("heads")
+    axes.set_ylabel("test accuracy")
+    axes.legend(fontsize=8)
+
+
+if __name__ == "__main__":
+    from experiments._lab import main
+
+    main(__spec__.name if __spec__ else __file__)

@@ -1,0 +1,282 @@
+"""B8: does a design of `headwise design` reach a uniform 12-layer model's loss with 30% fewer parameters?
+
+Designs of every strategy for 70% and, where the paper's rule is concerned, 50% of the baseline's parameters learn the
+embedded model's corpus (Python source) beside the baseline: Llama's block, the same data in the same order, a rate each
+by the same rule, several seeds. Confirmed: some design of at most 70% is not worse (its mean loss is at or below the
+baseline's, or the interval of the difference reaches below zero and the mean is within `MARGIN`). Refuted: all are
+worse. With conditions: reached, but a model whose layers differ trains at less than `PACE` of the uniform model's speed
+per FLOP, which is measured on models of stock size that the runtime builds from the designs' configurations.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from experiments import _data, _points
+from experiments._stack import Layer, Net
+from experiments._tasks import Effort, NextToken, best_rate, facts, learn
+from headwise import budgets, cost
+from headwise.designs import configs, shapes
+from headwise.plots import PALETTE
+from headwise.probes._watch import Track
+from headwise.types import ModelShape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CLAIM = "B8"
+TITLE = "Designs against a uniform model of 12 layers"
+SAYS = "A model designed for a budget reaches a uniform 12-layer model's loss with at least 30% fewer parameters."
+
+BASE = "baseline"
+MARGIN = 0.01  # nats per token
+PACE = 0.9
+RATES = (1e-3, 2e-3, 4e-3)
+
+
+class Wanted(NamedTuple):
+    """A design to try."""
+
+    strategy: str
+    share: int  # percent of the baseline's parameters
+    depth: int | None
+
+
+class Plan(NamedTuple):
+    """What one size designs and trains."""
+
+    base: shapes.Sketch
+    designs: dict[str, Wanted]
+    length: int
+    batch: int
+    effort: Effort
+    valid_rows: int
+    large: str  # budget of the models whose speed is compared
+    vocabulary: int
+    rows: tuple[int, int]  # of their batch: rows and tokens of a row
+    repeats: int
+
+
+def _designs(depth: int) -> dict[str, Wanted]:
+    return {
+        f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
+        f"leaner, {depth // 3} layers": Wanted("leaner", 70, depth // 3),
+        f"taper, {depth} layers": Wanted("taper", 70, depth),
+        f"uniform, {depth} layers": Wanted("uniform", 70, depth),
+        "mix": Wanted("mix", 70, depth // 2),
+        f"bound, {depth} layers": Wanted("bound", 70, depth),
+        f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
+    }
+
+
+BASELINE = shapes.Sketch(256, 12, 4, 64, 704)
+PLANS = {
+    "tiny": Plan(
+        shapes.Sketch(128, 3, 2, 64, 352),
+        {name: _designs(3)[name] for name in ("leaner, 1 layers", "taper, 3 layers")},
+        16, 4, Effort(5, 5, (0, 1), RATES[:1]), 8, "params=1M", 64, (2, 16), 2,
+    ),
+    "small": Plan(
+        BASELINE._replace(width=128, heads=2, mlp=352),
+        _designs(12), 128, 8, Effort(150, 50, (0, 1, 2), RATES[1:]), 64, "params=10M", 4096, (2, 64), 3,
+    ),
+    "full": Plan(
+        BASELINE,
+        _designs(12), 256, 32, Effort(900, 300, (0, 1, 2), RATES), 512, "params=300M", 32_000, (8, 1024), 12,
+    ),
+}  # fmt: skip
+
+
+def run(
+    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Design, train and time; what `parts` holds is done already."""
+    plan, where = PLANS[size], torch.device(device)
+    parts = {} if parts is None else parts
+    texts = _data.texts("code", size, assets, where)
+    task = NextToken(texts, plan.length, plan.batch, plan.valid_rows)
+    maker = configs.Maker("llama", vocab=texts.vocabulary, length=plan.length)
+    base = maker.make(plan.base)
+    jobs: dict[str, Callable[[], Any]] = {BASE: lambda: measure(base, task, plan)}
+    for name, wanted in plan.designs.items():
+        jobs[name] = lambda wanted=wanted: measure(designed(maker, base, wanted), task, plan)
+    jobs = {"speed": lambda: speed(plan, where)} | jobs
+    left = _points.work(jobs, parts, track, "designs")
+    return {
+        "seeds": list(plan.effort.seeds),
+        "tokens": plan.effort.steps * plan.batch * plan.length,
+        "models": {name: parts[name] for name in jobs if name in parts and name != "speed"},
+        "speed": parts.get("speed"),
+        "left_out": left,
+    }
+
+
+def designed(maker: configs.Maker, base: ModelShape, wanted: Wanted) -> ModelShape:
+    """A strategy's shape for a share of the baseline's parameters."""
+    limits = (budgets.parse(f"params={wanted.share}%", base),)
+    return shapes.design(wanted.strategy, maker.make, limits, maker.rules(False, depth=wanted.depth))
+
+
+def net_of(shape: ModelShape, length: int) -> Net:
+    """The shape as a stack trains it: Llama's block, scaled and turned as the runtime does."""
+    layers = [Layer(x.query_heads, x.qk_dim, x.mlp_width, x.kv_heads, x.v_dim) for x in shape.layers]
+    head_dim = max(layer.qk_width for layer in shape.layers)
+    return Net(shape.hidden_size, tuple(layers), length, shape.vocab_size, causal=True, rotary=True, head_dim=head_dim)
+
+
+def measure(shape: ModelShape, task: NextToken, plan: Plan) -> dict[str, Any]:
+    """One shape: its rate, its losses, what it costs."""
+    net = net_of(shape, plan.length)
+    chosen = best_rate(net, task, plan.effort)
+    trained = learn(net, task, plan.effort, chosen["rate"])
+    return {
+        "loss": _points.column(task.score(trained), "loss"),
+        **chosen,
+        **facts(net, trained, plan.effort.steps, task.batch),
+        "parameters": cost.parameters(shape),
+        "layers": [[x.query_heads, x.qk_dim, x.v_dim, x.mlp_width] for x in shape.layers],
+        "conditioning": shapes.log_conditioning(shape),
+    }
+
+
+def speed(plan: Plan, device: torch.device) -> dict[str, Any]:
+    """Training steps of a uniform and of a tapered model from their configurations, in turns: FLOPs per second."""
+    maker = configs.Maker("llama", vocab=plan.vocabulary, length=plan.rows[1])
+    limits = (budgets.parse(plan.large, maker.make(plan.base)),)
+    found: dict[str, Any] = {}
+    steps = {}
+    for name in ("uniform", "taper"):
+        shape = shapes.design(name, maker.make, limits, maker.rules(False))
+        found[name] = {
+            "parameters": cost.parameters(shape),
+            "kinds_of_layers": len(set(shape.layers)),
+            "flops": training_flops(shape, *plan.rows),
+        }
+        steps[name] = _step(configs.build(maker.config(shape), maker.kind.auto, device.type), plan, device)
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(plan.repeats + 2):
+        for name, step in steps.items():
+            seconds = _timed(step, device)
+            if turn >= 2:
+                times[name].append(seconds)
+    for name, seconds in times.items():
+        found[name]["seconds"] = statistics.median(seconds)
+        found[name]["flops_per_second"] = found[name]["flops"] / found[name]["seconds"]
+    pairs = zip(times["uniform"], times["taper"], strict=True)
+    scale = found["taper"]["flops"] / found["uniform"]["flops"]
+    found["ratios"] = [scale * a / b for a, b in pairs]
+    return found
+
+
+def training_flops(shape: ModelShape, rows: int, length: int) -> float:
+    """Of one step: three times the forward pass, with logits for every token."""
+    seen = cost.attended(shape, length)
+    each = sum(cost.layer_flops_per_token(shape, layer, seen) for layer in shape.layers)
+    return 3.0 * rows * length * (each + 2.0 * shape.hidden_size * shape.vocab_size)
+
+
+def _step(model: Any, plan: Plan, device: torch.device) -> Callable[[], None]:
+    """A plain training step in bfloat16 on a GPU."""
+    model.train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
+    ids = torch.randint(5, plan.vocabulary, plan.rows, device=device)
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    return step
+
+
+def _timed(step: Callable[[], None], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def against(result: dict[str, Any]) -> dict[str, _points.Mean]:
+    """Every design's loss above the baseline's."""
+    models = result["models"]
+    rest = {name: model for name, model in models.items() if name != BASE}
+    return {name: _points.difference(model["loss"], models[BASE]["loss"]) for name, model in rest.items()}
+
+
+def reached(result: dict[str, Any]) -> list[str]:
+    """Designs with at least 30% fewer parameters that are not worse, fewest parameters first."""
+    models = result["models"]
+    able = [
+        name
+        for name, found in against(result).items()
+        if models[name]["parameters"] <= 0.7 * models[BASE]["parameters"]
+        and (found.mean <= 0 or (found.low < 0 and found.mean <= MARGIN))
+    ]
+    return sorted(able, key=lambda name: models[name]["parameters"])
+
+
+def measured(result: dict[str, Any]) -> str:
+    """The baseline, every design against it, and what differing layers cost in speed."""
+    models, base = result["models"], result["models"][BASE]
+    table = "; ".join(
+        f"{name} ({models[name]['parameters'] / base['parameters']:.0%} of the parameters, {models[name]['depth']} "
+        f"layers, width {models[name]['width']}, {base['seconds'] / models[name]['seconds']:.2f} times as fast) "
+        f"{found.signed()}"
+        for name, found in against(result).items()
+    )
+    best = reached(result)
+    ends = f"Not worse with 30% fewer parameters: {', '.join(best)}." if best else "None reaches it."
+    pace = result["speed"]
+    told = ""
+    if pace is not None:
+        ratio = _points.mean(pace["ratios"])
+        told = (
+            f" Training a model of {pace['taper']['parameters'] / 1e6:.0f}M parameters with "
+            f"{pace['taper']['kinds_of_layers']} kinds of layers runs at {ratio.spelled(2)} of the uniform model's "
+            f"FLOPs per second ({pace['uniform']['flops_per_second'] / 1e12:.3g} TFLOP/s)."
+        )
+    return (
+        f"Held-out loss, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: baseline ({base['depth']} layers, "
+        f"width {base['width']}, {base['parameters'] / 1e6:.1f}M) {_points.mean(base['loss']).spelled()}. Designs, "
+        f"loss above it: {table}. {ends}{told}{_points.left_out(result)}"
+    )
+
+
+def verdict(result: dict[str, Any]) -> str:
+    """Whether the loss was reached, and whether differing layers train as fast per FLOP."""
+    if not reached(result):
+        return "refuted"
+    pace = result["speed"]
+    fast = pace is not None and statistics.median(pace["ratios"]) >= PACE
+    return "confirmed" if fast else "confirmed with conditions"
+
+
+def draw(result: dict[str, Any], figure: Figure) -> None:
+    """Loss over parameters and over seconds of training."""
+    panels = figure.subplots(1, 2, sharey=True)
+    for axes, (key, unit, label) in zip(
+        panels, (("parameters", 1e6, "million parameters"), ("seconds", 1.0, "seconds per model")), strict=True
+    ):
+        for number, (name, model) in enumerate(result["models"].items()):
+            _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
+        axes.axhline(_points.mean(result["models"][BASE]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("held-out loss (nats per token)")
+    panels[1].legend(fontsize=6)
+
+
+if __name__ == "__main__":
+    from experiments._lab import main
+
+    main(__spec__.name if __spec__ else __file__)

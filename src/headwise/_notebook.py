@@ -1,0 +1,19 @@
+"""In notebooks, plans, readings, verdicts and dossiers show themselves as pictures and tables."""
+
+from __future__ import annotations
+
+from headwise.types import Dossier, Plan, Reading, Readings, Verdict
+
+SHOWN = (Plan, Reading, Readings, Verdict, Dossier)
+
+
+def install() -> None:
+    """Give these types the method that notebooks ask for; types know no report, so it is given from outside."""
+    for kind in SHOWN:
+        kind._repr_html_ = _drawn  # type: ignore[union-attr]
+
+
+def _drawn(record: Plan | Reading | Readings | Verdict | Dossier) -> str:
+    from headwise.report import fragment
+
+    return fragment(record)

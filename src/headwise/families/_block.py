@@ -1,0 +1,96 @@
+"""One layer as Headwise works on it, whatever its family calls the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.runtime.modeling_headwise import TailoredAttention
+
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One layer as Headwise works on it: attention and MLP between two residual streams.
+
+    `attention_norm` and `mlp_norm` come before a part, `attention_scale` and `mlp_scale` after it (sandwich norms),
+    `attention_end` and `mlp_end` after the sum (post-norm layers). In a `parallel` layer both parts read one stream.
+    `by_channel` says that scales are factors of channels, so that they can be undone.
+    In an encoder-decoder a stream is that of a row's input followed by that of its output; a layer with a `role`
+    changes its `own` tokens of it, and `cross` layers see what the encoder made of the others.
+    """
+
+    attention: TailoredAttention
+    output: nn.Linear
+    inner: tuple[nn.Linear, ...]  # gate and up, or up alone
+    down: nn.Linear | None  # half a decoder's layer has no MLP
+    activation: Any
+    attention_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    attention_scale: Norm | None = None
+    mlp_scale: Norm | None = None
+    attention_end: Norm | None = None
+    mlp_end: Norm | None = None
+    channel_norm: Norm | None = None  # before the down projection
+    parallel: bool = False
+    by_channel: bool = False
+    role: str = ""
+
+    def own(self, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """The tokens of a stream that the layer changes: all, but in an encoder-decoder."""
+        if not self.role:
+            return stream
+        return stream[:, : context["inputs"]] if self.role == "encoder" else stream[:, context["inputs"] :]
+
+    def joined(self, stream: torch.Tensor, own: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """The stream with those tokens changed."""
+        if not self.role:
+            return own
+        before, after = stream[:, : context["inputs"]], stream[:, context["inputs"] :]
+        return torch.cat((own, after) if self.role == "encoder" else (before, own), dim=1)
+
+    def heads(
+        self, stream: torch.Tensor, context: dict[str, Any], like: Block | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, before projection; the layer's input is normed as `like` does."""
+        x = _maybe((like or self).attention_norm, self.own(stream, context))
+        if self.role != "cross":
+            return self.attention.heads(x, context.get("position_embeddings"))
+        memory = _maybe(context["memory_norm"], stream[:, : context["inputs"]])
+        return self.attention.heads(x, context.get("position_embeddings"), memory)
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """What the heads put out (B, T, H V), for queries and keys before projection."""
+        q, k = self.attention.project(q, k)
+        mask = self.attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
+        return self.attention.attend(q, k, v, mask)[0].flatten(2)
+
+    def __call__(self, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """A stream through the whole layer, by its parts."""
+        own = self.own(stream, context)
+        middle = self.middle(own, self.attended(*self.heads(stream, context), context))
+        return self.joined(stream, self.end(middle, self.channels(own, middle)) if self.down else middle, context)
+
+    def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
+        """The MLP's channels, for the streams before the layer and after attention."""
+        x = _maybe(self.mlp_norm, start if self.parallel else middle)
+        hidden: torch.Tensor = self.activation(self.inner[0](x))
+        return _maybe(self.channel_norm, hidden * self.inner[1](x) if len(self.inner) > 1 else hidden)
+
+    def middle(self, start: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """The stream after attention whose heads put out `z` (B, T, H V)."""
+        return _maybe(self.attention_end, start + _maybe(self.attention_scale, self.output(z)))
+
+    def end(self, middle: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
+        """The stream after the MLP."""
+        assert self.down is not None, "only layers that have an MLP are asked"
+        return _maybe(self.mlp_end, middle + _maybe(self.mlp_scale, self.down(channels)))
+
+
+def _maybe(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
+    return x if norm is None else norm(x)

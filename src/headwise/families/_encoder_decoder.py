@@ -1,0 +1,275 @@
+"""What encoder-decoders share: one flat list of layers over two stacks, and rows that hold an input and an output.
+
+The layers are those of the encoder, then for every block of the decoder two: attention to itself, and attention to the
+encoder's output with the MLP. A row is the tokens of the input, a marker, and the tokens that the decoder reads. Its
+stream is that of the input followed by that of the output: layers of the encoder change the first, all others the
+second, and what the encoder made of the input is there for whoever looks at it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from headwise.data import GIVEN, NOTHING
+from headwise.errors import ModelError
+from headwise.families._block import Norm
+from headwise.families._config import element_bytes, grain_of
+from headwise.families._family import Block, Captured, Family, Tensors, unsettled
+from headwise.runtime.modeling_headwise import SEQ2SEQ, stock_classes
+from headwise.types import ROLES, LayerShape, ModelShape
+
+SMALL: dict[str, Any] = dict(
+    vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0
+)
+
+
+class EncoderDecoder(Family):
+    """A model that reads a text as a whole and writes another one token by token."""
+
+    renamed: ClassVar[dict[str, str]]  # what stock attention calls a part -> what ours does
+    counts: ClassVar[tuple[str, str]]  # what the configuration calls the numbers of layers of encoder and decoder
+    small: ClassVar[dict[str, Any]]  # configuration of the tiny model
+
+    # What every such family says.
+
+    @abstractmethod
+    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
+        """Heads, their dimension and the width of the MLP in the stock layers of `encoder` and `decoder`."""
+
+    @abstractmethod
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Fields of `ModelShape` that only this family knows: biases, norms, other parameters."""
+
+    @abstractmethod
+    def memory_norm(self, model: nn.Module) -> Norm | None:
+        """What the encoder's output goes through before the decoder sees it."""
+
+    # What follows.
+
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration."""
+        sizes = self.sizes(config)
+        dims, widths = ([size[place] for size in sizes.values()] for place in (1, 2))
+        return ModelShape(
+            family=self.name,
+            hidden_size=config.d_model,
+            vocab_size=config.vocab_size,
+            layers=self._layers_of(config, sizes),
+            grain=grain_of(min(dims), min(widths), pairs=False, folds=True),
+            element_bytes=element_bytes(config),
+            **self.costs(config),
+        )
+
+    def _layers_of(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
+        if tailored := getattr(config, "headwise", None):
+            return tuple(LayerShape(**layer) for layer in tailored["layers"])
+
+        def layer(role: str) -> LayerShape:
+            heads, dim, width = sizes["encoder" if role == "encoder" else "decoder"]
+            return LayerShape(heads, heads, dim, dim, 0 if role == "self" else width, dim, role)
+
+        first, second = (int(getattr(config, name)) for name in self.counts)
+        return (layer("encoder"),) * first + (layer("self"), layer("cross")) * second
+
+    def may_go(self, layers: Sequence[LayerShape]) -> bool:
+        """One layer of each role is needed: the cache counts tokens in the first that attends to its own stack."""
+        return {layer.role for layer in layers if not layer.gone} == set(ROLES)
+
+    def layers(self, model: nn.Module) -> list[nn.Module]:
+        """All layers of a tailored model, the encoder's first."""
+        return [*self._stack(model, "encoder"), *self._stack(model, "decoder")]
+
+    def _stack(self, model: nn.Module, name: str) -> nn.ModuleList:
+        found: nn.ModuleList = getattr(self.body(model).get_submodule(name), self.anatomy(model.config).layers)
+        return found
+
+    def _list(self, model: nn.Module, index: int = 0) -> nn.ModuleList:
+        return self._stack(model, "encoder" if index < len(self._stack(model, "encoder")) else "decoder")
+
+    def _place(self, config: Any, index: int) -> tuple[str, int]:
+        """The stack of a layer, and its number there."""
+        first = sum(layer.role == "encoder" for layer in self.shape_of(config).layers)
+        return ("encoder", index) if index < first else ("decoder", index - first)
+
+    def _prefix(self, config: Any, index: int) -> str:
+        anatomy, (stack, number) = self.anatomy(config), self._place(config, index)
+        return f"{anatomy.body_at}.{stack}.{anatomy.layers}.{number}.".removeprefix(".")
+
+    def _shortened(self, settings: dict[str, Any], layers: tuple[LayerShape, ...]) -> dict[str, Any]:
+        """A configuration for the layers that are not gone; one that lost halves has as many blocks as it needs."""
+        if not self.may_go(layers):
+            raise ModelError(f"{self.name} models need a layer of each kind: {', '.join(ROLES)}; keep one of each.")
+        left = [layer.role for layer in layers if not layer.gone]
+        blocks = max(left.count("self"), left.count("cross"))
+        return {**settings, **dict(zip(self.counts, (left.count("encoder"), blocks), strict=True))}
+
+    def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
+        """The state dictionary without the layers that are gone. A stack's table of positions stays with its first."""
+        config: Any = like.config
+        places: dict[str, str | None] = {}
+        first: dict[str, int] = {}
+        for index in range(len(self.shape_of(config).layers)):
+            prefix = self._prefix(config, index)
+            root = prefix.rstrip(".").rpartition(".")[0]
+            first.setdefault(root, 0)
+            places[prefix] = f"{root}.{first[root]}." if index in kept else None
+            first[root] += index in kept
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            prefix = next((prefix for prefix in places if name.startswith(prefix)), "")
+            root, rest = prefix.rstrip(".").rpartition(".")[0], name.removeprefix(prefix)
+            place = f"{root}.0." if prefix and rest.startswith("positions.") else places.get(prefix, "")
+            if place is not None:
+                found[place + rest] = tensor
+        return found
+
+    def apart(self, tensors: Tensors, config: Any) -> Tensors:
+        """A stock state dictionary under the names of our layers, with a decoder's blocks in two."""
+        anatomy = self.anatomy(config)
+        places: dict[str, str] = {}
+        for index, layer in enumerate(self.shape_of(config).layers):
+            stack, number = self._place(config, index)
+            block = number if stack == "encoder" else number // 2
+            root = f"{anatomy.body_at}.{stack}.{anatomy.layers}.{block}.".removeprefix(".")
+            ours = self._prefix(config, index)
+            places |= {f"{root}{place}.": f"{ours}{part}." for part, place in anatomy.roles[layer.role].items()}
+        found: Tensors = {}
+        for name, tensor in tensors.items():
+            theirs = next((place for place in places if name.startswith(place)), "")
+            part, dot, rest = name.removeprefix(theirs).partition(".")
+            inside = f"{self.renamed.get(part, part)}{dot}{rest}" if theirs else name
+            found[places.get(theirs, "") + inside] = tensor
+        return found
+
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+        some: Any = layer
+        norms = {"attention": some.attention_norm, "mlp": getattr(some, "mlp_norm", None)}
+        inner = tuple(getattr(some, name) for name in ("gate_proj", "up_proj") if hasattr(some, name))
+        where = "end" if some.post_norm else "norm"
+        return Block(
+            attention=some.attention,
+            output=some.attention.o_proj,
+            inner=inner,
+            down=getattr(some, "wo", None),
+            activation=some.activation,
+            role=some.role,
+            **{f"{part}_{where}": norm for part, norm in norms.items()},
+        )
+
+    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests."""
+        made = stock_classes(model_type or self.model_types[0])
+        torch.manual_seed(0)
+        return unsettled(made[SEQ2SEQ](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
+
+    # Streams.
+
+    def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Input and output of rows that share the lengths of both."""
+        first = inputs_of(rows)
+        return {"input_ids": rows[:, :first].contiguous(), "decoder_input_ids": rows[:, first + 1 :].contiguous()}
+
+    def answering(self, stream: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The tokens of the last stream that answers come from: those of the output."""
+        return stream[:, inputs_of(rows) :]
+
+    def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
+        """Rows that any model of the family reads, with an input and an output of one length."""
+        first, second = super().example(config, 2 * count, length).split(count)
+        second[:, 0] = config.decoder_start_token_id or 0  # as every output begins
+        return torch.cat((first, torch.full((count, 1), GIVEN), second), 1)
+
+    def excerpt(self, rows: torch.Tensor, most: int) -> torch.Tensor:
+        """The first row alone, with no more than so many tokens: half of them of the input, half of the output."""
+        row = rows[:1, rows[0] != NOTHING]
+        first = inputs_of(row)
+        parts = (row[:, :first][:, : most // 2], row[:, first : first + 1], row[:, first + 1 :][:, : most // 2])
+        return torch.cat(parts, 1)
+
+    def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
+        """What a model is given to write, and how many tokens come before what it wrote: that which it begins with."""
+        return row[None, : inputs_of(row[None])], 1
+
+    def first_step(self, ids: torch.Tensor) -> dict[str, Any]:
+        """How a model reads a text and begins to write."""
+        return {"input_ids": ids, "decoder_input_ids": torch.ones_like(ids[:, :1])}
+
+    def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
+        """How it writes on, after `out`."""
+        return {"decoder_input_ids": token, "encoder_outputs": (out.encoder_last_hidden_state,)}
+
+    def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
+        """Logits of rows, with `stream` in place of what the embeddings give the first layers of both stacks."""
+        if stream is None:
+            out: torch.Tensor = self.call(model, ids).logits
+            return out
+        first = inputs_of(ids)
+        hooks = [
+            self._stack(model, name)[0].register_forward_pre_hook(lambda _m, args, part=part: (part, *args[1:]))
+            for name, part in (("encoder", stream[:, :first]), ("decoder", stream[:, first:]))
+        ]
+        try:
+            return self.run(model, ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    @torch.no_grad()
+    def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        """The residual streams before the first layers of both stacks."""
+        found: list[torch.Tensor] = []
+
+        def look(_layer: nn.Module, args: tuple[Any, ...]) -> None:
+            found.append(args[0])
+            raise Captured
+
+        for name, part in zip(("encoder", "decoder"), self.arguments(ids).values(), strict=True):
+            hook = self._stack(model, name)[0].register_forward_pre_hook(look)
+            try:
+                self.body(model).get_submodule(name)(input_ids=part, use_cache=False)
+            except Captured:
+                pass
+            finally:
+                hook.remove()
+        return torch.cat(found, dim=1)
+
+    @torch.no_grad()
+    def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
+        """What layers are told about rows of these lengths: which tokens an output's may see, and where all are."""
+        lengths = {name: part.shape[1] for name, part in zip(ROLES, self.arguments(ids).values(), strict=False)}
+        first, second = lengths.values()
+        mask = torch.full((second, second), torch.finfo(model.dtype).min, device=model.device).triu(1)[None, None]
+        shared: dict[str, Any] = {"inputs": first, "memory_norm": self.memory_norm(model), "attention_mask": None}
+        found = []
+        for layer in self.layers(model):
+            stack = "encoder" if layer.role == "encoder" else "decoder"
+            positions = getattr(self._stack(model, stack)[0], "positions", None)
+            length = first if stack == "encoder" else second
+            more = {} if positions is None or layer.role == "cross" else {"position_bias": positions(length, length)}
+            found.append({**shared, **more, **({"attention_mask": mask} if layer.role == "self" else {})})
+        return found
+
+    def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
+        """`layer_contexts` for batches of rows, each of its own lengths."""
+        return [self.layer_contexts(model, part) for part in parts]
+
+    def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """One layer on a residual stream."""
+        layer = self.layers(model)[index]
+        block, memory = self.block(layer), stream[:, : context["inputs"]]
+        norm = context["memory_norm"]
+        told = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
+        told |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
+        out = layer(block.own(stream, context), **told)
+        return block.joined(stream, out[0] if isinstance(out, tuple) else out, context)
+
+
+def inputs_of(rows: torch.Tensor) -> int:
+    """How many tokens of input rows have, which they share."""
+    return int((rows[0] < NOTHING).nonzero()[0])

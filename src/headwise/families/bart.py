@@ -1,0 +1,66 @@
+"""BART: an encoder-decoder with learned positions and norms after the sums.
+
+Queries and keys know no rotation, so that their projection is folded into the weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.families._block import Norm
+from headwise.families._encoder_decoder import EncoderDecoder
+
+UNUSED_POSITIONS = 2  # at the start of a table of positions
+
+
+class Bart(EncoderDecoder):
+    """BART and what shares its code."""
+
+    name = "bart"
+    model_types = ("bart",)
+    summary = "BART, DistilBART"
+    counts = ("encoder_layers", "decoder_layers")
+    renamed = {"out_proj": "o_proj"}
+    small = dict(
+        encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
+        decoder_ffn_dim=64, max_position_embeddings=128, dropout=0.0, init_std=0.1, forced_eos_token_id=None,
+    )  # fmt: skip
+
+    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
+        """Both stacks may differ in heads and MLPs."""
+        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
+        return {
+            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
+        }
+
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Biases everywhere; beside the layers a table of positions and a norm for each stack.
+
+        Where word embeddings are not tied, each stack has its own beside the common table.
+        """
+        hidden, tables = config.d_model, 0 if config.tie_word_embeddings else 2
+        return dict(
+            tied_embeddings=bool(config.tie_word_embeddings),
+            qkv_bias=True,
+            o_bias=True,
+            mlp_bias=True,
+            mlp_matrices=2,
+            layer_norms=4 * hidden,
+            other_parameters=hidden
+            * (2 * (config.max_position_embeddings + UNUSED_POSITIONS + 2) + tables * config.vocab_size),
+        )
+
+    def memory_norm(self, model: nn.Module) -> Norm | None:
+        """None: every layer ends in one."""
+        return None
+
+    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        """Logits from the residual stream of the output after the last layer."""
+        out: torch.Tensor = model.lm_head(stream) + model.final_logits_bias
+        return out
+
+
+FAMILY = Bart()

@@ -1,0 +1,125 @@
+"""ModernBERT: rotary positions, attention to all tokens or to near ones by turns, a gated MLP, pre-norm layers.
+
+Both kinds of layer have rotary tables of their own. What stock code fuses (queries with keys and values, gate with up)
+is taken apart. The first layer has no norm before its attention, as the embeddings end in one, so it has to stay.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.families._config import grain_of
+from headwise.families._encoder import BARE, CLASSIFIER, MASKED, Encoder
+from headwise.families._family import Block, Family, Tensors
+from headwise.types import ModelShape
+
+FUSED = {
+    ".attn.Wqkv.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj."),
+    ".mlp.Wi.": (".mlp.gate_proj.", ".mlp.up_proj."),
+}
+
+
+class ModernBert(Encoder):
+    """ModernBERT, bare or with a masked-language or classification head."""
+
+    name = "modernbert"
+    model_types = ("modernbert",)
+    summary = "ModernBERT, and sentence embeddings made of it"
+    keeps_first = True
+    renamed = {".attn.Wo.": ".attn.o_proj.", ".mlp.Wo.": ".mlp.down_proj."}
+
+    def sizes(self, config: Any) -> tuple[int, int, int]:
+        """Attention heads, MLP width, layers."""
+        return config.num_attention_heads, config.intermediate_size, config.num_hidden_layers
+
+    def _norm(self, config: Any) -> int:
+        """Parameters of a norm."""
+        return int(config.hidden_size) * (2 if config.norm_bias else 1)
+
+    def embedding_parameters(self, config: Any) -> int:
+        """A norm after the words and one at the end, less that which the first layer lacks."""
+        return self._norm(config)
+
+    def head_parameters(self, config: Any, head: str) -> int:
+        """A dense layer with a norm, and what comes after it; a bare model has neither."""
+        if head == BARE:
+            return 0
+        dense = config.hidden_size * (config.hidden_size + bool(config.classifier_bias)) + self._norm(config)
+        if head == CLASSIFIER:
+            return int(dense + config.num_labels * (config.hidden_size + 1))
+        return int(dense - (0 if config.decoder_bias else config.vocab_size))
+
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration: rotary pairs can be dropped."""
+        found, dim = super().shape_of(config), config.hidden_size // config.num_attention_heads
+        return replace(
+            found,
+            grain=grain_of(dim, config.intermediate_size, pairs=True, folds=False),
+            qkv_bias=bool(config.attention_bias),
+            o_bias=bool(config.attention_bias),
+            mlp_bias=bool(config.mlp_bias),
+            mlp_matrices=3,
+            layer_norms=2 * self._norm(config),
+        )
+
+    def apart(self, tensors: Tensors, config: Any) -> Tensors:
+        """A stock state dictionary under the names of the tailored model, with its fused tensors taken apart."""
+        found = super().apart(tensors, config)
+        for fused, ours in FUSED.items():
+            for name in [name for name in found if fused in name]:
+                for part, place in zip(found.pop(name).chunk(len(ours)), ours, strict=True):
+                    found[name.replace(fused, place)] = part.clone()
+        return found
+
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+        return Block(
+            attention=layer.attn,
+            output=layer.attn.o_proj,
+            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down=layer.mlp.down_proj,
+            activation=layer.mlp.act_fn,
+            attention_norm=layer.attn_norm,
+            mlp_norm=layer.mlp_norm,
+        )
+
+    @torch.no_grad()
+    def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
+        """The keyword arguments that the model hands each layer for rows as long as these; shorter ones use a part."""
+        return Family.layer_contexts(self, model, ids[:1].clamp_min(0))
+
+    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+        """What the model's head makes of the stream after the last layer; the normed stream without one."""
+        head, found = self.head(model.config), self.body(model).final_norm(stream)
+        if head == BARE:
+            return found
+        if head == MASKED:
+            return model.decoder(model.head(found))
+        pooled = found[:, 0] if model.config.classifier_pooling == "cls" else found.mean(1)
+        return model.classifier(model.drop(model.head(pooled)))
+
+    def tiny_settings(self) -> dict[str, Any]:
+        """The configuration of a tiny model, with windows that are narrower than the texts of the tests."""
+        return dict(
+            vocab_size=97,
+            hidden_size=64,
+            intermediate_size=64,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            local_attention=8,
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            initializer_range=0.1,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=1,
+            sep_token_id=2,
+        )
+
+
+FAMILY = ModernBert()

@@ -1,0 +1,129 @@
+"""The exact strategy's answer to many limits of a run's first budget: what the report's slider moves along. No torch.
+
+Limits are solved from the coarse to the fine, so that whatever is there when time runs out covers the whole range; what
+is missing is solved when the report is written again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from headwise import budgets as prices
+from headwise.errors import HeadwiseError
+from headwise.strategies.exact import Answerer, answers
+from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Readings, Sweep
+
+LEAST = 40  # limits to solve
+STEPS = (5.0, 2.0, 1.0, 0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01)  # percent between them: the largest that gives as many
+SECONDS = 20.0  # for all solves of one call; the one that is under way is finished
+METHOD = 1  # raised when the solver would answer otherwise to the same question
+
+
+def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
+    """Of everything that the answers depend on; the first budget's own limit is not among it, as all are answered."""
+    curves = [reading.to_json() for reading in readings.curves if reading.kind.startswith("damage.")]
+    first = [(budget.name, budget.length) for budget in plan.budgets[:1]]
+    budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
+    text = json.dumps([METHOD, readings.shape, curves, readings.depth, budgets, allow], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def stored(path: Path, key: str) -> Sweep | None:
+    """The sweep in a file, if it answers the same question; a file that cannot be read counts as none."""
+    try:
+        found = Sweep.read(path)
+    except HeadwiseError:
+        return None
+    return found if found.key == key else None
+
+
+def complete(sweep: Sweep, plan: Plan) -> bool:
+    """Whether every limit was solved, that of the plan among them."""
+    first = plan.budgets[0]
+    full = prices.price(first, plan.source)
+    return sweep.done and (
+        first.limit > full or any(abs(a.share * full - first.limit) < 1e-9 * full for a in sweep.answers)
+    )
+
+
+def solve(
+    readings: Readings, plan: Plan, allow: tuple[str, ...], known: Sweep | None = None, seconds: float = SECONDS
+) -> Sweep | None:
+    """The sweep over the plan's first budget; answers that are known already are kept. None where there is no budget.
+
+    `seconds` limits the time for new answers.
+    """
+    if not plan.budgets:
+        return None
+    shape, first = ModelShape.from_json(readings.shape, "readings.shape"), plan.budgets[0]
+    least, answer = answers(shape, readings, plan.budgets, allow)
+    full, wanted = prices.price(first, shape), limits(first, least, shape)
+    table: dict[LayerShape, int] = {}
+    found = {a.text: _place(a, known, table) for a in known.answers} if known else {}
+    done, started = True, time.monotonic()
+    for text in coarse_first(list(wanted)):
+        if text in found:
+            continue
+        if found and time.monotonic() - started > seconds:
+            done = False
+            break
+        if (new := _ask(answer, text, wanted[text], full, table)) is not None:
+            found[text] = new
+    in_order = tuple(sorted((a for t, a in found.items() if t in wanted), key=lambda a: -a.share))
+    others = tuple(budget.text for budget in plan.budgets[1:])
+    key = fingerprint(readings, plan, allow)
+    return Sweep(key, first.name, others, allow, tuple(table), in_order, len(wanted), done)
+
+
+def _ask(answer: Answerer, text: str, limit: float, full: float, table: dict[LayerShape, int]) -> Answer | None:
+    """The answer to one limit, its shapes entered into the table."""
+    if (solved := answer(limit)) is None:
+        return None
+    damage, gap, layers = solved
+    return Answer(text, limit / full, damage, gap, tuple(table.setdefault(layer, len(table)) for layer in layers))
+
+
+def _place(answer: Answer, sweep: Sweep, table: dict[LayerShape, int]) -> Answer:
+    """A known answer with its shapes in a new table."""
+    places = tuple(table.setdefault(layer, len(table)) for layer in sweep.target(answer))
+    return Answer(answer.text, answer.share, answer.damage, answer.gap, places)
+
+
+def limits(first: Budget, least: float, shape: ModelShape) -> dict[str, float]:
+    """Budgets as `--budget` takes them, in even percentages from all down to the least, with the run's own; limits."""
+    full, at = prices.price(first, shape), "".join(first.text.partition("@")[1:])
+    low = 100 * least / full if full else 100.0
+    grid: list[float] = []
+    for step in STEPS:
+        count = int((100 - low) / step + 1e-9)
+        grid = [100 - step * index for index in range(count + 1)]
+        if len(grid) >= LEAST:
+            break
+    texts = [f"{first.name}={percent:g}%{at}" for percent in grid]
+    wanted = {text: prices.parse(text, shape).limit for text in texts}
+    if first.limit <= full and first.limit not in wanted.values():
+        wanted[first.text] = first.limit
+    return dict(sorted(wanted.items(), key=lambda pair: -pair[1]))
+
+
+def coarse_first(texts: list[str]) -> list[str]:
+    """Both ends, then the middle, then the middles of the halves, and so on.
+
+    >>> coarse_first(list("abcde"))
+    ['a', 'e', 'c', 'b', 'd']
+    """
+    if len(texts) < 3:
+        return texts
+    places, spans = [0, len(texts) - 1], [(0, len(texts) - 1)]
+    while spans:
+        halves = []
+        for low, high in spans:
+            if high - low > 1:
+                middle = (low + high) // 2
+                places.append(middle)
+                halves += [(low, middle), (middle, high)]
+        spans = halves
+    return [texts[place] for place in places]

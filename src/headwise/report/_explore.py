@@ -1,0 +1,240 @@
+"""What the page's script knows: shapes, the exact answer to every budget, and the readings behind the heat maps.
+
+Plain data on its way into JSON. Layer shapes are written once and named by their place; words are made here, so that
+the script formats no number that the page says elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from headwise import budgets as prices
+from headwise.errors import HeadwiseError
+from headwise.registry import find
+from headwise.report import _facts as facts
+from headwise.report._commands import allocate_command
+from headwise.report._data import (
+    LABELS,
+    LOG_AXES,
+    chosen_size,
+    damage_rows,
+    healing_parts,
+    layer_damage,
+    thin,
+    value_range,
+    wants_log,
+)
+from headwise.report._diagnostics import HEADINGS, StripSet, diagnostics
+from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_rows
+from headwise.report._text import human, number
+from headwise.types import Answer, Budget, Dossier, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
+
+FAMILIAR = ("kv", "params", "flops", "attention")  # prices that people ask for first
+MANY, FEW, DEEP = 48, 20, 32  # sizes of a reading that a heat map shows, and fewer for more layers than DEEP
+
+
+class Price(NamedTuple):
+    """A unit that a model can be priced in, and what the source costs in it."""
+
+    budget: Budget
+    meaning: str
+    full: float
+
+    def words(self, shape: ModelShape) -> tuple[str, str]:
+        """Price and share of a shape."""
+        price = facts.priced(self.budget, shape)
+        return human(price), "–" if price is None or not self.full else f"{price / self.full:.1%}"
+
+
+def price_list(plan: Plan) -> tuple[Price, ...]:
+    """Every unit that applies to the model; those that the plan limits come first, at their own length."""
+    own = {budget.name: budget for budget in plan.budgets}
+    found = []
+    for name in dict.fromkeys((*own, *(name for name in FAMILIAR if name in prices.known()), *prices.known())):
+        if name == "kv" and not plan.source.cached:
+            continue
+        try:
+            module = find("headwise.budgets", name)
+            budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
+            full = facts.priced(budget, plan.source)
+            if full is not None:
+                found.append(Price(budget, str(module.MEANING), full))
+        except (HeadwiseError, AttributeError):
+            continue
+    return tuple(found)
+
+
+def explorer(dossier: Dossier) -> dict[str, Any] | None:
+    """The slider's data; None where no frontier was solved."""
+    plan, sweep, readings = dossier.plan, dossier.sweep, dossier.readings
+    if plan is None or sweep is None or readings is None or len(sweep.answers) < 2:
+        return None
+    rows, priced = model_rows(plan), price_list(plan)
+    answers = sorted(sweep.answers, key=lambda answer: answer.share)
+    table = {shape: place for place, shape in enumerate(sweep.shapes)}
+    own = [table.setdefault(shape, len(table)) for shape in plan.target.layers]
+    source = [table.setdefault(shape, len(table)) for shape in plan.source.layers]
+    command = allocate_command(sweep)
+    lists = [*(answer.layers for answer in answers), own]
+    return {
+        "shapes": [[getattr(shape, size) for size in LayerShape.__slots__] for shape in table],
+        "source": source,
+        "own": own,
+        "kept": [list(row.heads) for row in rows] if _heads_go(table, plan) else None,
+        "orders": _orders(readings) if _heads_go(table, plan) else None,
+        "damage": layer_prices(readings, plan, list(table), lists),
+        "full": [full_dim(rows), full_mlp(rows), GAP, MLP_SHARE],
+        "answers": [_answer(answer, plan, sweep, priced, dossier) for answer in answers],
+        "at": own_place(answers, plan),
+        "command": command,
+        "predicted": plan.predicted_damage,
+        "ownWords": damage_words(plan.predicted_damage, dossier),
+        "ownProof": proof(plan),
+        "ownCosts": [price.words(plan.target) for price in priced],
+    }
+
+
+def proof(plan: Plan) -> str:
+    """How far the plan is proven best."""
+    if plan.strategy != "exact":
+        return f"by the {plan.strategy} strategy"
+    return "proven optimal" if plan.gap < 5e-5 else f"within {plan.gap:.2%} of the proven bound"
+
+
+def own_place(answers: list[Answer], plan: Plan) -> int:
+    """The answer whose limit is nearest the plan's own."""
+    full = facts.priced(plan.budgets[0], plan.source) or 1.0
+    return min(range(len(answers)), key=lambda i: abs(answers[i].share - min(1.0, plan.budgets[0].limit / full)))
+
+
+def _answer(answer: Answer, plan: Plan, sweep: Sweep, priced: tuple[Price, ...], dossier: Dossier) -> dict[str, Any]:
+    shape = plan.source.with_layers(sweep.target(answer))
+    proof = "proven optimal" if answer.gap < 5e-5 else f"within {answer.gap:.2%} of the proven bound"
+    return {
+        "text": answer.text,
+        "share": answer.share,
+        "damage": answer.damage,
+        "words": damage_words(answer.damage, dossier),
+        "proof": proof,
+        "layers": list(answer.layers),
+        "costs": [price.words(shape) for price in priced],
+    }
+
+
+def damage_words(damage: float, dossier: Dossier) -> str:
+    """Damage in its unit and, for nats per token, what that does to the perplexity."""
+    unit = facts.damage_unit(dossier)
+    more = f" (perplexity +{math.expm1(damage):.1%})" if unit == facts.NATS and 0 < damage < 7 else ""
+    return f"{number(damage, 3)} {unit}{more}"
+
+
+def _heads_go(table: dict[LayerShape, int], plan: Plan) -> bool:
+    """Whether any answer loses heads of a layer that stays, so that the script must know which."""
+    most = max(layer.query_heads for layer in plan.source.layers)
+    return any(0 < shape.query_heads < most for shape in table)
+
+
+def _orders(readings: Readings) -> list[dict[str, Any]]:
+    return [
+        {name: [list(group) for group in order[name]] for name in ("heads", "kv_heads") if name in order}
+        for order in readings.orders
+    ]
+
+
+def layer_prices(
+    readings: Readings, plan: Plan, table: list[LayerShape], lists: list[Any]
+) -> list[dict[int, float | None]]:
+    """Per layer, what each of its shapes was predicted to damage, by the shape's place in the table."""
+    found: list[dict[int, float | None]] = []
+    for layer in range(len(plan.source.layers)):
+        places = sorted({layers[layer] for layers in lists})
+        known = {place: layer_damage(readings, plan, layer, table[place]) for place in places}
+        found.append({place: _rounded(value) for place, value in known.items()})
+    return found
+
+
+def _rounded(value: float | None, digits: int = 4) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
+
+
+def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
+    """Per layer, what the page says of it in words when it is chosen."""
+    plan = dossier.plan
+    if plan is None:
+        return []
+    found: list[list[tuple[str, str]]] = [[] for _ in plan.keep]
+    for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
+        sizes = [(name, getattr(old, size), getattr(new, size)) for size, name in LABELS.items()]
+        cut = [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
+        found[index].append(("In this run", "removed" if new.gone else ", ".join(cut) or "nothing is cut"))
+    if dossier.readings is not None:
+        rows = damage_rows(dossier.readings, plan)
+        total = sum(row.total for row in rows)
+        for row in rows:
+            share = f" ({row.total / total:.0%} of all)" if total > 0 else ""
+            found[row.layer].append(("Predicted damage", f"{number(row.total, 3)}{share}"))
+        for topic in diagnostics(dossier.readings, plan):
+            for group in topic.sets:
+                for strip in group.strips if isinstance(group, StripSet) else ():
+                    if strip.layer < len(found):
+                        found[strip.layer].append((HEADINGS.get(group.kind, group.kind), strip.words))
+    for part, gains in healing_parts(dossier.healing or {}).items():
+        for gain in gains:
+            if gain.layer < len(found):
+                words = f"{number(gain.before, 3)} → {number(gain.after, 3)}"
+                found[gain.layer].append((f"Healed error, {part}", words))
+    return found
+
+
+class Heat(NamedTuple):
+    """One reading as a table of values, layers down, thinned to what a page can show."""
+
+    name: str  # of its place on the page
+    reading: Reading
+    ticks: tuple[int, ...]
+    rows: tuple[tuple[float | None, ...], ...]
+    errors: tuple[tuple[float | None, ...], ...] | None
+    ends: tuple[float, float]
+    log: bool
+    chosen: tuple[int | None, ...]
+
+    def for_script(self) -> dict[str, Any]:
+        """As the script takes it."""
+        r = self.reading
+        names = ["model"] if r.kind == "damage.depth" else [f"layer {i}" for i in range(len(self.rows))]
+        return {
+            "name": self.name, "kind": r.kind, "axis": r.axis.replace("_", " "), "unit": r.unit, "ticks": self.ticks,
+            "rows": self.rows, "errors": self.errors, "ends": self.ends, "log": self.log, "chosen": self.chosen,
+            "names": names,
+        }  # fmt: skip
+
+
+def heats(dossier: Dossier) -> tuple[Heat, ...]:
+    """A heat map per kind of reading, of the reading that should be believed."""
+    if dossier.readings is None:
+        return ()
+    kinds = dict.fromkeys(reading.kind for reading in dossier.readings.curves)
+    believed = [reading for kind in kinds if (reading := dossier.readings.curve(kind)) is not None]
+    found = [heat(reading, place, dossier.plan) for place, reading in enumerate(believed)]
+    return tuple(one for one in found if any(value is not None for row in one.rows for value in row))
+
+
+def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:
+    """The data of one heat map."""
+    sizes = sorted({tick for row in reading.ticks for tick in row})
+    most = MANY if len(reading.ticks) <= DEEP else FEW
+    chosen = tuple(chosen_size(reading, plan, layer) for layer in range(len(reading.ticks)))
+    kept = thin(sizes, most, None, reading.axis in LOG_AXES)
+    ticks = tuple(tick for tick in sizes if tick in kept)
+    rows = _table(reading, reading.values, ticks, 4)
+    errors = _table(reading, reading.standard_error, ticks, 2) if reading.standard_error else None
+    shown = [value for row in rows for value in row if value is not None]
+    log = wants_log(reading.kind, shown)
+    ends = value_range(shown, True) if log else (min(shown, default=0.0), max(shown, default=1.0))
+    return Heat(f"r{place}", reading, ticks, rows, errors, ends, log, chosen)
+
+
+def _table(reading: Reading, values: Any, ticks: tuple[int, ...], digits: int) -> tuple[tuple[float | None, ...], ...]:
+    known = [dict(zip(sizes, row, strict=True)) for sizes, row in zip(reading.ticks, values, strict=True)]
+    return tuple(tuple(_rounded(row.get(tick), digits) for tick in ticks) for row in known)

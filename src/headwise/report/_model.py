@@ -1,0 +1,163 @@
+"""The model as a picture that is also a table: layers down, heads across, what stays filled and what goes pale.
+
+All heads of a layer have the same dimensions, so a layer is drawn with one dashed line per kind of bar: a dash is a
+head, the line's width is the dimension. `assets/explore.js` redraws the same lines when the budget is moved.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from headwise.report._text import escape
+from headwise.types import GONE, LayerKeep, LayerShape, Plan
+
+GAP = 0.4  # between heads that do not share keys, in heads
+MLP_SHARE = 96  # percent of its column that the widest MLP fills
+DENSE = 34  # more layers: rows too low for text
+
+
+class ModelRow(NamedTuple):
+    """One layer before and after."""
+
+    layer: int
+    old: LayerShape
+    new: LayerShape
+    heads: tuple[int, ...]  # query heads that stay
+    damage: float | None  # predicted
+
+    @property
+    def group(self) -> int:
+        """Query heads that share keys, in the source."""
+        return max(1, self.old.queries_per_group)
+
+
+def model_rows(plan: Plan, damages: Sequence[float | None] | None = None) -> tuple[ModelRow, ...]:
+    """The rows of a plan's picture."""
+    known = damages or (None,) * len(plan.keep)
+    layers = zip(plan.source.layers, plan.target.layers, plan.keep, known, strict=True)
+    return tuple(ModelRow(i, old, new, kept_heads(new, keep), cost) for i, (old, new, keep, cost) in enumerate(layers))
+
+
+def kept_heads(new: LayerShape, keep: LayerKeep) -> tuple[int, ...]:
+    """Query heads that stay, by index; none of a layer that is gone."""
+    return tuple(range(new.query_heads)) if keep.query_heads is None or new.gone else keep.query_heads
+
+
+def dashes(heads: Sequence[int], group: int, start: float, height: float) -> str:
+    """A line per run of neighbouring heads of a group, at half the height, so that a stroke as wide fills it.
+
+    >>> dashes((0, 1, 3), 2, 0.08, 0.5)
+    'M0.08 0.75h1.42M3.48 0.75h0.42'
+    """
+    path, y = "", _short(1 - height / 2)
+    runs: list[list[int]] = []
+    for head in heads:
+        if runs and head == runs[-1][-1] + 1 and head % group:
+            runs[-1].append(head)
+        else:
+            runs.append([head])
+    for run in runs:
+        path += f"M{_short(run[0] + GAP * (run[0] // group) * (group > 1) + start)} {y}h{_short(len(run) - 0.58)}"
+    return path
+
+
+def _short(value: float) -> str:
+    """Three decimals at most, halves up, as the script rounds too."""
+    return f"{math.floor(value * 1000 + 0.5) / 1000:.3f}".rstrip("0").rstrip(".")
+
+
+def full_dim(rows: Sequence[ModelRow]) -> int:
+    """The largest dimension of any head, which fills a row's height."""
+    return max(1, *(max(row.old.qk_dim, row.old.v_dim) for row in rows))
+
+
+def full_mlp(rows: Sequence[ModelRow]) -> int:
+    """The widest MLP."""
+    return max(1, *(row.old.mlp_width for row in rows))
+
+
+def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
+    """The colours of the picture and what they mean."""
+    keys = [("qk", "query/key dim")]
+    if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
+        keys.append(("wide-qk", "computed, not cached"))
+    keys += [
+        ("v", "value dim"),
+        *([("mlp", "MLP width")] if full_mlp(rows) > 1 else []),
+        ("ghost", "pale: removed"),
+    ]
+    return keys + [("dmg", "predicted damage")] * any(row.damage is not None for row in rows)
+
+
+def draw_model(rows: Sequence[ModelRow], interactive: bool = False) -> str:
+    """The table. Interactive: with names for the script, which moves the budget and selects layers."""
+    most = max(row.damage or 0.0 for row in rows)
+    priced = any(row.damage is not None for row in rows)
+    heads = ["layer", "before", "after", "heads", "qk", "v", *(["MLP"] if full_mlp(rows) > 1 else [])]
+    titles = {"qk": "query/key dimension per head", "v": "value dimension per head", "heads": "query heads"}
+    top = "".join(_head(name, titles.get(name, "")) for name in heads) + (_head("damage", "") if priced else "")
+    body = "".join(_row(row, rows, most, priced) for row in rows)
+    height = max(8.0, min(26.0, 430 / len(rows)))
+    dense = " dense" if len(rows) > DENSE else ""
+    mark = ' id="model"' if interactive else ""
+    return (
+        f'<table{mark} class="model{dense}" style="--row:{height:.1f}px">'
+        f'<caption class="sr">Every layer of the model before and after: heads, dimensions, MLP width</caption>'
+        f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
+    )
+
+
+def _head(name: str, title: str) -> str:
+    number = " num" if name in ("heads", "qk", "v") else ""
+    words = f' title="{title}"' if title else ""
+    return f'<th scope="col" class="c-{name.lower()}{number}"{words}>{name}</th>'
+
+
+def _row(row: ModelRow, rows: Sequence[ModelRow], most: float, priced: bool) -> str:
+    full, widest = full_dim(rows), full_mlp(rows)
+    old, new = row.old, row.new
+    sizes = "".join(
+        f'<td class="num n-{name}{"" if a == b else " cut"}">{b}<small>/{a}</small></td>'
+        for name, a, b in (("heads", old.query_heads, new.query_heads), ("qk", old.qk_dim, new.qk_dim),
+                           ("v", old.v_dim, new.v_dim))
+    )  # fmt: skip
+    cells = f'<td class="pic c-before">{_heads(row, full, False)}</td><td class="pic c-after">{_heads(row, full, True)}'
+    cells += f'<span class="gone">removed</span></td>{sizes}'
+    if widest > 1:
+        before, after = (MLP_SHARE * width / widest for width in (old.mlp_width, new.mlp_width))
+        words = f"{new.mlp_width}/{old.mlp_width}"
+        cells += f'<td class="c-mlp">{_bar(before, after, "mlp", words)}</td>'
+    if priced:
+        cells += f'<td class="c-damage">{_bar(0, 100 * (row.damage or 0) / most if most > 0 else 0, "dmg", "")}</td>'
+    gone = ' class="removed"' if new.gone else ""
+    return f'<tr data-layer="{row.layer}"{gone}><th scope="row">{row.layer}</th>{cells}</tr>'
+
+
+def _bar(before: float, after: float, name: str, words: str) -> str:
+    text = f'<span class="sr">{escape(words)}</span>' if words else ""
+    ghost = f'<i class="bar g-{name}" style="width:{before:.1f}%"></i>' if before else ""
+    return f'<span class="bars">{ghost}<i class="bar b-{name}" style="width:{after:.1f}%"></i>{text}</span>'
+
+
+def _heads(row: ModelRow, full: int, after: bool) -> str:
+    """The heads of a layer: pale what was, filled what stays; for the source everything is filled."""
+    old = row.old
+    width = old.query_heads + GAP * max(0, -(-old.query_heads // row.group) - 1) * (row.group > 1)
+    every = tuple(range(old.query_heads))
+    lines = [("q", every, 0.08, old.qk_dim / full), ("v", every, 0.5, old.v_dim / full)]
+    if after:
+        new = row.new if not row.new.gone else GONE
+        through = min(new.qk_width, old.qk_dim) if new.qk_width > new.qk_dim else 0
+        lines = [(f"p{name}", heads, start, height) for name, heads, start, height in lines]
+        lines += [("w", row.heads, 0.08, through / full)]
+        lines += [("q", row.heads, 0.08, new.qk_dim / full), ("v", row.heads, 0.5, new.v_dim / full)]
+    paths = "".join(
+        f'<path class="{name}" d="{dashes(heads, row.group, start, height)}" stroke-width="{_short(height)}"/>'
+        for name, heads, start, height in lines
+    )
+    return (
+        f'<svg class="heads" viewBox="0 0 {_short(max(width, 1))} 1" preserveAspectRatio="none" aria-hidden="true">'
+        f"{paths}</svg>"
+    )

@@ -1,0 +1,175 @@
+// The budget slider: every answer was solved beforehand; here it is only shown.
+const sweep = data.explorer;
+const sizes = { heads: 0, kv: 1, qk: 2, v: 3, mlp: 4, width: 5 }; // as layer shapes are written
+const short = (value) => String(Math.floor(value * 1000 + 0.5) / 1000);
+
+// The same dashed lines as the page was written with: a dash is a head.
+function dashes(heads, group, start, height, gap) {
+  const runs = [];
+  for (const head of heads) {
+    const last = runs[runs.length - 1];
+    if (last && head === last[last.length - 1] + 1 && head % group) last.push(head);
+    else runs.push([head]);
+  }
+  const y = short(1 - height / 2);
+  return runs.map((run) => {
+    const x = run[0] + (group > 1 ? gap * Math.floor(run[0] / group) : 0) + start;
+    return `M${short(x)} ${y}h${short(run.length - 0.58)}`;
+  }).join("");
+}
+
+// Which query heads stay: the most needed of every group that stays.
+function keptHeads(layer, shape, source) {
+  const [queries, groups] = shape;
+  const per = source[sizes.kv] ? source[sizes.heads] / source[sizes.kv] : 1;
+  if (queries === source[sizes.heads]) return [...Array(queries).keys()];
+  if (!queries) return [];
+  const order = (sweep.orders && sweep.orders[layer]) || {};
+  const all = [...Array(source[sizes.kv]).keys()];
+  const kept = (order.kv_heads ? order.kv_heads[0] : all).slice(0, groups).sort((a, b) => a - b);
+  const each = queries / groups;
+  return kept.flatMap((group) => {
+    const inside = order.heads ? order.heads[group] : [...Array(per).keys()];
+    return inside.slice(0, each).sort((a, b) => a - b).map((head) => group * per + head);
+  });
+}
+
+function drawLayer(row, layer, shape, heads, damage, most) {
+  const source = sweep.shapes[sweep.source[layer]];
+  const [full, widest, gap, share] = sweep.full;
+  const group = Math.max(1, source[sizes.kv] ? source[sizes.heads] / source[sizes.kv] : 1);
+  const gone = !shape[sizes.heads] && !shape[sizes.mlp];
+  const through = shape[sizes.width] > shape[sizes.qk] ? Math.min(shape[sizes.width], source[sizes.qk]) : 0;
+  const lines = { w: [0.08, through], q: [0.08, shape[sizes.qk]], v: [0.5, shape[sizes.v]] };
+  for (const [name, [start, size]] of Object.entries(lines)) {
+    const path = row.querySelector(`.c-after .${name}`);
+    path.setAttribute("d", dashes(heads, group, start, size / full, gap));
+    path.setAttribute("stroke-width", short(size / full));
+  }
+  for (const name of ["heads", "qk", "v"]) {
+    const cell = row.querySelector(`.n-${name}`);
+    const before = source[sizes[name]], after = shape[sizes[name]];
+    cell.firstChild.nodeValue = String(after);
+    cell.classList.toggle("cut", before !== after);
+  }
+  const mlp = row.querySelector(".b-mlp");
+  if (mlp) {
+    mlp.style.width = `${(share * shape[sizes.mlp] / widest).toFixed(1)}%`;
+    row.querySelector(".c-mlp .sr").textContent = `${shape[sizes.mlp]}/${source[sizes.mlp]}`;
+  }
+  const bar = row.querySelector(".b-dmg");
+  if (bar) bar.style.width = `${(most > 0 ? 100 * damage / most : 0).toFixed(1)}%`;
+  row.classList.toggle("removed", gone);
+}
+
+// Layers that are gone were priced together, so each has its share of what the rest leaves.
+function layerDamages(layers, total) {
+  const known = layers.map((place, layer) => sweep.damage[layer][place]);
+  const gone = known.filter((value) => value === null).length;
+  const rest = known.reduce((sum, value) => sum + (value || 0), 0);
+  return known.map((value) => (value === null ? Math.max(0, total - rest) / gone : value || 0));
+}
+
+function showAnswer(place) {
+  const own = place === null;
+  const answer = sweep.answers[own ? sweep.at : place];
+  const layers = own ? sweep.own : answer.layers;
+  const damages = layerDamages(layers, own ? sweep.predicted : answer.damage);
+  const most = Math.max(...damages);
+  layers.forEach((shapePlace, layer) => {
+    const shape = sweep.shapes[shapePlace];
+    const heads = own && sweep.kept ? sweep.kept[layer] : keptHeads(layer, shape, sweep.shapes[sweep.source[layer]]);
+    drawLayer(rows[layer], layer, shape, heads, damages[layer], most);
+  });
+  put("budget-text", answer.text);
+  put("budget-damage", own ? sweep.ownWords : answer.words);
+  put("budget-proof", own ? sweep.ownProof : answer.proof);
+  put("budget-state", own ? "this run" : "not built: a preview");
+  const costs = own ? sweep.ownCosts : answer.costs;
+  document.querySelectorAll("#costs tbody tr").forEach((row, index) => {
+    row.cells[2].textContent = costs[index][0];
+    row.cells[3].textContent = costs[index][1];
+  });
+  put("budget-command", sweep.command[0] + answer.text + sweep.command[1]);
+  slider.setAttribute("aria-valuetext", `${answer.text}, predicted damage ${answer.words}`);
+  document.getElementById("own").hidden = own;
+  moveCursor(answer);
+  document.dispatchEvent(new CustomEvent("answer", { detail: layers }));
+}
+
+function put(name, words) {
+  document.getElementById(name).textContent = words;
+}
+
+// The chart of the frontier follows the slider, and a click on it moves the slider.
+const chart = document.querySelector("svg.chart[data-scale]");
+function moveCursor(answer) {
+  if (!chart) return;
+  const [low, high, left, right, least, most, bottom, top] = JSON.parse(chart.dataset.scale);
+  const x = left + (answer.share - low) / (high - low) * (right - left);
+  const level = Math.log(Math.max(least, Math.min(most, answer.damage)) / least) / Math.log(most / least);
+  const cursor = chart.querySelector(".cursor");
+  cursor.setAttribute("transform", `translate(${x.toFixed(1)} 0)`);
+  cursor.querySelector("circle").setAttribute("cy", (bottom + level * (top - bottom)).toFixed(1));
+}
+
+const slider = document.getElementById("budget");
+const rows = [...document.querySelectorAll("#model tbody tr")];
+let shown = null; // null: the run itself
+if (sweep && slider) {
+  slider.max = sweep.answers.length - 1;
+  slider.value = sweep.at;
+  slider.disabled = false;
+  slider.addEventListener("input", () => showAnswer((shown = Number(slider.value))));
+  document.getElementById("own").addEventListener("click", () => {
+    slider.value = sweep.at;
+    showAnswer((shown = null));
+    slider.focus();
+  });
+  document.getElementById("copy").addEventListener("click", async () => {
+    const words = document.getElementById("budget-command").textContent;
+    try {
+      await navigator.clipboard.writeText(words);
+      toast("Copied");
+    } catch {
+      getSelection().selectAllChildren(document.getElementById("budget-command"));
+      toast("Marked: copy with your keyboard");
+    }
+  });
+  if (chart) {
+    chart.addEventListener("click", (event) => {
+      const [low, high, left, right] = JSON.parse(chart.dataset.scale);
+      const box = chart.getBoundingClientRect();
+      const x = (event.clientX - box.left) / box.width * chart.viewBox.baseVal.width;
+      const share = low + (x - left) / (right - left) * (high - low);
+      const away = sweep.answers.map((answer) => Math.abs(answer.share - share));
+      slider.value = away.indexOf(Math.min(...away));
+      showAnswer((shown = Number(slider.value)));
+    });
+  }
+  showAnswer(null);
+}
+
+// The chosen layer in words.
+const inspector = document.getElementById("inspect");
+function inspect() {
+  if (!inspector) return;
+  inspector.hidden = picked === null;
+  if (picked === null) return;
+  const lines = (data.facts[picked] || []).slice();
+  const names = ["query heads", "key/value heads", "query/key dim", "value dim", "MLP width"];
+  if (sweep && shown !== null) {
+    const before = sweep.shapes[sweep.source[picked]];
+    const after = sweep.shapes[sweep.answers[shown].layers[picked]];
+    const parts = names.map((name, i) => (before[i] === after[i] ? null : `${name} ${before[i]} → ${after[i]}`));
+    lines.unshift(["At this budget", parts.filter(Boolean).join(", ") || "nothing is cut"]);
+  }
+  inspector.replaceChildren(...[["Layer " + picked, ""], ...lines].map(([name, words], index) => {
+    const item = document.createElement(index ? "div" : "h3");
+    item.append(index ? `${name}: ` : name);
+    if (words) item.append(Object.assign(document.createElement("b"), { textContent: words }));
+    return item;
+  }));
+}
+document.addEventListener("layer", inspect);
+document.addEventListener("answer", inspect);

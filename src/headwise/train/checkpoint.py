@@ -1,0 +1,95 @@
+"""Checkpoints: everything a run needs to go on, as safetensors and JSON, each folder whole or not there."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from headwise.cuts import write_folder
+from headwise.errors import OutputError
+from headwise.train.loop import Point, State
+from headwise.types import VERSION
+
+OPTIMISER = "optimiser.safetensors"
+KEPT = 2  # newest checkpoints; older ones are deleted
+
+
+def save(folder: Path, model: nn.Module, state: State) -> None:
+    """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare one, not as wrapped.
+
+    Random numbers need no place: every step seeds its own.
+    """
+    tensors = {"sums": state.sums}
+    for name, parameter in model.named_parameters():
+        for part, tensor in state.optimiser.state.get(parameter, {}).items():
+            tensors[f"{name}/{part}"] = tensor
+    facts = {
+        "version": VERSION,
+        "step": state.step,
+        "summed": state.summed,
+        "seconds": state.seconds,
+        "curve": [point._asdict() for point in state.curve],
+    }
+
+    def write(target: Path) -> None:
+        for name, found in (("model.safetensors", _whole(model)), (OPTIMISER, tensors)):
+            save_file({key: tensor.contiguous() for key, tensor in found.items()}, target / name)
+        (target / "state.json").write_text(json.dumps(facts) + "\n")
+
+    for half in folder.glob(".step-*"):  # left by a kill
+        shutil.rmtree(half, ignore_errors=True)
+    write_folder(folder / f"step-{state.step:08d}", write)
+    for old in all_in(folder)[:-KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, tied ones once, and buffers that belong to the model."""
+    kept = set(model.state_dict())
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in found.items() if name in kept}
+
+
+def all_in(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def restore(folder: Path, model: nn.Module, state: State) -> bool:
+    """Bring a run to its newest checkpoint, if there is one."""
+    found = all_in(folder)
+    if not found:
+        return False
+    newest = found[-1]
+    try:
+        facts: dict[str, Any] = json.loads((newest / "state.json").read_text())
+        weights, tensors = load_file(newest / "model.safetensors"), load_file(newest / OPTIMISER)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise OutputError(
+            f"{newest} is damaged ({error}); delete it, and the run goes on from the one before."
+        ) from None
+    with torch.no_grad():
+        for name, tensor in _whole(model).items():
+            tensor.copy_(weights[name])
+    for name, parameter in model.named_parameters():
+        parts = [key for key in tensors if key.startswith(f"{name}/")]
+        if parts:  # the count of steps stays where AdamW keeps it: on the device only if fused
+            state.optimiser.state[parameter] = {
+                key.removeprefix(f"{name}/"): _beside(tensors[key], parameter) for key in parts
+            }
+    state.sums.copy_(tensors["sums"])
+    state.step, state.summed, state.seconds = facts["step"], facts["summed"], facts["seconds"]
+    state.curve[:] = [Point(**point) for point in facts["curve"]]
+    return True
+
+
+def _beside(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    on_device = tensor.dim() > 0 or parameter.device.type == "cuda"
+    return tensor.to(parameter.device) if on_device else tensor

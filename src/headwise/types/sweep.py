@@ -1,0 +1,42 @@
+"""The exact plan for many limits of one budget, stored so that each layer's shape is written once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from headwise.errors import PlanError
+from headwise.types._record import Record
+from headwise.types.shape import LayerShape
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Record):
+    """What the exact strategy answers to one limit."""
+
+    text: str  # the budget as `--budget` takes it
+    share: float  # the limit, of the source's price
+    damage: float
+    gap: float  # to the proven bound, relative
+    layers: tuple[int, ...]  # of every layer the place of its shape in the sweep's table
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep(Record):
+    """Answers by falling limit of the first budget; the other budgets stay as they were."""
+
+    key: str  # fingerprint of everything that the answers depend on
+    budget: str
+    others: tuple[str, ...]  # the other budgets, as `--budget` takes them
+    allow: tuple[str, ...]
+    shapes: tuple[LayerShape, ...]
+    answers: tuple[Answer, ...]
+    wanted: int  # limits that were to be solved; fewer answers: time ran out, or no plan meets them
+    done: bool
+
+    def __post_init__(self) -> None:
+        if any(not 0 <= place < len(self.shapes) for answer in self.answers for place in answer.layers):
+            raise PlanError("a layer of the frontier names a shape that its table does not hold; delete frontier.json.")
+
+    def target(self, answer: Answer) -> tuple[LayerShape, ...]:
+        """The layers of an answer."""
+        return tuple(self.shapes[place] for place in answer.layers)

@@ -1,0 +1,336 @@
+"""What surrounds the report: its frontier, comparisons, notebooks, figures, the terminal, the data behind pictures."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from conftest import Invented, invent
+from test_report import HOSTILE, Stack, check_page, curve, data_of, make_dossier, make_plan, make_readings, make_verdict
+
+from headwise import cli, frontier, strategies
+from headwise.budgets import parse
+from headwise.cost import parameters
+from headwise.errors import HeadwiseError, OutputError
+from headwise.figures import save_figures
+from headwise.planning import allocate_in
+from headwise.report import compare, render
+from headwise.report._checked import damage_marks, loss_curve, price_pairs
+from headwise.report._compare import best, read_runs
+from headwise.report._explore import explorer, heat, price_list
+from headwise.report._samples import differences, in_common
+from headwise.report._text import for_script
+from headwise.runfolder import RunFolder, Settings, write_report
+from headwise.show import show_record
+from headwise.types import GONE, Answer, Dossier, LayerShape, ModelShape, Plan, Readings, Sweep
+
+ALLOW = ("qk", "v", "mlp", "heads", "depth")
+
+
+@pytest.fixture(scope="module")
+def solved() -> tuple[Readings, Plan, Sweep]:
+    """Invented readings, a plan for them and the frontier around it."""
+    readings = invent(5, Invented(layers=4, dim=16, sizes=4))
+    shape = ModelShape.from_json(readings.shape)
+    plan = strategies.allocate(readings, (parse("kv=70%", shape),), "exact", ALLOW)
+    sweep = frontier.solve(readings, plan, ALLOW)
+    assert sweep is not None
+    return readings, plan, sweep
+
+
+def dossier_of(readings: Readings, plan: Plan, sweep: Sweep | None) -> Dossier:
+    return Dossier({"model": "invented"}, readings, plan, None, None, (), sweep)
+
+
+def test_the_frontier_is_dense_exact_and_falls(solved: tuple[Readings, Plan, Sweep]) -> None:
+    readings, plan, sweep = solved
+    assert len(sweep.answers) >= 40 and sweep.done and sweep.budget == "kv"
+    damages = [answer.damage for answer in sweep.answers]
+    assert damages == sorted(damages) and damages[0] == 0, "less room, more damage"
+    assert len(sweep.shapes) == len(set(sweep.shapes)) < len(sweep.answers) * 4 / 3, "every shape is written once"
+    for answer in sweep.answers[:: len(sweep.answers) // 4]:
+        asked = strategies.allocate(readings, (parse(answer.text, plan.source),), "exact", ALLOW)
+        assert sweep.target(answer) == asked.target.layers and answer.damage == pytest.approx(asked.predicted_damage)
+    own = next(answer for answer in sweep.answers if answer.text == "kv=70%")
+    assert sweep.target(own) == plan.target.layers
+
+
+def test_other_budgets_stay_and_absolute_limits_have_their_place() -> None:
+    readings = invent(5, Invented(layers=3, dim=16, sizes=4))
+    shape = ModelShape.from_json(readings.shape)
+    texts = ("params=40k", "kv=80%@1k")
+    budgets = tuple(parse(text, shape) for text in texts)
+    assert budgets[0].limit < parameters(shape)
+    plan = strategies.allocate(readings, budgets, "exact", ALLOW)
+    sweep = frontier.solve(readings, plan, ALLOW)
+    assert sweep is not None and sweep.others == ("kv=80%@1k",)
+    assert any(answer.text == "params=40k" for answer in sweep.answers), "the run's own limit is one of the points"
+    found = explorer(dossier_of(readings, plan, sweep))
+    assert found is not None and found["answers"][found["at"]]["text"] == "params=40k"
+    assert "--budget kv=80%@1k --allow qk,v,mlp,heads,depth" in found["command"][1]
+    kv = [price.budget.name for price in price_list(plan)].index("kv")
+    assert all(float(a["costs"][kv][1].rstrip("%")) <= 80 for a in found["answers"]), (
+        "the other budget holds everywhere"
+    )
+
+
+def test_time_runs_out_evenly_and_the_rest_is_solved_later(solved: tuple[Readings, Plan, Sweep]) -> None:
+    readings, plan, whole = solved
+    few = frontier.solve(readings, plan, ALLOW, seconds=-1.0)
+    assert few is not None and not few.done and [a.text for a in few.answers] == [whole.answers[0].text]
+    page = render(dossier_of(readings, plan, replace(whole, answers=whole.answers[::9], done=False)))
+    assert f"of {whole.wanted}; headwise report DIR solves more" in page
+    assert frontier.solve(readings, plan, ALLOW, few) == replace(whole, shapes=whole.shapes), "goes on to the same end"
+
+
+def test_reports_reuse_a_frontier_that_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    Settings(model="invented", budgets=("kv=70%",), allow=ALLOW).save(folder.settings_file)
+    invent(5, Invented(layers=3, dim=16, sizes=4)).save(folder.readings_file)
+    allocate_in(folder.path, ("kv=70%",), "exact", ALLOW, False, 0)
+    write_report(folder)
+    first = folder.frontier_file.read_bytes()
+    monkeypatch.setattr(frontier, "answers", lambda *_: pytest.fail("solved again"))
+    write_report(folder)
+    assert folder.frontier_file.read_bytes() == first and data_of(folder.report_file.read_text())["explorer"]
+    allocate_in(folder.path, ("kv=75%",), "exact", ALLOW, False, 0)
+    write_report(folder)
+    assert folder.frontier_file.read_bytes() == first, "another limit was answered already"
+    monkeypatch.undo()
+    allocate_in(folder.path, ("kv=72.345%",), "exact", ALLOW, False, 0)
+    write_report(folder)
+    found = data_of(folder.report_file.read_text())["explorer"]
+    assert found["answers"][found["at"]]["text"] == "kv=72.345%", "a limit between the others is solved beside them"
+    allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
+    assert folder.dossier().sweep is None, "another unit is another question"
+    folder.frontier_file.write_text("{")
+    write_report(folder)
+    assert json.loads(folder.frontier_file.read_text())["headwise"] == "Sweep", "a broken file is solved anew"
+    folder.readings_file.unlink()
+    write_report(folder)
+    assert "There is no slider here" in folder.report_file.read_text()
+
+
+def test_the_page_names_gone_layers_and_prices_every_answer(solved: tuple[Readings, Plan, Sweep]) -> None:
+    readings, plan, sweep = solved
+    dossier = dossier_of(readings, plan, sweep)
+    page = render(dossier)
+    check_page(page)
+    found = data_of(page)["explorer"]
+    assert [answer["share"] for answer in found["answers"]] == sorted(a.share for a in sweep.answers)
+    shapes = [LayerShape(*shape) for shape in found["shapes"]]
+    assert [shapes[place] for place in found["own"]] == list(plan.target.layers)
+    kept = [a for a in found["answers"] if all(shapes[p] != GONE for p in a["layers"])]
+    for answer in kept[::10]:
+        summed = sum(found["damage"][layer][str(place)] for layer, place in enumerate(answer["layers"]))
+        assert summed == pytest.approx(answer["damage"], rel=1e-3, abs=1e-6), "layers' prices add up to the answer's"
+
+
+def test_data_cannot_leave_its_script_element() -> None:
+    nasty = {
+        "</script><!--": ["<script>", "]]>", "\u2028\u2029", "\ud800", float("nan"), float("inf"), -1.5, True, None]
+    }
+    text = for_script(nasty)
+    assert not set("<>&\u2028\u2029") & set(text) and text.isascii()
+    assert json.loads(text) == {
+        "</script><!--": ["<script>", "]]>", "\u2028\u2029", "\ufffd", None, None, -1.5, True, None]
+    }
+
+
+def test_generations_are_marked_where_they_differ() -> None:
+    left, right = differences("a small house, old", "a little house, old")
+    assert [p.text for p in left if not p.same] == ["small"] and [p.text for p in right if not p.same] == ["little"]
+    assert (
+        "".join(p.text for p in left) == "a small house, old"
+        and "".join(p.text for p in right) == "a little house, old"
+    )
+    assert in_common("a b c", "a b d") == "the first 2 of 3 words are the same" and in_common("a", "a") == "identical"
+    assert in_common("x", "y") == "they differ from the first word"
+    page = render(make_dossier())
+    assert "<del>small</del>" in page and "<ins>little</ins>" in page
+
+
+def test_predictions_stand_beside_measurements() -> None:
+    dossier = make_dossier()
+    assert dossier.readings is not None and dossier.verdict is not None
+    pairs = price_pairs(dossier.readings)
+    assert {pair.kind for pair in pairs} == {"damage.v"}, "the kind that two probes priced"
+    assert all(pair.measured == pytest.approx(1.5 * pair.predicted) for pair in pairs)
+    assert [mark.name for mark in damage_marks(dossier)] == ["sum of prices", "measured"]
+    rehearsed = {**dossier.verdict.damage, "sum_of_prices": 0.02}
+    marks = damage_marks(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
+    assert [(mark.name, mark.value) for mark in marks][:2] == [("sum of prices", 0.02), ("rehearsed", 0.0123)]
+    assert marks[2].low == 0.0156
+
+
+def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
+    assert loss_curve({"curve": [3.0, 2.0]}) == ((0.0, 3.0), (1.0, 2.0))
+    assert loss_curve({"curve": [{"step": 10, "loss": 2.0}, {"step": 5, "kl": 3.0}]}) == ((5.0, 3.0), (10.0, 2.0))
+    assert loss_curve({"curve": [[0, 1.0], "x", [1, math.nan]]}) == ((0.0, 1.0),) and loss_curve({"curve": 3}) == ()
+    dossier = make_dossier()
+    page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
+    check_page(page)
+    assert "loss while healing" in page
+
+
+def test_conditioning_has_its_own_question() -> None:
+    dossier = make_dossier()
+    assert dossier.readings is not None
+    kappa = curve("conditioning.kappa", "layer_part", (0, 1, 2), 6, 1.0)
+    page = render(replace(dossier, readings=replace(dossier.readings, curves=(*dossier.readings.curves, kappa))))
+    check_page(page)
+    assert "How well conditioned is attention?" in page and "conditioning.kappa" in page.split('id="layers"')[1]
+
+
+def test_heat_maps_hold_the_values_and_stay_small() -> None:
+    readings = make_readings(make_plan(80, "m").source, "m")
+    reading = readings.curves[0]
+    found = heat(reading, 0, None)
+    assert found.ticks == (16, 32, 48, 64) and found.rows[2][0] == pytest.approx(reading.at(2, 16), rel=1e-3)
+    ticks = tuple(range(14336, 0, -64))
+    long = replace(reading, ticks=(ticks,) * 80, values=(tuple(map(float, ticks)),) * 80, standard_error=None)
+    assert len(heat(long, 0, None).ticks) <= 24 and {64, 14336} <= set(heat(long, 0, None).ticks), "both ends stay"
+
+
+def test_eighty_layers_with_a_frontier_stay_below_three_megabytes() -> None:
+    dossier = make_dossier(80)
+    assert dossier.plan is not None and dossier.readings is not None
+    n = len(dossier.plan.keep)
+    menu = [LayerShape(16, 4, qk, v, 1024, 64) for qk in (64, 48, 32, 16) for v in (64, 48, 32, 16)]
+    answers = tuple(
+        Answer(f"kv={p}%", p / 100, 1.0 - p / 100, 0.0, tuple((p * i) % 16 for i in range(n)))
+        for p in range(100, 20, -1)
+    )
+    sweep = Sweep("k", "kv", (), ("qk", "v"), tuple(menu), answers, 80, True)
+    many = tuple(replace(c, kind=f"{c.kind}.{i}") for i in range(4) for c in dossier.readings.curves)
+    page = render(
+        replace(dossier, sweep=sweep, readings=replace(dossier.readings, curves=(*dossier.readings.curves, *many)))
+    )
+    check_page(page)
+    assert len(page.encode()) < 3_000_000
+
+
+def check_fragment(text: str) -> None:
+    stack = Stack()
+    stack.feed(text)
+    assert (
+        stack.open == [] and stack.loads == [] and "<script" not in text and text.startswith('<div class="headwise">')
+    )
+
+
+def test_records_show_themselves_in_notebooks() -> None:
+    dossier = make_dossier(model=f"evil {HOSTILE}", text=HOSTILE)
+    assert dossier.plan is not None and dossier.readings is not None and dossier.verdict is not None
+    shown: dict[str, Any] = {
+        "dossier": dossier, "plan": dossier.plan, "reading": dossier.readings.curves[0], "readings": dossier.readings,
+        "verdict": dossier.verdict, "empty": Dossier({}, None, None, None, None),
+        "heads": curve("saturation.slope", "query_head", (0, 1, 2), 3),
+    }  # fmt: skip
+    drawn = {name: record._repr_html_() for name, record in shown.items()}
+    for text in drawn.values():
+        check_fragment(text)
+    assert "512/1024" in drawn["plan"] and "48<small>/64</small>" in drawn["plan"]
+    assert "<svg" in drawn["reading"] and "damage.qk_projected" in drawn["readings"] and "✓ pass" in drawn["verdict"]
+    assert "&lt;script&gt;" in drawn["dossier"]
+
+
+def other_run(factor: float, share: float) -> Dossier:
+    """A run with so many times the damage, at a share of the cache."""
+    dossier = make_dossier()
+    assert dossier.verdict is not None
+    size = {**dossier.verdict.size}
+    size["kv_bytes_per_token_after"] = int(share * size["kv_bytes_per_token_before"])
+    damage = {name: factor * value for name, value in dossier.verdict.damage.items()}
+    return replace(dossier, verdict=replace(dossier.verdict, damage=damage, size=size))
+
+
+def test_runs_are_compared_on_one_frontier() -> None:
+    runs = [("wide", other_run(1, 0.9)), ("half", other_run(8, 0.5)), ("worse", other_run(9, 0.6))]
+    found = read_runs(runs)
+    assert [run.name for run in best(found, "KV cache per token")] == ["half", "wide"], "worse costs more and is worse"
+    page = compare([*runs, (f"evil {HOSTILE}", replace(other_run(2, 0.8), verdict=None))])
+    check_page(page)
+    for fact in ("4 runs compared", "better than half and wide", "0.0156 to 0.0417", "(predicted)", "✓ pass", "50.0%"):
+        assert fact in page, fact
+    masked = make_dossier()
+    assert masked.readings is not None
+    other = replace(masked.readings, curves=tuple(replace(c, unit="1 - cosine") for c in masked.readings.curves))
+    with pytest.raises(HeadwiseError, match=r"count damage in 1 - cosine and nats per token; compare runs of one task"):
+        compare([*runs, ("embedding", replace(masked, readings=other))])
+    with pytest.raises(HeadwiseError, match="bare holds no plan yet; type: headwise allocate bare"):
+        compare([*runs, ("bare", replace(masked, plan=None))])
+
+
+def folder_of(path: Path, seed: int) -> Path:
+    """A run folder with a plan and a verdict, of a model that does not exist."""
+    folder = RunFolder(path)
+    Settings(model="invented", budgets=("kv=70%",)).save(folder.settings_file)
+    invent(seed, Invented(layers=3, dim=16, sizes=4)).save(folder.readings_file)
+    plan = allocate_in(folder.path, ("kv=70%",), "exact", ("qk", "v", "mlp"), False, 0)
+    make_verdict(plan).save(folder.verdict_file)
+    return path
+
+
+def call(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["headwise", *map(str, words)])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
+
+
+def test_the_command_compares_and_draws(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    a, b, out = folder_of(tmp_path / "a", 1), folder_of(tmp_path / "b", 2), tmp_path / "compare.html"
+    assert call(monkeypatch, "report", a, b, "--out", out) == 0
+    check_page(out.read_text())
+    assert not (a / "report.html").exists(), "comparing leaves the runs alone"
+    assert call(monkeypatch, "report", a, b, "--out", out) == 2 and "exists already" in capsys.readouterr().err
+    assert call(monkeypatch, "report", a, b, "--out", out, "--overwrite") == 0
+    assert call(monkeypatch, "report", a, b) == 2 and "add --out compare.html" in capsys.readouterr().err
+    assert call(monkeypatch, "report", a, a, "--out", tmp_path / "c.html") == 2 and "twice" in capsys.readouterr().err
+    assert call(monkeypatch, "report", a, "--out", out) == 2 and "for several runs" in capsys.readouterr().err
+    assert call(monkeypatch, "report", a) == 0 and (a / "report.html").exists() and (a / "report.md").exists()
+
+
+def test_figures_are_written_as_svg_and_png(tmp_path: Path) -> None:
+    dossier = make_dossier(3)
+    assert dossier.readings is not None
+    few = tuple(c for c in dossier.readings.curves if c.kind in ("damage.v", "damage.mlp"))
+    heads = curve("saturation.slope", "query_head", (0, 1), 3)
+    odd = replace(heads, kind=f"../{HOSTILE}$x", axis="length$", unit="$_{")
+    dossier = replace(dossier, readings=replace(dossier.readings, curves=(*few, heads, odd)))
+    paths = save_figures(dossier, tmp_path / "figures")
+    names = {path.stem for path in paths}
+    assert {"allocation", "frontier", "damage", "healing", "damage-v", "saturation-slope"} <= names
+    assert all(path.parent == tmp_path / "figures" and path.stat().st_size for path in paths), (
+        "no name leaves the folder"
+    )
+    for path in paths:
+        if path.suffix == ".svg":
+            ElementTree.parse(path)
+    with pytest.raises(OutputError, match="exists already; choose another --figures"):
+        save_figures(dossier, tmp_path / "figures")
+
+
+def test_the_terminal_shows_heads_sizes_and_removed_layers(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(6, "m")
+    plan = replace(plan, target=plan.target.with_layers((GONE, *plan.target.layers[1:])))
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_record(plan)
+        out = capsys.readouterr().out
+        rows = [line for line in out.splitlines() if line.split()[:1] in ([str(i)] for i in range(6))]
+        assert "removed" in rows[0] and "48/64" in rows[1] and "512/1024" in rows[2] and "12/16 on 3" in rows[5]
+        assert max(map(len, out.splitlines())) <= columns and "…" not in out
+    assert "██··████" in rows[4], "a lost head leaves a gap: two columns a head, query/key and value"
+    assert "▄" in rows[3] and "✓ kv=90%" in out and "frontier" in out
+    show_record(make_verdict(plan))
+    out = capsys.readouterr().out
+    assert "✓ pass" in out and "18.50 to 18.99" in out and "test CPU" in out

@@ -1,0 +1,123 @@
+"""Stacks train what they say: the same as models alone, the same as transformers' and the runtime's own code."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # experiments live beside the package
+    sys.path.insert(0, str(ROOT))
+
+from experiments import _data, _lab, _listops, _points, _stack, _tasks, b8_design  # noqa: E402
+
+import headwise  # noqa: E402
+from headwise.errors import DataError  # noqa: E402
+
+CPU = torch.device("cpu")
+
+
+def decoder(**changes: Any) -> _stack.Net:
+    return _stack.even(2, 4, 32, 64, length=16, symbols=64, causal=True)._replace(**changes)
+
+
+def task(batch: int = 4) -> _tasks.NextToken:
+    return _tasks.NextToken(_data.texts("text", "tiny", None, CPU), 16, batch, 8)
+
+
+def test_members_do_not_touch_each_other() -> None:
+    net, members = decoder(), [_stack.Member(0, 1e-2), _stack.Member(3, 3e-3)]
+    together = _stack.train(net, members, task().loss(net, [0, 3], 6), 6, CPU)
+    for place, member in enumerate(members):
+        alone = _stack.train(net, [member], task().loss(net, [member.seed], 6), 6, CPU)
+        torch.testing.assert_close(alone.curve[:, 0], together.curve[:, place])
+    assert together.curve[-1].max() < together.curve[0].min(), "and they learn"
+
+
+@pytest.mark.parametrize("strategy", ["uniform", "taper", "bound"])
+def test_a_stack_computes_what_the_design_computes(strategy: str) -> None:
+    proposal = headwise.design("llama", "params=700k", [strategy], vocab=64, length=32, depth=4)[0]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(proposal.config, dtype=torch.float32).eval()
+    net, held = b8_design.net_of(proposal.shape, 32), model.state_dict()
+    w = {"embed": held["model.embed_tokens.weight"][None]}
+    for i in range(len(net.layers)):
+        q, k, v, o, gate, up, down = (
+            held[f"model.layers.{i}.{name}_proj.weight"].T
+            for name in ("self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down")
+        )
+        parts = {"qkv": torch.cat([q, k, v], 1), "out": o, "up": torch.cat([gate, up], 1), "down": down}
+        w |= {f"{i}.{name}": part[None] for name, part in parts.items()}
+    assert {name: tuple(value.shape[1:]) for name, value in w.items()} == net.shapes
+    ids = torch.arange(60).reshape(1, 2, 30) % 64
+    ours = _stack.logits(net, w, _stack.hidden(net, w, ids)).view(2, 30, 64)
+    torch.testing.assert_close(ours, model(ids[0]).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_nystrom_attention_nears_the_exact_one() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 2, 2, 32, 8).unbind()
+    exact = F.scaled_dot_product_attention(q, k, v)
+    few, all_of_them = ((_stack.nystrom(q, k, v, count, None, None) - exact).abs().mean() for count in (4, 32))
+    assert all_of_them < 0.02 < few
+    keep = (torch.arange(32) < 20).expand(1, 2, -1)
+    shown = _stack.nystrom(q, k, v, 4, keep, None)
+    moved = _stack.nystrom(q, k.clone().index_fill_(2, torch.arange(20, 32), 9.0), v, 4, keep, None)
+    torch.testing.assert_close(shown, moved), "what is not there is not seen"
+
+
+def test_conditioning_is_that_of_the_heads_outputs() -> None:
+    net = decoder(causal=False)
+    flat = _stack.stacked(net, [_stack.Member(0, 0.0)], CPU)
+    x, seen = torch.arange(32).reshape(1, 2, 16), []
+    _stack.hidden(net, _stack.named(net, flat), x, None, seen)
+    wanted = [float(torch.linalg.cond(z).log().mean().exp()) for z in seen]
+    assert _stack.conditioning(net, flat, x)[0].tolist() == pytest.approx(wanted, rel=0.02)
+
+
+def test_flops_and_parameters_are_counted_right() -> None:
+    net = decoder()
+    assert net.parameters == 64 * 32 + 16 * 32 + 2 * (4 * 32 * 32 + 2 * 32 * 64)
+    forward = 2 * 16 * (2 * (4 * 32 * 32 + 2 * 32 * 64) + 64 * 32 + 16 * 32 + 2 * 64 * 8)
+    assert net.flops == 3 * forward
+
+
+def test_lists_come_to_what_they_say() -> None:
+    made = _listops.examples(50, 8, 40, 1, CPU)
+    for row, keep, answer in zip(*made, strict=True):
+        assert _listops.read(row[keep].tolist()) == int(answer)
+        assert 8 <= int(keep.sum()) <= 40
+    assert torch.equal(made.tokens, _listops.examples(50, 8, 40, 1, CPU).tokens)
+
+
+def test_an_order_depends_on_the_seed_alone() -> None:
+    both = _data.orders([5, 9], 4, 3, 7, CPU)
+    assert torch.equal(both[:, 1], _data.orders([9], 4, 3, 7, CPU)[:, 0])
+    assert sorted(both[:, 0].flatten()[:7].tolist()) == list(range(7)), "every example once before any twice"
+
+
+def test_missing_data_says_how_to_pack_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="code-train.u16.xz is missing; pack the data with: python -m exp"):
+        _data.texts("code", "full", tmp_path, CPU)
+
+
+def test_time_that_is_over_leaves_parts_out_and_goes_on_later(tmp_path: Path) -> None:
+    late = _lab.Parts(tmp_path / "parts.json", ["x"], minutes=0.0)
+    late._start -= 1.0
+    jobs = {"a": lambda: 1, "b": lambda: 2}
+    assert _points.work(jobs, late, lambda items, _: items, "jobs") == ["a", "b"]
+    parts = _lab.Parts(tmp_path / "parts.json", ["x"])
+    assert _points.work(jobs, parts, lambda items, _: items, "jobs") == [] and dict(parts) == {"a": 1, "b": 2}
+
+
+def test_intervals() -> None:
+    found = _points.mean([1.0, 2.0, 3.0])
+    assert found.mean == 2.0 and found.high - found.mean == pytest.approx(2.4841, abs=1e-3), "Student's t, two degrees"
+    assert _points.difference([3.0, 4.0], [1.0, 2.0]) == _points.Mean(2.0, 2.0, 2.0)
+    assert _points.correlation([1, 2, 3, 4], [4, 3, 2, 1])["rho"] == pytest.approx(-1)  # type: ignore[index]
