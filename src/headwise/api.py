@@ -52,10 +52,12 @@ def allocate(
     return allocate_in(out, _texts(budget), strategy, allow, portable, seed)
 
 
-def reshape(out: Path | str, heal: str = "none", track: Track = silently) -> nn.Module:
+def reshape(
+    out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
+) -> nn.Module:
     """Carry out plan.json: build, save and return the model, healed if asked."""
     folder = RunFolder(out)
-    settings = replace(folder.require(), heal=heal)
+    settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
     plan = Plan.read(folder.plan_file)
     bench = pipeline.workbench(settings, track)
     pipeline.build(settings, folder, bench, track, plan)

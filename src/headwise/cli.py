@@ -50,7 +50,13 @@ Task = Annotated[
 ]
 Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
-Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
+Heal = Annotated[
+    str, typer.Option(help="none, refit (closed form), blockwise (every layer learns); each after the last.")
+]
+HealOptions = Annotated[
+    list[str] | None,
+    typer.Option("--heal-option", help="Of a healing that learns: tokens=65536, steps=200, rate=1e-4; repeatable."),
+]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
@@ -77,6 +83,7 @@ def run(
     strategy: Strategy = DEFAULT.strategy,
     rounds: Rounds = DEFAULT.rounds,
     heal: Heal = DEFAULT.heal,
+    heal_option: HealOptions = None,
     portable: Portable = False,
     allow: Allow = ALLOW,
     seed: Seed = DEFAULT.seed,
@@ -93,9 +100,10 @@ def run(
     from headwise import api
 
     settings = dict(
-        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal, portable=portable,
-        allow=_units(allow), seed=seed, device=device, tokens=tokens, eval_tokens=eval_tokens,
-        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
+        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
+        heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
+        tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with _Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
@@ -171,11 +179,11 @@ def allocate(
         typer.echo(f"written to {folder}/plan.json; next: headwise heal {folder}")
 
 
-def _build(folder: Path, method: str, as_json: bool) -> None:
+def _build(folder: Path, method: str, as_json: bool, options: Sequence[str] = ()) -> None:
     from headwise import api
 
     with _Bars() as track:
-        api.reshape(folder, method, track)
+        api.reshape(folder, method, track, options)
     found = {"model": str(folder / "model"), "heal": method}
     _say(found if as_json else f"model in {folder}/model; next: headwise verify {folder}", as_json)
 
@@ -187,9 +195,9 @@ def reshape(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def heal(folder: Folder, heal: Heal = DEFAULT.heal, as_json: Json = False) -> None:
+def heal(folder: Folder, heal: Heal = DEFAULT.heal, heal_option: HealOptions = None, as_json: Json = False) -> None:
     """Carry out plan.json and repair the result."""
-    _build(folder, heal, as_json)
+    _build(folder, heal, as_json, heal_option or ())
 
 
 @app.command()

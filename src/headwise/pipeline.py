@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,11 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headwise import data, families, rounds, strategies, tasks
+from headwise import data, families, heal, rounds, strategies, tasks
 from headwise.checks import exactness, quality, speed
 from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
 from headwise.families import Family
+from headwise.heal._job import Job
+from headwise.heal._options import Options
 from headwise.heal.refit import LayerHealer, refit
 from headwise.probes import depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
@@ -46,6 +49,12 @@ class Workbench(NamedTuple):
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
         return self.task.prepare(tokens, seed).inputs
+
+    def job(self, settings: Settings, cut: nn.Module, track: Track = silently, folder: Path | None = None) -> Job:
+        """What there is to heal of a cut model; `folder` keeps work that takes long."""
+        text, held = (self.task.prepare(rows, settings.seed) for rows in (self.calibration, self.rehearsal))
+        options = Options.parse(settings.heal_options)
+        return Job(self.family, self.task, self.source, cut, text, held, settings.seed, track, folder, options)
 
 
 def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
@@ -131,10 +140,10 @@ def probe(
     shape = family.shape_of(model.config)
     shapes = shape.layers
     options = _swaps(settings, shape.grain.folds)
-    few, others = _measured_and_others(bench.calibration, settings.swap_tokens, task.row_tokens)
+    few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
     if settings.swap_tokens and options:
-        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal == "refit" else None
+        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal != "none" else None
 
         def cut(index: int, target: LayerShape) -> nn.Module:
             keep = strategies.keep_for(shapes[index], target, orders[index])
@@ -148,7 +157,7 @@ def probe(
         def remove(gone: tuple[int, ...]) -> nn.Module:
             left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
             shorter = family.build(model, left, family.state_of(model))
-            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal == "refit" else None
+            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal != "none" else None
             return healed[0] if healed else shorter
 
         found, order = depth.measure(family, model, few, len(shapes) // 2, remove, settings.seed, track, task)
@@ -179,20 +188,6 @@ def _diagnosed(
         *spectra,
         *lags.measure(family, model, tokens, seed, track),
     ]
-
-
-def _measured_and_others(
-    tokens: torch.Tensor, measured: int, row: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
-
-    def spread(rows: list[int], count: int) -> list[int]:
-        return rows[:: max(1, len(rows) // count)][:count]
-
-    length = data.mean_length(tokens, row)
-    few = spread(list(range(len(tokens))), max(2, measured // length))
-    rest = [row for row in range(len(tokens)) if row not in set(few)] or few
-    return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, HEALING_TOKENS // length))]
 
 
 def _swaps(settings: Settings, folds: bool) -> dict[str, Any]:
@@ -259,10 +254,12 @@ def fit(
     look: Callable[[int, nn.Module], tuple[Readings, list[Moments]]],
     plan: Plan | None = None,
     track: Track = silently,
+    folder: RunFolder | None = None,
 ) -> Fitted:
     """Allocate, reshape and heal, in as many rounds as asked, or carry out one given plan.
 
-    `look(number, model)` gives the readings and moments of the model that round `number` starts from.
+    `look(number, model)` gives the readings and moments of the model that round `number` starts from. With a folder
+    healings that take long keep their work there.
     """
     shape = bench.family.shape_of(bench.source.config)
     budgets = budgets_for(settings, shape)
@@ -277,12 +274,11 @@ def fit(
             settings.portable,
             settings.seed,
         )
-        start = time.perf_counter()
         model = reshape(bench.family, model, step, moments)
-        if settings.heal == "refit":
-            text = bench.inputs(bench.calibration, settings.seed)
-            model, healing = refit(bench.family, bench.source, model, text, bench.task.refit_strength, track)
-            healings.append({**healing, "seconds": time.perf_counter() - start})
+        if settings.heal != "none":
+            work = folder and folder.round(number).healing
+            model, healing = heal.healed(settings.heal, bench.job(settings, model, track, work))
+            healings.append(healing)
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
@@ -299,7 +295,7 @@ def build(
         diagnose = number == 1 or settings.strategy == "bound"  # which plans by what the layers do
         return probed(settings, folder.round(number), bench, model, track, diagnose)
 
-    fitted = fit(settings, bench, look, plan, track)
+    fitted = fit(settings, bench, look, plan, track, folder)
     if plan is None:
         folder.write_plan(fitted.plan)
     last = fitted.healings[-1] if fitted.healings else {"method": "none"}
@@ -311,6 +307,8 @@ def build(
     exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
+    for number in range(1, settings.rounds + 1):  # the model is safe
+        shutil.rmtree(folder.round(number).healing, ignore_errors=True)
 
 
 def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from headwise.families import Block, Family
+from headwise.heal._job import Job
 from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, places, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
+AFTER = None
 
 
 @dataclass(slots=True)
@@ -32,6 +34,12 @@ class _Rows:
     z: torch.Tensor | None = None
     source_middle: torch.Tensor | None = None  # the layer's own tokens after its attention, while its MLP is worked on
     cut_middle: torch.Tensor | None = None
+
+
+def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
+    """The cut model refitted on all calibration rows, held as near to itself as the task wants."""
+    strength = job.task.refit_strength
+    return refit(job.family, job.source, job.cut, job.calibration.inputs, strength, job.track)
 
 
 @torch.no_grad()
