@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {"linalg", "data", "images", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train"}
+TORCH |= {"processes", "moments"}
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
@@ -23,18 +24,20 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
     "linalg": set(),
+    "processes": {"errors"},
     "data": {"errors"},
     "images": {"errors", "data"},
     "runtime": set(),  # copied into saved models
     "families": {"errors", "registry", "types", "linalg", "runtime", "data"},
     "tasks": {"errors", "registry", "data", "images", "families"},  # what a model is for
-    "probes": {"errors", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
+    "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
+    "moments": {"cuts"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
-    "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks"},
+    "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
-    "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
+    "train": {"errors", "processes", "types", "cost", "families", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
@@ -49,8 +52,10 @@ ALLOWED: dict[str, set[str]] = {
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
+    "bars": set(),
     "cli": {
         "errors",
+        "bars",
         "types",
         "report",
         "pipeline",

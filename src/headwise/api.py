@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise import families, pipeline
+from headwise import families, pipeline, processes
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
@@ -35,7 +35,8 @@ def run(
 def probe(model: str, out: Path | str, track: Track = silently, overwrite: bool = False, **settings: Any) -> Readings:
     """Measure a model into a new run folder."""
     asked, folder = Settings(model=model, **settings), RunFolder(out)
-    folder.claim(asked, families.locate(model)[0], overwrite)
+    processes.begin(asked.device)
+    processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
     bench = pipeline.workbench(asked, track)
     return pipeline.probed(asked, folder, bench, bench.source, track)[0]
 
@@ -68,7 +69,7 @@ def verify(out: Path | str, track: Track = silently) -> Verdict:
     """Prove what was done, on the saved model of a run folder."""
     folder = RunFolder(out)
     bench = pipeline.workbench(folder.require(), track)
-    return pipeline.verify(folder, bench, track)
+    return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 
 
 def load(folder: Path | str, device: str = "cpu") -> nn.Module:

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headwise import data, families, heal, rounds, strategies, tasks
+from headwise import data, families, heal, processes, rounds, strategies, tasks
 from headwise.checks import exactness, quality, speed
 from headwise.cuts import Moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
@@ -23,6 +22,7 @@ from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.heal.refit import LayerHealer, refit
+from headwise.moments import read_moments, write_moments
 from headwise.probes import depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
@@ -62,14 +62,15 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
     folder = RunFolder(out)
     if not settings.budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
-    folder.claim(settings, families.locate(settings.model)[0], overwrite)
+    processes.begin(settings.device)
+    processes.by_first(lambda: folder.claim(settings, families.locate(settings.model)[0], overwrite))
     try:
         bench = workbench(settings, track)
-        if not (folder.plan_file.exists() and folder.model.is_dir()):
+        if not processes.agrees(folder.plan_file.exists() and folder.model.is_dir()):
             build(settings, folder, bench, track)
-        if not folder.verdict_file.exists():
-            verify(folder, bench, track)
-        return write_report(folder)
+        if not processes.agrees(folder.verdict_file.exists()):
+            processes.by_first(lambda: verify(folder, bench, track))
+        return processes.by_first(lambda: write_report(folder)) or folder.dossier()
     except OSError as error:
         raise OutputError(
             f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again."
@@ -78,9 +79,7 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
 
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.begin(settings.device)
     model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
     task = tasks.of(model, tokenizer, settings.model)
     if settings.strategy == "bound" and not task.has_past:
@@ -99,7 +98,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
         if name == "self":
-            return data.Rows(data.written_by(model, count, length, seed, track=track))
+            return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
         return found._replace(rows=task.complete(model, found.rows, seed, track))
 
@@ -218,25 +217,15 @@ def probed(
     settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track, diagnose: bool = True
 ) -> tuple[Readings, list[Moments]]:
     """Probe, or read what an earlier probing of the same run left in the folder."""
-    if folder.readings_file.exists() and folder.moments_file.exists():
-        return Readings.read(folder.readings_file), read_moments(folder, model)
-    readings, moments = probe(settings, bench, model, track, diagnose)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    flat = {f"{i}.{name}": t.float().cpu().contiguous() for i, layer in enumerate(moments) for name, t in layer.items()}
-    temporary = folder.path / ".moments.safetensors"
-    save_file(flat, temporary)
-    temporary.replace(folder.moments_file)
-    readings.save(folder.readings_file)
-    return readings, read_moments(folder, model)
+    if not processes.agrees(folder.readings_file.exists() and folder.moments_file.exists()):
+        readings, moments = probe(settings, bench, model, track, diagnose)
 
+        def write() -> None:
+            write_moments(folder.moments_file, moments)
+            readings.save(folder.readings_file)
 
-def read_moments(folder: RunFolder, model: nn.Module) -> list[Moments]:
-    """The moments that a probing left behind, on the model's device."""
-    out: dict[int, Moments] = {}
-    for key, tensor in load_file(folder.moments_file).items():
-        index, name = key.split(".", 1)
-        out.setdefault(int(index), {})[name] = tensor.to(model.device).double()
-    return [out[i] for i in sorted(out)]
+        processes.by_first(write)
+    return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
 
 
 class Fitted(NamedTuple):
@@ -274,6 +263,8 @@ def fit(
             settings.portable,
             settings.seed,
         )
+        if plan is None and processes.count() > 1:
+            step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         model = reshape(bench.family, model, step, moments)
         if settings.heal != "none":
             work = folder and folder.round(number).healing
@@ -296,7 +287,12 @@ def build(
         return probed(settings, folder.round(number), bench, model, track, diagnose)
 
     fitted = fit(settings, bench, look, plan, track, folder)
-    if plan is None:
+    processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
+
+
+def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitted, planned: bool) -> None:
+    """Save the model with what was done to it; what was said of an older one goes."""
+    if planned:
         folder.write_plan(fitted.plan)
     last = fitted.healings[-1] if fitted.healings else {"method": "none"}
     folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import distributed
@@ -64,11 +64,16 @@ def wait() -> None:
         distributed.barrier()
 
 
-def by_first(action: Callable[[], Any]) -> None:
-    """Let the first process act, such as write a file; all go on when it is done."""
-    if index() == 0:
-        action()
+def by_first(action: Callable[[], T]) -> T | None:
+    """Let the first process act, such as write a file; all go on when it is done. The others get nothing."""
+    found = action() if index() == 0 else None
     wait()
+    return found
+
+
+def agrees(said: bool) -> bool:
+    """What the first process says, in all of them: files may appear while the others look."""
+    return bool(agreed(torch.tensor(said)))
 
 
 def total(part: torch.Tensor) -> torch.Tensor:

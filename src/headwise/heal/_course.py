@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Any
 
@@ -14,7 +15,7 @@ from headwise.errors import HeadwiseError
 from headwise.heal._answers import Answers
 from headwise.heal._lesson import Lesson, Part
 from headwise.tasks import Prepared
-from headwise.train.loop import FitSettings, Loss, State, optimiser_for
+from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit, optimiser_for
 from headwise.train.order import Order
 
 WATCHED = {"cuda": 32_768, "cpu": 8_192}  # tokens to choose by, at most
@@ -104,6 +105,25 @@ class Course:
     def state(self, settings: FitSettings) -> State:
         """A run before its first step."""
         return State(self.model, optimiser_for(self.lesson, settings), torch.zeros(2, device=self.device))
+
+    def learn(
+        self,
+        settings: FitSettings,
+        state: State,
+        bar: Iterable[object],
+        evaluate: Evaluate | None = None,
+        after: Callable[[State], None] | None = None,
+    ) -> None:
+        """All steps from where a run stands; `bar` is advanced with every one."""
+        progress = iter(bar)
+
+        def on_step(state: State) -> None:
+            if after is not None:
+                after(state)
+            next(progress, None)
+
+        more: dict[str, Any] = dict(evaluate=evaluate, on_step=on_step, state=state, accelerator=self.accelerator)
+        fit(self.lesson, self.batches, settings, self.loss(), **more)
 
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that change, by name."""

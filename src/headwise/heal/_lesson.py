@@ -114,9 +114,7 @@ class Lesson(nn.Module):
         with streams(family.layers(self.student)) as ours:
             family.call(family.body(self.student), batch.inputs)
 
-        def lost(
-            stream: torch.Tensor, logs: torch.Tensor, tokens: torch.Tensor, rest: torch.Tensor
-        ) -> torch.Tensor:
+        def lost(stream: torch.Tensor, logs: torch.Tensor, tokens: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
             found = family.logits(self.student, stream).float().log_softmax(-1).gather(-1, tokens)
             others = torch.log1p(-found.exp().sum(-1).clamp_max(1 - 1e-6))
             kept = (logs.exp() * (logs - found)).sum(-1)
@@ -130,7 +128,9 @@ class Lesson(nn.Module):
         size = self._tokens_at_once(values_BTX[0].device)
         again = rows * tokens > size and torch.is_grad_enabled()
         found = [
-            checkpoint(lost, *(v[None] for v in piece), use_reentrant=False) if again else lost(*(v[None] for v in piece))
+            checkpoint(lost, *(v[None] for v in piece), use_reentrant=False)
+            if again
+            else lost(*(v[None] for v in piece))
             for piece in zip(*(values.flatten(0, 1).split(size) for values in values_BTX), strict=True)
         ]
         return torch.cat(found, 1).view(rows, tokens)

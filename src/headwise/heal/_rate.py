@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from headwise.errors import HeadwiseError
 from headwise.heal._course import Course
-from headwise.train.loop import FitSettings, fit
+from headwise.train.loop import FitSettings
 
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 STEPS = 24  # of a trial, at most
@@ -23,7 +23,7 @@ WARM_UP = 0.5  # share of a trial
 def tried(
     course: Course, settings: FitSettings, start: float, said: Callable[[float], Iterable[object]]
 ) -> list[dict[str, float]]:
-    """The divergence after a few steps at each rate, until one is clearly worse than the best; weights end as they were.
+    """The divergence after a few steps at each rate, until one is clearly worse than the best; no weight is changed.
 
     `said(rate)` is asked for something to advance step by step, which shows progress.
     """
@@ -33,18 +33,8 @@ def tried(
         short = replace(
             settings, steps=steps, rate=rate, warm_up=WARM_UP, last_rate=1.0, point_every=steps, evaluate_every=0
         )
-        bar = iter(said(rate))
-        state = course.state(short)
         try:
-            fit(
-                course.lesson,
-                course.batches,
-                short,
-                course.loss(),
-                state=state,
-                on_step=lambda _state, bar=bar: next(bar, None),
-                accelerator=course.accelerator,
-            )
+            course.learn(short, course.state(short), said(rate))
             after = course.judge()["divergence"]
         except HeadwiseError:  # it diverged
             after = math.inf

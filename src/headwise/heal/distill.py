@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from headwise.tasks.causal import Causal
 from headwise.train import checkpoint
 from headwise.train.accelerator import accelerator_for
 from headwise.train.logs import Logs
-from headwise.train.loop import FitSettings, State, fit
+from headwise.train.loop import FitSettings, State
 from headwise.types import write_atomically
 
 NAME = "distill"
@@ -52,7 +52,7 @@ class _Healing:
 
     def __init__(self, job: Job) -> None:
         self.job, options = job, job.options
-        self.device: torch.device = job.cut.device
+        self.device = next(job.cut.parameters()).device
         kind = "cuda" if self.device.type == "cuda" else "cpu"
         student = job.family.tailor(job.cut)
         learnable(job, student)
@@ -93,7 +93,11 @@ class _Healing:
             "options": {name: getattr(self.job.options, name) for name in self.job.options.__slots__},
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
-            "rows": [self.course.rows, len(self.course.learned.inputs), float(self.course.learned.inputs.double().sum())],
+            "rows": [
+                self.course.rows,
+                len(self.course.learned.inputs),
+                float(self.course.learned.inputs.double().sum()),
+            ],
         }
         text = json.dumps(facts, sort_keys=True, default=str) + "\n"
 
@@ -135,7 +139,7 @@ class _Healing:
         student = course.lesson.student
         _lora.merge(student)
         if job.options.recompute:
-            student.gradient_checkpointing_disable()  # type: ignore[operator]
+            student.gradient_checkpointing_disable()
         student.requires_grad_(True)
         return student.eval(), self._record(state, start, after, trials)
 
@@ -160,8 +164,7 @@ class _Healing:
 
     def _learn(self, state: State, start: float) -> float:
         """All steps from the beginning or the newest checkpoint on; returns the least divergence."""
-        course, steps = self.course, self.fitting.steps
-        least = start
+        course, least = self.course, start
         if self.folder is not None and checkpoint.restore(self.folder, course.lesson, state):
             kept = checkpoint.kept_in(self.folder)
             least = float(kept.pop("least"))
@@ -169,7 +172,6 @@ class _Healing:
         logs = None
         if self.folder is not None and self.job.folder is not None:
             logs = Logs(self.job.folder.parent / NAME, state.curve, processes.index() == 0)
-        bar = self._bar(state)
 
         def after(state: State) -> None:
             nonlocal least
@@ -180,19 +182,9 @@ class _Healing:
                 least, self.best = judged["divergence"], course.copy()
             if self.folder is not None and (judged is not None or (new and self._late())):
                 self._save(self.folder, state, least)
-            next(bar, None)
 
         try:
-            fit(
-                course.lesson,
-                course.batches,
-                self.fitting,
-                course.loss(),
-                evaluate=course.judge,
-                on_step=after,
-                state=state,
-                accelerator=course.accelerator,
-            )
+            course.learn(self.fitting, state, self._bar(state), course.judge, after)
         except HeadwiseError as error:
             if "diverged" not in str(error) or not self.best:
                 raise
@@ -212,7 +204,7 @@ class _Healing:
         processes.by_first(lambda: checkpoint.save(folder, self.course.lesson, state, more))
         self.saved_at = time.monotonic()
 
-    def _bar(self, state: State) -> Iterator[Any]:
+    def _bar(self, state: State) -> Iterable[object]:
         """Progress with loss and speed."""
         per_step, first = self.course.tokens_of_step, state.step
         begun = time.perf_counter()
@@ -222,8 +214,7 @@ class _Healing:
             speed = (state.step - first) * per_step / max(1e-9, time.perf_counter() - begun)
             return f"distill{loss}, {speed:,.0f} tokens/s"
 
-        said: Callable[..., Any] = self.job.track
-        return iter(said(range(state.step, self.fitting.steps), label))
+        return self.job.track(range(state.step, self.fitting.steps), label)
 
     def _record(
         self, state: State | None, before: float, after: float, trials: list[dict[str, float]]

@@ -24,6 +24,7 @@ def collect(
     softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
+    size = min(4096, places(tokens, row) // processes.count())  # all have something to read
     sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
 
     def add(layer: int, **parts: torch.Tensor) -> None:
@@ -44,7 +45,7 @@ def collect(
         add(layer, gram_mlp=flat.mT @ flat)
 
     with watching(layers, attention, channels if mlp else None):
-        for batch in track(processes.mine(batches(tokens, row=row), each=True), "second moments"):
+        for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
             family.run(model, batch.to(model.device))
     return [_shared(layer, places(tokens, row)) for layer in sums]
 

@@ -106,7 +106,9 @@ class Sensitivity:
             parameter.requires_grad_(False)
         try:
             with watching(self.layers, self._attention, self._channels if self.mlp else None):
-                for batch in track(processes.mine(self.task.prepare(tokens, seed).batches(), each=True), "sensitivity"):
+                size = min(4096, places(tokens, self.task.row_tokens) // processes.count())
+                parts = processes.mine(self.task.prepare(tokens, seed).batches(size), each=True)
+                for batch in track(parts, "sensitivity"):
                     self.whole = not batch.per_token
                     batch = batch.to(self.model.device)
                     stream = self.family.embed(self.model, batch.inputs).requires_grad_()
