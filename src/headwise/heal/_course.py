@@ -18,7 +18,7 @@ from headwise.tasks import Prepared
 from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit, optimiser_for
 from headwise.train.order import Order
 
-WATCHED = {"cuda": 32_768, "cpu": 8_192}  # tokens to choose by, at most
+WATCHED = {"cuda": 32_768, "cpu": 4_096}  # tokens to choose by, at most
 
 
 def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:
@@ -32,7 +32,7 @@ def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepare
     if len(every) < 2:
         return prepared, prepared
     held = every % 8 == 7 if len(every) >= 8 else every == len(every) - 1
-    most = max(1, WATCHED.get(device.type, 8_192) // mean_length(prepared.inputs, prepared.row))
+    most = max(1, WATCHED.get(device.type, 4_096) // mean_length(prepared.inputs, prepared.row))
     watched = every[held]
     watched = watched[:: max(1, len(watched) // most)][:most]
     return rows_of(prepared, every[~held]), rows_of(prepared, watched)

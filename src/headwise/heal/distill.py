@@ -77,7 +77,7 @@ class _Healing:
             accumulate=self.course.parts,
             seed=job.seed,
             point_every=max(1, steps // 100),
-            evaluate_every=max(1, steps // 20),
+            evaluate_every=max(1, steps // 10),
         )
         self.folder = None if job.folder is None else job.folder / NAME
         self._claim()
