@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise import data, families, heal, processes, rounds, strategies, tasks
 from headwise.checks import exactness, quality, speed
-from headwise.cuts import Moments, reshape, reshape_layer, save
+from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, HeadwiseError, OutputError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
@@ -265,6 +265,8 @@ def fit(
         )
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
+        if strategies.blind(step.strategy):
+            moments = blind_moments(bench.family, model)
         model = reshape(bench.family, model, step, moments)
         if settings.heal != "none":
             work = folder and folder.round(number).healing

@@ -18,6 +18,7 @@ from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.probes._magnitude import weight_orders
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -173,6 +174,9 @@ def measure(
             order["qk_pairs_power"] = _strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
+    state = family.state_of(model, clone=False)
+    for index, (shape, order) in enumerate(zip(probe.shapes, orders, strict=True)):
+        order |= weight_orders(family.take_layer(dict(state), index, model.config), shape)
     read = places(tokens, probe.task.row_tokens)
     return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
 
