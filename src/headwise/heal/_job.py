@@ -31,3 +31,11 @@ class Job:
     track: Track = silently
     folder: Path | None = None  # where work is kept that a kill would lose; None: nowhere
     options: Options = Options()
+
+
+def origins(source: nn.Module, cut: nn.Module) -> list[int]:
+    """Which of the source's layers each layer of the cut model was."""
+    numbers = [
+        model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
+    ]
+    return [list(numbers[0]).index(number) for number in numbers[1]]

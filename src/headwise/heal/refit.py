@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headwise.families import Block, Family
-from headwise.heal._job import Job
+from headwise.heal._job import Job, origins
 from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, places, silently
 
@@ -54,7 +54,7 @@ def refit(
     """A healed copy of `cut` and what was gained per layer; neither model is changed."""
     healed = family.tailor(cut)
     device = healed.device
-    kept = _kept_of(source, healed)
+    kept = origins(source, healed)
     image = family.row_tokens(source.config, tokens)
     parts = [part.to(device) for part in batches(tokens, row=image)]
     contexts = family.contexts(source, parts)
@@ -237,14 +237,6 @@ class _LayerRefit:
             row.cut = self.ours.joined(row.cut, self.ours.end(row.cut_middle, channels), context)
             row.source_middle = row.cut_middle = None
         return gain
-
-
-def _kept_of(source: nn.Module, cut: nn.Module) -> list[int]:
-    """Which of the source's layers each layer of the cut model was."""
-    numbers = [
-        model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
-    ]
-    return [list(numbers[0]).index(number) for number in numbers[1]]
 
 
 def _before(scale: Any, wanted: torch.Tensor) -> torch.Tensor:
