@@ -6,7 +6,6 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.heal.refit import LayerHealer, refit
 from headwise.moments import read_moments, write_moments
+from headwise.planning import sizes_to_measure
 from headwise.probes import depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
@@ -45,6 +45,7 @@ class Workbench(NamedTuple):
     described: str
     task: tasks.Task = Causal()
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
+    more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
@@ -54,7 +55,8 @@ class Workbench(NamedTuple):
         """What there is to heal of a cut model; `folder` keeps work that takes long."""
         text, held = (self.task.prepare(rows, settings.seed) for rows in (self.calibration, self.rehearsal))
         options = Options.parse(settings.heal_options)
-        return Job(self.family, self.task, self.source, cut, text, held, settings.seed, track, folder, options)
+        more = None if self.more is None else self.task.prepare(self.more, settings.seed)
+        return Job(self.family, self.task, self.source, cut, text, held, settings.seed, track, folder, options, more)
 
 
 def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
@@ -91,6 +93,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     length = min(settings.length, family.longest(model.config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
+    asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and "self" not in source else None
+    extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
@@ -103,13 +107,15 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         return found._replace(rows=task.complete(model, found.rows, seed, track))
 
     if settings.eval is not None:
-        calibration, evaluation = (
-            read(source, wanted[0], settings.seed),
+        both, evaluation = (
+            read(source, wanted[0] + extra, settings.seed),
             read(settings.eval, wanted[1], settings.seed + 1),
         )
+        calibration, more = both.part(slice(wanted[0])), both.rows[wanted[0] :]
         described = settings.eval
     else:
-        both = read(source, sum(wanted), settings.seed)
+        both = read(source, sum(wanted) + extra, settings.seed)
+        both, more = both.part(slice(sum(wanted))), both.rows[sum(wanted) :]
         if len(both.rows) < 2:
             raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
         split = max(1, len(both.rows) * wanted[0] // sum(wanted))
@@ -119,7 +125,7 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
     bench = Workbench(family, family.tailor(model), tokenizer, rows[kept], rehearsal, evaluation.rows, described)
-    return bench._replace(task=task, truth=evaluation.truth)
+    return bench._replace(task=task, truth=evaluation.truth, more=more if len(more) else None)
 
 
 def probe(
@@ -138,7 +144,7 @@ def probe(
     curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
     shape = family.shape_of(model.config)
     shapes = shape.layers
-    options = _swaps(settings, shape.grain.folds)
+    options = sizes_to_measure(settings, shape.grain.folds)
     few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
     if settings.swap_tokens and options:
@@ -187,30 +193,6 @@ def _diagnosed(
         *spectra,
         *lags.measure(family, model, tokens, seed, track),
     ]
-
-
-def _swaps(settings: Settings, folds: bool) -> dict[str, Any]:
-    """Which curves to check by measurement, and the layer that a size on their axis stands for."""
-    found: dict[str, Any] = {}
-    if settings.portable:
-        return found
-    if "qk" in settings.allow:
-        found["damage.qk_projected"] = lambda shape, size: replace(
-            shape, qk_dim=size, qk_width=size if folds else shape.qk_width
-        )
-    if "v" in settings.allow:
-        found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
-    if not settings.only_kv and "mlp" in settings.allow:
-        found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
-    if not settings.only_kv and "qk" in settings.allow and not folds:
-        found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
-    if "heads" in settings.allow:
-        found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
-    if "kv_heads" in settings.allow:
-        found["damage.kv_heads"] = lambda shape, size: replace(
-            shape, kv_heads=size, query_heads=size * shape.queries_per_group
-        )
-    return found
 
 
 def probed(

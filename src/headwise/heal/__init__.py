@@ -24,10 +24,13 @@ __all__ = ["healed"]
 
 def healed(method: str, job: Job) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of `job.cut` healed by a method and, before it, by those that it starts from; and what each did."""
+    from headwise import processes
+
     records: list[dict[str, Any]] = []
     for module in _chain(method):
         start = time.perf_counter()
-        model, record = module.heal(job)
+        alone = processes.index() == 0 or getattr(module, "TOGETHER", False)  # may it keep work in the folder?
+        model, record = module.heal(job if alone else replace(job, folder=None))
         records.append({"method": module.NAME, **record, "seconds": time.perf_counter() - start})
         job = replace(job, cut=model)
     return job.cut, _joined(records)

@@ -26,6 +26,12 @@ def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:
     return prepared._replace(inputs=prepared.inputs[rows], labels=prepared.labels[rows], truth=None)
 
 
+def together(first: Prepared, second: Prepared) -> Prepared:
+    """The rows of both."""
+    inputs, labels = torch.cat((first.inputs, second.inputs)), torch.cat((first.labels, second.labels))
+    return first._replace(inputs=inputs, labels=labels, truth=None)
+
+
 def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepared]:
     """Rows to learn from and, of every eight, one to choose by; the same ones where there are too few."""
     every = torch.arange(len(prepared.inputs))

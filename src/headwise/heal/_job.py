@@ -31,6 +31,7 @@ class Job:
     track: Track = silently
     folder: Path | None = None  # where work is kept that a kill would lose; None: nowhere
     options: Options = Options()
+    more: Prepared | None = None  # further rows to learn from, for methods that read much
 
 
 def origins(source: nn.Module, cut: nn.Module) -> list[int]:

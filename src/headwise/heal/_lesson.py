@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
 from headwise.families import Family
+from headwise.heal._job import origins
 from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
 
@@ -141,9 +142,7 @@ class Lesson(nn.Module):
     def _apart(self, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
         """How far the streams behind the layers that are left are from the source's, relative to them (B,)."""
         _, _, source = self._told
-        notes = [cast(Any, model).config.headwise for model in (source, self.student)]
-        first, left = (list(note.get("kept") or range(len(note["layers"]))) for note in notes)
-        same = [theirs[first.index(number)] for number in left]
+        same = [theirs[number] for number in origins(source, self.student)]
         errors = [
             (a.float() - b.float()).square().flatten(1).sum(1) / b.float().square().flatten(1).sum(1)
             for a, b in zip(ours, same, strict=True)

@@ -22,7 +22,7 @@ from headwise.data import count_tokens
 from headwise.errors import HeadwiseError
 from headwise.heal import _lora, _rate
 from headwise.heal._answers import Answers
-from headwise.heal._course import Course, divided
+from headwise.heal._course import Course, divided, together
 from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson
 from headwise.tasks.causal import Causal
@@ -35,6 +35,7 @@ from headwise.types import write_atomically
 NAME = "distill"
 MEANING = "the whole model learns the source's answers, minutes to hours, best on a GPU"
 AFTER = "refit"
+TOGETHER = True  # processes share the work
 
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
 BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
@@ -60,6 +61,7 @@ class _Healing:
             job.family, job.task, job.source, student, options.match or 0.0, recompute=bool(options.recompute)
         )
         learned, watched = divided(job.calibration, self.device)
+        learned = learned if job.more is None else together(learned, job.more)
         several = processes.count() > 1
         batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
         Course(lesson, learned, watched, batch, micro, job.seed).freeze_idle()
