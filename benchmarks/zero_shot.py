@@ -64,9 +64,7 @@ def read(data: Path, task: str, most: int | None = None) -> list[Item]:
         if task == "lambada":
             items = [Item(row["context"], (row["continuation"],), 0) for row in rows]
         else:
-            items = [
-                Item(row["query"].rstrip("\n") + "\nAnswer:", tuple(row["choices"]), row["gold"]) for row in rows
-            ]
+            items = [Item(row["query"].rstrip("\n") + "\nAnswer:", tuple(row["choices"]), row["gold"]) for row in rows]
     return items[:most]
 
 
@@ -109,13 +107,15 @@ def _likelihoods(
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows], device=model.device)
         with cast:
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits  # what is behind a row's end is not looked at
-        for place, i in enumerate(now):
-            row, size = asked[i]
-            last = logits[place, len(row) - 1 - size : len(row) - 1].float()
-            wanted = ids[place, len(row) - size : len(row)]
-            logs[i] = last.log_softmax(-1).gather(-1, wanted[:, None]).double().sum().cpu()
-            greedy[i] = bool((last.argmax(-1) == wanted).all())
+        found = [_ending(logits[place], ids[place], *asked[i]) for place, i in enumerate(now)]
+        logs[now], greedy[now] = (torch.stack(column).cpu() for column in zip(*found, strict=True))
     return logs, greedy
+
+
+def _ending(logits: torch.Tensor, ids: torch.Tensor, row: list[int], size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-likelihood of the last `size` tokens of a row, and whether each was the likeliest; nothing waits for it."""
+    last, wanted = logits[len(row) - 1 - size : len(row) - 1].float(), ids[len(row) - size : len(row)]
+    return last.log_softmax(-1).gather(-1, wanted[:, None]).double().sum(), (last.argmax(-1) == wanted).all()
 
 
 def all_tasks(

@@ -20,16 +20,20 @@ from safetensors.torch import load_file
 
 from headwise import families
 from headwise.checks import quality
+from headwise.cuts import reshape
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import _lora, distill
 from headwise.heal._answers import Answers
+from headwise.heal._balance import balance
 from headwise.heal._course import divided
 from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson, Part
 from headwise.heal._options import Options
+from headwise.probes import gram
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
+from headwise.types import LayerKeep, Plan
 
 FEW = Options.parse(["steps=24", "batch=256"])
 
@@ -151,6 +155,19 @@ def test_matching_streams_pulls_them_together(job):
     healed, _ = distill.heal(replace(job, options=replace(FEW, match=1.0)))
     after = Lesson(llama, job.task, job.source, healed, match=1.0)
     assert (after.divergences(part) - after.divergences(part, matched=False)).mean() < 0.7 * apart.mean()
+
+
+def test_balancing_changes_no_answer_and_evens_the_factors(source):
+    shape, rows = llama.shape_of(source.config), torch.randint(3, 90, (8, 32))
+    smaller = shape.with_layers(tuple(replace(layer, qk_dim=8, v_dim=10) for layer in shape.layers))
+    plan = Plan("", shape, smaller, (LayerKeep(),) * len(shape.layers), "", (), {}, 0.0, 0)
+    cut = reshape(llama, source, plan, gram.collect(llama, source, rows, False))
+    before = llama.run(cut, rows)
+    balance(llama, cut)
+    torch.testing.assert_close(llama.run(cut, rows), before, rtol=1e-4, atol=1e-5)
+    for block in llama.blocks(cut):
+        values, output = (w.detach().square().mean() for w in (block.attention.v_proj.weight, block.output.weight))
+        assert 0.3 < float(values / output) < 3
 
 
 def test_rows_to_choose_by_are_never_learned_from(job):

@@ -22,6 +22,7 @@ from headwise.data import count_tokens
 from headwise.errors import HeadwiseError
 from headwise.heal import _lora, _rate
 from headwise.heal._answers import Answers
+from headwise.heal._balance import balance
 from headwise.heal._course import Course, divided, together
 from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson
@@ -56,6 +57,7 @@ class _Healing:
         self.device = next(job.cut.parameters()).device
         kind = "cuda" if self.device.type == "cuda" else "cpu"
         student = job.family.tailor(job.cut)
+        balance(job.family, student)
         learnable(job, student)
         lesson = Lesson(
             job.family, job.task, job.source, student, options.match or 0.0, recompute=bool(options.recompute)

@@ -15,7 +15,7 @@ UNITS = ("heads", "kv_heads", "mlp")
 def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
-    """As many heads and channels as the budgets allow, whatever else was allowed."""
-    units = tuple(unit for unit in UNITS if unit != "mlp" or unit in allow)
-    layers, damage = best_equal(source, menus(source, readings, units, ()), budgets, units, possible=UNITS)
+    """As many heads and channels as the budgets allow, of those that may go; it knows no smaller dimensions."""
+    units = tuple(unit for unit in UNITS if unit in allow)
+    layers, damage = best_equal(source, menus(source, readings, units, ()), budgets, allow)
     return finish(source, by_weight(readings), layers, damage, NAME, budgets, seed)
