@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from benchmarks.zero_shot import all_tasks
 from torch import nn
+from zero_shot import all_tasks
 
 from headwise import pipeline
 from headwise.checks import quality, speed
