@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from headwise import families
 from headwise.checks import quality
@@ -174,6 +176,36 @@ def test_rows_to_choose_by_are_never_learned_from(job):
     learned, watched = divided(job.calibration, torch.device("cpu"))
     seen = {tuple(row) for row in learned.inputs.tolist()}
     assert len(watched.inputs) == 5 and not any(tuple(row) in seen for row in watched.inputs.tolist())
+
+
+@torch.no_grad()
+def test_zero_shot_scores_are_those_of_single_endings(source, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    zero_shot = importlib.import_module("zero_shot")
+    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
+    torch.manual_seed(3)
+    model = llama.tailor(llama.tiny(vocab_size=4096))
+    model.lm_head.weight.data *= 30
+    asked = [("def main():", ("return", "import numpy")), ("class A", ("b", "pass and more of it", "c d"))]
+    best, normed = [], []
+    for context, endings in asked:  # one by one, without batches
+        logs = []
+        for ending in endings:
+            ids = torch.tensor(tokenizer([f"{context} {ending}"])["input_ids"])
+            first = len(tokenizer(context)["input_ids"])
+            found = llama.run(model, ids).log_softmax(-1)[0, first - 1 : -1]
+            logs.append(float(found.gather(-1, ids[0, first:, None]).sum()))
+        best.append(max(range(len(logs)), key=logs.__getitem__))
+        normed.append(max(range(len(logs)), key=lambda i: logs[i] / len(endings[i])))
+    for size in (1, 4096):
+        items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, best, strict=True)]
+        assert zero_shot.score(model, tokenizer, items, size).acc.tolist() == [1, 1]
+        items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, normed, strict=True)]
+        scores = zero_shot.score(model, tokenizer, items, size)
+        assert scores.acc_norm.tolist() == [1, 1]
+        assert scores.to_json(scores)["acc_norm_change"] == 0
+    last = zero_shot.score(model, tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2)
+    assert last.acc_norm is None and last.to_json()["items"] == 2
 
 
 # Processes and kills, through the command line.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import ceil
 from typing import Any
 
@@ -42,6 +43,17 @@ def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepare
     watched = every[held]
     watched = watched[:: max(1, len(watched) // most)][:most]
     return rows_of(prepared, every[~held]), rows_of(prepared, watched)
+
+
+@contextmanager
+def _exactly() -> Iterator[None]:
+    """Products in full single precision, within a loop that does with less."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 class Course:
@@ -101,7 +113,7 @@ class Course:
         """Mean divergence on the watched rows, in full precision: lightly damaged models are nearer than bfloat16."""
         self.lesson.eval()
         found = torch.zeros(2, dtype=torch.float64)
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False), _exactly():
             for batch in processes.mine(self.watched.batches(4096)):
                 rows = self.lesson.divergences(Part(batch.to(self.device)), matched=False).double()
                 found += torch.stack((rows.sum(), torch.tensor(float(len(rows))).to(rows))).cpu()

@@ -103,8 +103,8 @@ class Lesson(nn.Module):
 
         def lost(stream: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
-                wanted = family.logits(source, reference).float().log_softmax(-1)
-            found = family.logits(self.student, stream).float().log_softmax(-1)
+                wanted = _logs(family, source, reference)
+            found = _logs(family, self.student, stream)
             return nn.functional.kl_div(found, wanted, reduction="none", log_target=True).sum(-1)
 
         return self._in_pieces(lost, ours[-1], theirs[-1]).mean(1)
@@ -116,7 +116,7 @@ class Lesson(nn.Module):
             family.call(family.body(self.student), batch.inputs)
 
         def lost(stream: torch.Tensor, logs: torch.Tensor, tokens: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-            found = family.logits(self.student, stream).float().log_softmax(-1).gather(-1, tokens)
+            found = _logs(family, self.student, stream).gather(-1, tokens)
             others = torch.log1p(-found.exp().sum(-1).clamp_max(1 - 1e-6))
             kept = (logs.exp() * (logs - found)).sum(-1)
             return kept + torch.where(rest > 0, rest * (rest.clamp_min(1e-30).log() - others), 0.0)
@@ -158,13 +158,19 @@ class Lesson(nn.Module):
         size = self._tokens_at_once(theirs[-1].device)
         found: list[list[torch.Tensor]] = [[], [], []]
         for piece in theirs[-1].flatten(0, 1).split(size):
-            logs, tokens = family.logits(source, piece[None])[0].float().log_softmax(-1).topk(count, -1)
+            logs, tokens = _logs(family, source, piece[None])[0].topk(count, -1)
             rest = (1 - logs.double().exp().sum(-1)).clamp_min(0)
             for column, value in zip(found, (logs.half(), tokens.int(), rest.float()), strict=True):
                 column.append(value)
         shape = batch.inputs.shape
         logs, tokens, rest = (torch.cat(column) for column in found)
         return Known(logs.view(*shape, count), tokens.view(*shape, count), rest.view(shape))
+
+
+def _logs(family: Family, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities in single precision: bfloat16 rounds large logits by more than a small damage moves them."""
+    with torch.autocast(stream.device.type, enabled=False):
+        return family.logits(model, stream.float()).log_softmax(-1)
 
 
 @contextmanager

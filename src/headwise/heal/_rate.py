@@ -16,8 +16,14 @@ from headwise.heal._course import Course
 from headwise.train.loop import FitSettings
 
 RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-STEPS = 24  # of a trial, at most
+STEPS = (4, 20)  # of a trial, at least and at most
+SHARE = 0.05  # of the steps to come
 WARM_UP = 0.5  # share of a trial
+
+
+def steps_of(settings: FitSettings) -> int:
+    """Steps of a trial."""
+    return max(STEPS[0], min(STEPS[1], round(SHARE * settings.steps)))
 
 
 def tried(
@@ -28,10 +34,10 @@ def tried(
     `said(rate)` is asked for something to advance step by step, which shows progress.
     """
     before, found = course.copy(), [{"rate": 0.0, "divergence": start}]
-    steps = max(4, min(STEPS, settings.steps // 8))
+    steps = steps_of(settings)
     for rate in RATES:
         short = replace(
-            settings, steps=steps, rate=rate, warm_up=WARM_UP, last_rate=1.0, point_every=steps, evaluate_every=0
+            settings, steps=steps, rate=rate, warm_up=WARM_UP, last_rate=0.0, point_every=steps, evaluate_every=0
         )
         try:
             course.learn(short, course.state(short), said(rate))

@@ -225,7 +225,7 @@ class _Healing:
     ) -> dict[str, Any]:
         """What heal.json says."""
         course, steps = self.course, 0 if state is None else state.step
-        spent = sum(row["rate"] > 0 for row in trials) * max(4, min(_rate.STEPS, self.fitting.steps // 8))
+        spent = sum(row["rate"] > 0 for row in trials) * _rate.steps_of(self.fitting)
         curve = [] if state is None else state.curve
         return {
             "tokens": round((steps + spent) * course.tokens_of_step),
