@@ -91,8 +91,9 @@ def _parts(job: Job, healed: nn.Module, rows: torch.Tensor) -> list[_Part]:
     """Rows in batches, before the first layer."""
     parts = [p.to(healed.device) for p in batches(rows, BATCH_TOKENS, job.family.row_tokens(job.source.config, rows))]
     contexts = job.family.contexts(job.source, parts)
-    embed, models = job.family.embed, (job.source, healed)
-    return [_Part(*(embed(m, part) for m in models), context) for part, context in zip(parts, contexts, strict=True)]
+    embed = job.family.embed
+    both = ((embed(job.source, part), embed(healed, part)) for part in parts)
+    return [_Part(source, cut, context) for (source, cut), context in zip(both, contexts, strict=True)]
 
 
 @torch.no_grad()
