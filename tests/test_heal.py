@@ -67,7 +67,7 @@ def test_every_layer_gets_better_or_stays_and_the_models_given_are_untouched(fam
     before = state(job.source), state(job.cut)
     asked = [p.requires_grad for p in job.cut.parameters()]
     healed, found = blockwise.heal(job)
-    gains = [layer["layer"] for layer in found["layers"]]
+    gains = [layer["stream"] for layer in found["layers"]]
     assert len(gains) == len(family.layers(job.cut))
     assert all(gain["error_after"] <= gain["error_before"] for gain in gains)
     assert sum(gain["error_after"] for gain in gains) < 0.97 * sum(gain["error_before"] for gain in gains)
@@ -88,7 +88,7 @@ def test_learning_starts_from_the_refit_and_brings_the_whole_model_nearer_to_its
     errors = [float((logits - want).square().mean()) for logits in got]
     assert errors[1] < errors[0]
     assert [stage["method"] for stage in found[1]["stages"]] == ["refit", "blockwise"]
-    assert [set(record["layers"][0]) for record in found] == [{"attention", "mlp"}, {"attention", "mlp", "layer"}]
+    assert [set(record["layers"][0]) for record in found] == [{"attention", "mlp"}, {"attention", "mlp", "stream"}]
 
 
 def test_a_layer_that_cannot_get_better_is_left_alone():
@@ -96,19 +96,19 @@ def test_a_layer_that_cannot_get_better_is_left_alone():
     whole = replace(job, cut=llama.tailor(job.source))
     healed, found = blockwise.heal(whole)
     assert equal(state(healed), state(job.source)), "there is nothing to learn where nothing was cut"
-    assert all(layer["layer"]["error_after"] == layer["layer"]["error_before"] for layer in found["layers"])
+    assert all(layer["stream"]["error_after"] == layer["stream"]["error_before"] for layer in found["layers"])
 
 
 def test_a_rate_that_would_wreck_a_layer_does_it_no_harm():
     job = job_of(llama, "llama")
     _, found = blockwise.heal(replace(job, options=Options(steps=12, rate=1e6)))
-    assert all(layer["layer"]["error_after"] <= layer["layer"]["error_before"] for layer in found["layers"])
+    assert all(layer["stream"]["error_after"] <= layer["stream"]["error_before"] for layer in found["layers"])
 
 
 @pytest.mark.parametrize("gone", [(0,), (1, 2)], ids=str)
 def test_layers_learn_to_stand_in_for_those_that_are_gone(gone):
     _, found = blockwise.heal(job_of(llama, "llama", gone=gone))
-    gains = [layer["layer"] for layer in found["layers"]]
+    gains = [layer["stream"] for layer in found["layers"]]
     assert len(gains) == 3 - len(gone) and any(gain["error_after"] < gain["error_before"] for gain in gains)
 
 
@@ -183,7 +183,7 @@ def test_the_curve_lands_in_the_folder_and_in_the_report(run, capsys):
     found = json.loads((run / "heal.json").read_text())
     assert found["method"] == "blockwise" and len(found["curve"]) > 2 and len(found["rounds"]) == 1
     assert found["rounds"][0]["method"] == "blockwise", "models are healed between rounds as well"
-    assert set(found["layers"][0]) == {"attention", "mlp", "layer"}
+    assert set(found["layers"][0]) == {"attention", "mlp", "stream"}
     page = (run / "report.html").read_text()
     assert "loss while healing" in page and "Method: blockwise" in page
     assert "--heal blockwise" in page and "--heal-option steps=12" in page, "the command that makes the run again"
