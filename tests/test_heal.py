@@ -24,6 +24,7 @@ from headwise.heal import blockwise
 from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.probes import gram
+from headwise.registry import find, names
 from headwise.runfolder import Settings
 from headwise.tasks import Prepared
 from headwise.types import GONE, LayerKeep
@@ -59,6 +60,18 @@ def state(model):
 
 def equal(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", names("headwise.heal"))
+def test_a_method_says_what_it_is_and_what_it_starts_from(name):
+    module = find("headwise.heal", name)
+    assert module.NAME == name and module.MEANING
+    seen = {name}
+    while module.AFTER:
+        module = find("headwise.heal", module.AFTER)
+        assert module.NAME not in seen, "a chain has an end"
+        seen.add(module.NAME)
+    assert module.NAME == "refit", "prices are measured after a refit, so all that heals begins with one"
 
 
 @pytest.mark.parametrize(("family", "kind", "changes"), MODELS)

@@ -48,8 +48,9 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of the cut model whose layers have learned, and what every one gained on rows it did not learn from."""
     healed = job.family.tailor(job.cut)
     rows = _chosen(job)
-    held = torch.arange(len(rows)) % HELD == HELD - 1 if len(rows) >= HELD else torch.ones(len(rows), dtype=torch.bool)
-    seen, checked = (_parts(job, healed, some) for some in (rows[~held] if len(rows) >= HELD else rows, rows[held]))
+    held = torch.arange(len(rows)) % HELD == HELD - 1
+    halves = (rows[~held], rows[held]) if held.any() else (rows, rows)  # too few to hold any out
+    seen, checked = (_parts(job, healed, half) for half in halves)
     ours, theirs, kept = job.family.blocks(healed), job.family.blocks(job.source), origins(job.source, healed)
     steps = job.options.steps or PASSES * len(seen)
     shelf = Shelf(job.folder, NAME, json.dumps([steps, job.options.rate, job.seed]), rows)
