@@ -65,7 +65,7 @@ def equal(one, other):
 @pytest.mark.parametrize("name", names("headwise.heal"))
 def test_a_method_says_what_it_is_and_what_it_starts_from(name):
     module = find("headwise.heal", name)
-    assert module.NAME == name and module.MEANING
+    assert name == module.NAME and module.MEANING
     seen = {name}
     while module.AFTER:
         module = find("headwise.heal", module.AFTER)
