@@ -22,6 +22,7 @@ MODELS = {  # result file -> how the README calls the model
 }
 METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
 EMBEDDINGS, EMBEDDINGS_END = "<!-- embeddings: printed by benchmarks/tables.py -->", "<!-- end of embeddings -->"
+HEALING, HEALING_END = "<!-- healing: printed by benchmarks/tables.py -->", "<!-- end of healing -->"
 START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
 
 
@@ -77,6 +78,26 @@ def embeddings() -> str:
     return "\n".join([*lines, "", note])
 
 
+def healing() -> str:
+    """What each healing left of the damage and how long it took, as healing.py measured."""
+    result = json.loads((RESULTS / "healing-cpu.json").read_text())
+    lines = [
+        "| embedded model | healing | damage, nats per token | recovered | CPU seconds |",
+        "| --- |" + " --- |" * 4,
+    ]
+    for row in result["rows"]:
+        half = (row["measured_high"] - row["measured_low"]) / 2
+        shares = (f"{row['recovered']:.0%}", f"{row['cpu_seconds']:.0f}") if "recovered" in row else ("", "")
+        lines.append(
+            f"| {row['budget']} | {row['method']} | {row['measured']:.4f} ± {half:.4f} | {' | '.join(shares)} |"
+        )
+    note = (
+        f"- {result['calibration_tokens']:,} calibration tokens, {result['evaluation_tokens']:,} evaluation tokens, "
+        f"{result['hardware']}, {result['date']}; recovered: of the damage before any healing, on held-out text."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def picture() -> str:
     """Key and value dimensions per layer of the embedded model at 75%: what stays of the 64 that each layer had."""
     rows = results()[MODELS["quality-embedded.json"]]["rows"]
@@ -114,6 +135,7 @@ def main() -> None:
     readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
     old = readme.read_text()
     new = _between(_between(old, START, END, table()), EMBEDDINGS, EMBEDDINGS_END, embeddings())
+    new = _between(new, HEALING, HEALING_END, healing())
     if check:
         sys.exit(0 if new == old and drawing.read_text() == picture() else "README.md or docs/allocation.svg is stale")
     readme.write_text(new)

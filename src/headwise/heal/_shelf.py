@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import nn
 
 from headwise.types import write_atomically
@@ -42,13 +42,14 @@ class Shelf:
             self.mark.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
         try:
             with safe_open(path, "pt") as file:
-                if file.metadata().get("mark") != self.mark.hexdigest():
-                    return None
-                layer.load_state_dict({name: file.get_tensor(name) for name in file.keys()})
-                found: dict[str, Any] = json.loads(file.metadata()["found"])
-                return found
-        except (OSError, SafetensorError):
+                noted = file.metadata() or {}
+            if noted.get("mark") != self.mark.hexdigest():
+                return None
+            layer.load_state_dict(load_file(path))
+        except (OSError, SafetensorError):  # not there, or no file of ours
             return None
+        found: dict[str, Any] = json.loads(noted["found"])
+        return found
 
     def put(self, layer: nn.Module, found: dict[str, Any]) -> None:
         """Keep a layer that is done, and what is to be known about it."""

@@ -26,13 +26,12 @@ MEANING = "every layer learns to match its source layer; minutes, no backward pa
 AFTER = "refit"
 
 BATCH_TOKENS = 2048
-PASSES = 6  # over the rows, where no number of steps is given
-CHECKS = 6  # on held-out rows, evenly spaced
+PASSES = 4  # over the rows, where no number of steps is given
+CHECKS = 5  # on held-out rows, evenly spaced
 HELD = 8  # every so many rows one is for the checks
-RATE = 0.03  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
+RATE = 0.01  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
 LOWER = 0.3
-LOWEST = 1e-3  # below it a layer has nothing to learn
-SHARE = 0.0  # of the steps that read the source's stream, not the cut model's own
+LOWEST = 3e-4  # below it a layer has nothing to learn
 
 
 @dataclass(slots=True)
@@ -49,8 +48,9 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of the cut model whose layers have learned, and what every one gained on rows it did not learn from."""
     healed = job.family.tailor(job.cut)
     rows = _chosen(job)
-    held = torch.arange(len(rows)) % HELD == HELD - 1 if len(rows) >= HELD else torch.ones(len(rows), dtype=torch.bool)
-    seen, checked = (_parts(job, healed, some) for some in (rows[~held] if len(rows) >= HELD else rows, rows[held]))
+    held = torch.arange(len(rows)) % HELD == HELD - 1
+    halves = (rows[~held], rows[held]) if held.any() else (rows, rows)  # too few to hold any out
+    seen, checked = (_parts(job, healed, half) for half in halves)
     ours, theirs, kept = job.family.blocks(healed), job.family.blocks(job.source), origins(job.source, healed)
     steps = job.options.steps or PASSES * len(seen)
     shelf = Shelf(job.folder, NAME, json.dumps([steps, job.options.rate, job.seed]), rows)
@@ -72,7 +72,7 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
 
 def _told(errors: list[list[float]], steps: int) -> dict[str, Any]:
     """Gains per layer, and the mean of their errors at every check."""
-    layers = [{"layer": {"error_before": found[0], "error_after": found[-1]}} for found in errors]
+    layers = [{"stream": {"error_before": found[0], "error_after": found[-1]}} for found in errors]
     marks = [round(steps * check / CHECKS) for check in range(CHECKS + 1)]
     means = (sum(at) / len(at) for at in zip(*errors, strict=True))
     return {"layers": layers, "curve": [{"step": s, "loss": e} for s, e in zip(marks, means, strict=True)]}
@@ -91,8 +91,9 @@ def _parts(job: Job, healed: nn.Module, rows: torch.Tensor) -> list[_Part]:
     """Rows in batches, before the first layer."""
     parts = [p.to(healed.device) for p in batches(rows, BATCH_TOKENS, job.family.row_tokens(job.source.config, rows))]
     contexts = job.family.contexts(job.source, parts)
-    embed, models = job.family.embed, (job.source, healed)
-    return [_Part(*(embed(m, part) for m in models), context) for part, context in zip(parts, contexts, strict=True)]
+    embed = job.family.embed
+    both = ((embed(job.source, part), embed(healed, part)) for part in parts)
+    return [_Part(source, cut, context) for (source, cut), context in zip(both, contexts, strict=True)]
 
 
 @torch.no_grad()
@@ -132,9 +133,9 @@ class _Lesson:
         found = [of(part) for part in self.checked]
         return sum(float(values.double().sum()) for values in found) / max(1, sum(v.numel() for v in found))
 
-    def _loss(self, part: _Part, own: bool = True) -> torch.Tensor:
+    def _loss(self, part: _Part) -> torch.Tensor:
         """Squared distance to the source's stream, relative to what the source's layer changes."""
-        out = self.block(part.cut if own else part.source, part.contexts[self.index])
+        out = self.block(part.cut, part.contexts[self.index])
         return (out - part.wanted).square() / max(self.power, 1e-30)
 
     @torch.no_grad()
@@ -175,7 +176,7 @@ class _Lesson:
             for group in optimiser.param_groups:
                 group["lr"] = rate * rise * (1 - number / steps) * group["size"]
             optimiser.zero_grad()
-            self._loss(part, float(torch.rand((), generator=draw)) >= SHARE).mean().backward()
+            self._loss(part).mean().backward()
             optimiser.step()
 
 
