@@ -134,6 +134,7 @@ class Course:
     ) -> None:
         """All steps from where a run stands; `bar` is advanced with every one."""
         progress = iter(bar)
+        next(progress, None)  # the first step begins
 
         def on_step(state: State) -> None:
             if after is not None:

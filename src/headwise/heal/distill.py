@@ -158,7 +158,7 @@ class _Healing:
         if self.job.options.rate is None:
 
             def said(rate: float) -> Any:
-                return self.job.track(range(10_000), f"trial at {rate:g}")
+                return self.job.track(range(_rate.steps_of(self.fitting)), f"trial at {rate:g}")
 
             trials = _rate.tried(self.course, self.fitting, start, said)
         if path is not None:
