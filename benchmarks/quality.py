@@ -1,9 +1,10 @@
-"""Quality after cutting, without any training: every strategy on the same model, text and budgets.
+"""Quality after cutting and after healing: every plan on the same model, text and budgets, healed in every way.
 
     python benchmarks/quality.py embedded --budget kv=75% --budget kv=50% --out benchmarks/results/quality-embedded.json
 
-Prints a table and writes it as JSON. Damage is the increase of the loss in nats per token on held-out text, with a 95%
-bootstrap interval over blocks; `published` is the bar (its recipe has no refit), measured in the same run.
+Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped. Damage is the increase
+of the loss in nats per token on held-out text, with a 95% bootstrap interval over blocks; `published` before healing is
+the bar, measured in the same run. Tokens and seconds count what each healing learned from and took, cut included.
 """
 
 from __future__ import annotations
@@ -13,67 +14,155 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
+from torch import nn
+from zero_shot import all_tasks
 
 from headwise import pipeline
 from headwise.checks import quality, speed
 from headwise.cost import parameters
-from headwise.errors import BudgetError
+from headwise.errors import HeadwiseError
+from headwise.heal._job import Job
+from headwise.registry import find
 from headwise.runfolder import Settings
-from headwise.types import LayerShape
+from headwise.types import LayerShape, write_atomically
 
-METHODS: dict[str, dict[str, Any]] = {
-    "published": dict(strategy="published", heal="none"),
-    "uniform": dict(strategy="uniform", heal="none"),
-    "uniform + refit": dict(strategy="uniform", heal="refit"),
-    "depth + refit": dict(strategy="depth", heal="refit"),
-    "exact": dict(strategy="exact", heal="none"),
-    "exact + refit": dict(strategy="exact", heal="refit"),
-    "exact + refit, 3 rounds": dict(strategy="exact", heal="refit", rounds=3),
+PLANS: dict[str, dict[str, Any]] = {
+    "svd": dict(strategy="svd"),
+    "published": dict(strategy="published"),
+    "magnitude": dict(strategy="magnitude", allow=("kv_heads", "mlp")),
+    "uniform": dict(strategy="uniform"),
+    "depth": dict(strategy="depth"),
+    "exact": dict(strategy="exact"),
+    "exact, 3 rounds": dict(strategy="exact", rounds=3, heal="refit"),  # healed between rounds, and so at the end
 }
+DEFAULT_PLANS = [name for name in PLANS if name != "depth"]  # which needs parameters or FLOPs to save
+HEALINGS = ("none", "refit", "blockwise", "distill")
 
 
-DEFAULT_METHODS = [name for name in METHODS if name != "depth + refit"]  # which needs parameters or FLOPs to save
+class Healed(NamedTuple):
+    """A model and what it took to heal it, beginning with the cut."""
+
+    model: nn.Module
+    tokens: int = 0
+    seconds: float = 0.0
+    record: dict[str, Any] | None = None
 
 
-def measure(settings: Settings, methods: list[str], asked_samples: bool = False) -> dict[str, Any]:
-    """Every method at every budget; the source is probed once."""
-    bench = pipeline.workbench(settings)
-    first = pipeline.probe(settings, bench, bench.source)
-    rows = []
-    for budget in settings.budgets:
-        for name in methods:
-            asked = replace(settings, budgets=(budget,), **METHODS[name])
-            start = time.perf_counter()
+class Table:
+    """Every plan at every budget, healed in every way; written after each row, so that a kill loses one row."""
+
+    def __init__(self, settings: Settings, out: Path, zero_shot: Path | None, samples: bool) -> None:
+        self.settings, self.out, self.zero_shot, self.samples = settings, out, zero_shot, samples
+        self.found: dict[str, Any] = {"settings": json.loads(json.dumps(settings.to_json())), "rows": []}
+        if out.exists():
+            known = json.loads(out.read_text())
+            if known["settings"] != self.found["settings"]:
+                sys.exit(f"{out} was measured with other settings; choose another --out, or delete it.")
+            self.found = known
+
+    def missing(self, plan: str, healings: Sequence[str]) -> list[tuple[str, list[str]]]:
+        """Budgets, and the healings of a plan that are not in the table yet."""
+        done = {(row["budget"], row["method"]) for row in self.found["rows"]}
+        rest = [
+            (budget, [heal for heal in healings if (budget, method_of(plan, heal)) not in done])
+            for budget in self.settings.budgets
+        ]
+        return [(budget, left) for budget, left in rest if left]
+
+    def measure(self, plans: Sequence[str], healings: Sequence[str]) -> None:
+        """Whatever is missing; the source is probed once."""
+        if not any(self.missing(plan, healings) for plan in plans):
+            return
+        self.bench = pipeline.workbench(self.settings)
+        self.first = pipeline.probe(self.settings, self.bench, self.bench.source)
+        self.scores = None
+        if self.zero_shot is not None:
+            self.scores, said = all_tasks(self.bench.source, self.bench.tokenizer, self.zero_shot)
+            self.found["zero_shot"] = said
+        self.found |= _about(self.bench, self.first[0].seconds)
+        for budget in self.settings.budgets:
+            for plan in plans:
+                for asked, left in self.missing(plan, healings):
+                    if asked == budget:
+                        self._budget(budget, plan, left)
+
+    def _budget(self, budget: str, plan: str, healings: list[str]) -> None:
+        settings = replace(self.settings, budgets=(budget,), **{"heal": "none", **PLANS[plan]})
+        start = time.perf_counter()
+        try:
+            fitted = pipeline.fit(
+                settings,
+                self.bench,
+                lambda number, model: self.first if number == 1 else pipeline.probe(settings, self.bench, model),
+            )
+        except HeadwiseError as error:
+            print(f"{budget:12} {plan:16} {error}", flush=True)
+            return
+        cut = Healed(fitted.model, seconds=time.perf_counter() - start)
+        states = {settings.heal: cut, "none": cut}
+        job = self.bench.job(replace(settings, heal_options=self.settings.heal_options), fitted.model)
+        for heal in healings:
+            if heal == "none" and settings.heal != "none":
+                continue  # rounds are healed as they are cut
             try:
-                fitted = pipeline.fit(
-                    asked,
-                    bench,
-                    lambda number, model, asked=asked: first if number == 1 else pipeline.probe(asked, bench, model),
-                )
-            except BudgetError as error:
-                print(f"{budget:8} {name:24} {error}", flush=True)
+                state = self._healed(heal, states, job)
+            except HeadwiseError as error:
+                print(f"{budget:12} {method_of(plan, heal):28} {error}", flush=True)
                 continue
-            seconds = time.perf_counter() - start
-            found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation)
-            rows.append(_row(budget, name, fitted, found, seconds, rows))
-            if asked_samples:
-                texts = quality.samples(bench.source, fitted.model, bench.tokenizer, bench.evaluation)
-                rows[-1]["samples"] = [text.to_json() for text in texts]
-            print(_line(rows[-1]), flush=True)
+            self._add(budget, plan, heal, fitted, state)
+
+    def _healed(self, heal: str, states: dict[str, Healed], job: Job) -> Healed:
+        """The cut model healed, from the state that the method starts from."""
+        if heal not in states:
+            module = find("headwise.heal", heal)
+            before = self._healed(module.AFTER or "none", states, job)
+            start = time.perf_counter()
+            model, record = module.heal(replace(job, cut=before.model))
+            seconds = before.seconds + time.perf_counter() - start
+            states[heal] = Healed(model, before.tokens + record["tokens"], seconds, record)
+        return states[heal]
+
+    def _add(self, budget: str, plan: str, heal: str, fitted: pipeline.Fitted, state: Healed) -> None:
+        bench, rows = self.bench, self.found["rows"]
+        found = quality.compare(bench.family, bench.source, state.model, bench.evaluation)
+        held = quality.compare(bench.family, bench.source, state.model, bench.rehearsal)
+        expected = fitted._replace(rehearsed=held.expected_damage())
+        row = _row(budget, method_of(plan, heal), expected, found, state.seconds, rows)
+        record = state.record or {}
+        row |= {"plan": plan, "heal": heal, "heal_tokens": state.tokens}
+        row |= {name: record[name] for name in ("rate", "steps", "trials", "tokens_per_second") if name in record}
+        if self.scores is not None and self.zero_shot is not None:
+            row["zero_shot"] = all_tasks(state.model, bench.tokenizer, self.zero_shot, source=self.scores)[1]
+        if self.samples:
+            texts = quality.samples(bench.source, state.model, bench.tokenizer, bench.evaluation)
+            row["samples"] = [text.to_json() for text in texts]
+        rows.append(row)
+        self.found["perplexity_before"] = math.exp(float(found.loss_before.mean()))
+        write_atomically(self.out, json.dumps(self.found, indent=1) + "\n")
+        print(_line(row), flush=True)
+
+
+def method_of(plan: str, heal: str) -> str:
+    """What the tables call a plan that is healed so."""
+    return plan if heal == "none" else f"{plan} + {heal}"
+
+
+def _about(bench: pipeline.Workbench, seconds: float) -> dict[str, Any]:
+    """On what, where and when."""
     return {
-        "settings": settings.to_json(),
         "evaluation": bench.described,
         "calibration_tokens": bench.calibration.numel(),
+        "healing_tokens": bench.calibration.numel() + (0 if bench.more is None else bench.more.numel()),
         "evaluation_tokens": bench.evaluation.numel(),
-        "probe_seconds": first[0].seconds,
-        "perplexity_before": math.exp(float(found.loss_before.mean())),
+        "probe_seconds": seconds,
         "hardware": speed.machine(bench.source.device),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {
@@ -81,7 +170,6 @@ def measure(settings: Settings, methods: list[str], asked_samples: bool = False)
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "rows": rows,
     }
 
 
@@ -120,8 +208,8 @@ def _line(row: dict[str, Any]) -> str:
     half = (row["measured_high"] - row["measured_low"]) / 2
     bar = f"{row['of_published']:.3f}" if row["of_published"] else "-"
     return (
-        f"{row['budget']:8} {row['method']:24} damage {row['measured']:.4f} ± {half:.4f}  perplexity {change:+.2f}%  "
-        f"of published {bar}  predicted {row['predicted']:.4f}  {row['seconds']:.0f} s"
+        f"{row['budget']:12} {row['method']:28} damage {row['measured']:.4f} ± {half:.4f}  perplexity {change:+.2f}%  "
+        f"of published {bar}  predicted {row['predicted']:.4f}  {row['heal_tokens']:,} tokens  {row['seconds']:.0f} s"
     )
 
 
@@ -129,9 +217,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model")
     parser.add_argument("--budget", action="append", required=True)
-    parser.add_argument("--method", action="append", choices=list(METHODS))
+    parser.add_argument("--plan", action="append", choices=list(PLANS))
+    parser.add_argument("--heal", action="append", choices=HEALINGS)
+    parser.add_argument("--heal-option", action="append", default=[], help="such as tokens=2000000")
     parser.add_argument("--allow", help="units that may be cut, separated by commas")
     parser.add_argument("--samples", action="store_true", help="keep texts that source and cut model write")
+    parser.add_argument("--zero-shot", type=Path, help="folder of LAMBADA, HellaSwag, ARC-easy and PIQA")
     parser.add_argument("--data")
     parser.add_argument("--eval")
     parser.add_argument("--tokens", type=int, default=131_072)
@@ -142,13 +233,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args())
-    out, methods, samples = asked.pop("out"), asked.pop("method") or DEFAULT_METHODS, asked.pop("samples")
+    out, plans, samples = asked.pop("out"), asked.pop("plan") or DEFAULT_PLANS, asked.pop("samples")
+    healings, folder = asked.pop("heal") or list(HEALINGS), asked.pop("zero_shot")
+    options = tuple(asked.pop("heal_option"))
     allow = asked.pop("allow")
     more = {"allow": tuple(allow.split(","))} if allow else {}
-    settings = Settings(budgets=tuple(asked.pop("budget")), **asked, **more)
-    result = measure(settings, methods, samples)
+    budgets = tuple(asked.pop("budget"))
+    settings = Settings(budgets=budgets, heal="distill", heal_options=options, **asked, **more)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    Table(settings, out, folder, samples).measure(plans, healings)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ text that is judged is of another kind than the text of the calibration, and it 
 calibration's kind the exact plan costs clearly less than the uniform one, on WikiText its loss is hardly better or
 worse, though its predictions stay closer to the source's (KL). At the lower budget no method leaves a model that
 writes well; that takes training, or calibration on text like that which the model will meet."""
+HEALING, HEALING_END = "<!-- healing: printed by benchmarks/tables.py -->", "<!-- end of healing -->"
 START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
 
 
@@ -119,6 +120,26 @@ def _plain(text: str) -> str:
     return f"`{words.replace('`', chr(39))}`"
 
 
+def healing() -> str:
+    """What each healing left of the damage and how long it took, as healing.py measured."""
+    result = json.loads((RESULTS / "healing-cpu.json").read_text())
+    lines = [
+        "| embedded model | healing | damage, nats per token | recovered | CPU seconds |",
+        "| --- |" + " --- |" * 4,
+    ]
+    for row in result["rows"]:
+        half = (row["measured_high"] - row["measured_low"]) / 2
+        shares = (f"{row['recovered']:.0%}", f"{row['cpu_seconds']:.0f}") if "recovered" in row else ("", "")
+        lines.append(
+            f"| {row['budget']} | {row['method']} | {row['measured']:.4f} ± {half:.4f} | {' | '.join(shares)} |"
+        )
+    note = (
+        f"- {result['calibration_tokens']:,} calibration tokens, {result['evaluation_tokens']:,} evaluation tokens, "
+        f"{result['hardware']}, {result['date']}; recovered: of the damage before any healing, on held-out text."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def picture() -> str:
     """Key and value dimensions per layer of the embedded model at 75%: what stays of the 64 that each layer had."""
     rows = results()[MODELS["quality-embedded.json"]]["rows"]
@@ -156,6 +177,7 @@ def main() -> None:
     readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
     old = readme.read_text()
     new = _between(_between(old, START, END, table()), EMBEDDINGS, EMBEDDINGS_END, embeddings())
+    new = _between(new, HEALING, HEALING_END, healing())
     page = ROOT / "docs" / "PARAMETERS.md"
     if check:
         fresh = new == old and drawing.read_text() == picture() and page.read_text() == parameters()

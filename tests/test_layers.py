@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
+    "processes", "moments",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
@@ -25,20 +26,22 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
     "linalg": set(),
+    "processes": {"errors"},
     "data": {"errors"},
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
     "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
-    "probes": {"errors", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
+    "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
+    "moments": {"cuts"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
     "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
-    "heal": {"errors", "registry", "types", "families", "linalg"},
+    "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"},
     "checks": {"errors", "types", "cost", "families", "tasks"},
-    "train": {"errors", "types", "cost", "families", "data", "cuts", "runtime"},
+    "train": {"errors", "processes", "types", "cost", "families", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
@@ -54,8 +57,10 @@ ALLOWED: dict[str, set[str]] = {
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "types", "families", "runfolder", "report"},
+    "bars": set(),
     "cli": {
         "errors",
+        "bars",
         "types",
         "report",
         "pipeline",
@@ -76,6 +81,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}
+RELAXED |= {("runfolder", "headwise.heal._options")}  # which needs no torch
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
 NO_TORCH = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from headwise import families, pipeline
+from headwise import families, pipeline, processes
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
@@ -35,7 +35,8 @@ def run(
 def probe(model: str, out: Path | str, track: Track = silently, overwrite: bool = False, **settings: Any) -> Readings:
     """Measure a model into a new run folder."""
     asked, folder = Settings(model=model, **settings), RunFolder(out)
-    folder.claim(asked, families.locate(model)[0], overwrite)
+    processes.begin(asked.device)
+    processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
     bench = pipeline.workbench(asked, track)
     return pipeline.probed(asked, folder, bench, bench.source, track)[0]
 
@@ -52,10 +53,12 @@ def allocate(
     return allocate_in(out, _texts(budget), strategy, allow, portable, seed)
 
 
-def reshape(out: Path | str, heal: str = "none", track: Track = silently) -> nn.Module:
+def reshape(
+    out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
+) -> nn.Module:
     """Carry out plan.json: build, save and return the model, healed if asked."""
     folder = RunFolder(out)
-    settings = replace(folder.require(), heal=heal)
+    settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
     plan = Plan.read(folder.plan_file)
     bench = pipeline.workbench(settings, track)
     pipeline.build(settings, folder, bench, track, plan)
@@ -66,7 +69,7 @@ def verify(out: Path | str, track: Track = silently) -> Verdict:
     """Prove what was done, on the saved model of a run folder."""
     folder = RunFolder(out)
     bench = pipeline.workbench(folder.require(), track)
-    return pipeline.verify(folder, bench, track)
+    return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 
 
 def load(folder: Path | str, device: str = "cpu") -> nn.Module:

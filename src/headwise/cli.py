@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headwise import calculators, reproduce
+from headwise.bars import Bars, speaks
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.runfolder import Settings
@@ -49,9 +50,15 @@ Task = Annotated[
         "that of the model's head if not given."
     ),
 ]
-Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound or published.")]
+Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound, published, svd or magnitude.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
-Heal = Annotated[str, typer.Option(help="none or refit (closed form).")]
+Heal = Annotated[
+    str, typer.Option(help="none, refit (closed form), blockwise (every layer learns) or distill (the whole model).")
+]
+HealOptions = Annotated[
+    list[str] | None,
+    typer.Option("--heal-option", help="Of a healing that learns: tokens=1e6, steps=200, rate=1e-4, lora=16, ..."),
+]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
@@ -78,6 +85,7 @@ def run(
     strategy: Strategy = DEFAULT.strategy,
     rounds: Rounds = DEFAULT.rounds,
     heal: Heal = DEFAULT.heal,
+    heal_option: HealOptions = None,
     portable: Portable = False,
     allow: Allow = ALLOW,
     seed: Seed = DEFAULT.seed,
@@ -94,11 +102,12 @@ def run(
     from headwise import api
 
     settings = dict(
-        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal, portable=portable,
-        allow=_units(allow), seed=seed, device=device, tokens=tokens, eval_tokens=eval_tokens,
-        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
+        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
+        heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
+        tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
+        trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    with _Bars() as track:
+    with Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
     _finish(dossier, out, as_json)
 
@@ -115,7 +124,7 @@ def demo(
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
     small: dict[str, Any] = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
-    with _Bars() as track:
+    with Bars() as track:
         dossier = api.run("embedded", "kv=75%", out, track=track, **small)
     _finish(dossier, out, as_json)
 
@@ -144,7 +153,7 @@ def probe(
         budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
         swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    with _Bars() as track:
+    with Bars() as track:
         readings = api.probe(model, out, track, overwrite, **settings)
     _say(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json", as_json)
 
@@ -172,11 +181,11 @@ def allocate(
         typer.echo(f"written to {folder}/plan.json; next: headwise heal {folder}")
 
 
-def _build(folder: Path, method: str, as_json: bool) -> None:
+def _build(folder: Path, method: str, as_json: bool, options: Sequence[str] = ()) -> None:
     from headwise import api
 
-    with _Bars() as track:
-        api.reshape(folder, method, track)
+    with Bars() as track:
+        api.reshape(folder, method, track, options)
     found = {"model": str(folder / "model"), "heal": method}
     _say(found if as_json else f"model in {folder}/model; next: headwise verify {folder}", as_json)
 
@@ -188,9 +197,9 @@ def reshape(folder: Folder, as_json: Json = False) -> None:
 
 
 @app.command()
-def heal(folder: Folder, heal: Heal = DEFAULT.heal, as_json: Json = False) -> None:
+def heal(folder: Folder, heal: Heal = DEFAULT.heal, heal_option: HealOptions = None, as_json: Json = False) -> None:
     """Carry out plan.json and repair the result."""
-    _build(folder, heal, as_json)
+    _build(folder, heal, as_json, heal_option or ())
 
 
 @app.command()
@@ -198,7 +207,7 @@ def verify(folder: Folder, as_json: Json = False) -> None:
     """Prove what was done: exactness, quality, speed."""
     from headwise import api
 
-    with _Bars() as track:
+    with Bars() as track:
         verdict = api.verify(folder, track)
     _say(verdict.to_json() if as_json else _summary_of(verdict), as_json)
 
@@ -300,24 +309,6 @@ def _quality_of(quality: dict[str, float]) -> str:
     return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"
 
 
-class _Bars:
-    """Progress bars with the time left, on standard error; wraps any loop of the library."""
-
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn
-
-        self.progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=Console(stderr=True))
-        self.progress.start()
-        return self.track
-
-    def track(self, items: Sequence[Any], label: str) -> Iterable[Any]:
-        return self.progress.track(items, description=label)
-
-    def __exit__(self, *_: object) -> None:
-        self.progress.stop()
-
-
 def _keep_stdout_clean() -> None:
     """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
@@ -330,6 +321,8 @@ def _keep_stdout_clean() -> None:
 def main() -> None:
     """Entry point: input errors end in one line and code 2, an interrupt in 130."""
     _keep_stdout_clean()
+    if not speaks():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
     try:
         app()
     except HeadwiseError as error:

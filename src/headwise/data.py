@@ -229,6 +229,20 @@ def batches(blocks: torch.Tensor, tokens: int = 4096, row: int | None = None) ->
     return [blocks[rows, :length] if row is None else blocks[rows] for rows, length in parts]
 
 
+def measured_and_others(
+    tokens: torch.Tensor, measured: int, least: int, row: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
+
+    def spread(rows: list[int], count: int) -> list[int]:
+        return rows[:: max(1, len(rows) // count)][:count]
+
+    length = mean_length(tokens, row)
+    few = spread(list(range(len(tokens))), max(2, measured // length))
+    rest = [row for row in range(len(tokens)) if row not in set(few)] or few
+    return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, least // length))]
+
+
 @torch.no_grad()
 def written_by(
     model: Any,

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headwise import data, families, rounds, strategies
+from headwise import data, families, heal, processes, rounds, strategies
 from headwise.checks import exactness, quality, speed
-from headwise.cuts import Moments, reshape, reshape_layer, save
+from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, OutputError, PlanError
 from headwise.heal.refit import LayerHealer, refit
+from headwise.moments import read_moments, write_moments
+from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
@@ -35,14 +35,15 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
     folder = RunFolder(out)
     if not settings.budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
-    folder.claim(settings, families.locate(settings.model)[0], overwrite)
+    processes.begin(settings.device)
+    processes.by_first(lambda: folder.claim(settings, families.locate(settings.model)[0], overwrite))
     try:
         bench = workbench(settings, track)
-        if not (folder.plan_file.exists() and folder.model.is_dir()):
+        if not processes.agrees(folder.plan_file.exists() and folder.model.is_dir()):
             build(settings, folder, bench, track)
-        if not folder.verdict_file.exists():
-            verify(folder, bench, track)
-        return write_report(folder)
+        if not processes.agrees(folder.verdict_file.exists()):
+            processes.by_first(lambda: verify(folder, bench, track))
+        return processes.by_first(lambda: write_report(folder)) or folder.dossier()
     except OSError as error:
         raise OutputError(
             f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again."
@@ -65,11 +66,11 @@ def probe(
     curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
     shape = family.shape_of(model.config)
     shapes = shape.layers
-    options = _swaps(settings, shape.grain.folds)
-    few, others = _measured_and_others(bench.calibration, settings.swap_tokens, task.row_tokens)
+    options = sizes_to_measure(settings, shape.grain.folds)
+    few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
     if settings.swap_tokens and options:
-        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal == "refit" else None
+        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal != "none" else None
 
         def cut(index: int, target: LayerShape) -> nn.Module:
             keep = strategies.keep_for(shapes[index], target, orders[index])
@@ -83,7 +84,7 @@ def probe(
         def remove(gone: tuple[int, ...]) -> nn.Module:
             left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
             shorter = family.build(model, left, family.state_of(model))
-            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal == "refit" else None
+            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal != "none" else None
             return healed[0] if healed else shorter
 
         found, order = depth.measure(family, model, few, len(shapes) // 2, remove, settings.seed, track, task)
@@ -114,67 +115,19 @@ def _diagnosed(
     return [*past, *spectra]
 
 
-def _measured_and_others(
-    tokens: torch.Tensor, measured: int, row: int | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
-
-    def spread(rows: list[int], count: int) -> list[int]:
-        return rows[:: max(1, len(rows) // count)][:count]
-
-    length = data.mean_length(tokens, row)
-    few = spread(list(range(len(tokens))), max(2, measured // length))
-    rest = [row for row in range(len(tokens)) if row not in set(few)] or few
-    return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, HEALING_TOKENS // length))]
-
-
-def _swaps(settings: Settings, folds: bool) -> dict[str, Any]:
-    """Which curves to check by measurement, and the layer that a size on their axis stands for."""
-    found: dict[str, Any] = {}
-    if settings.portable:
-        return found
-    if "qk" in settings.allow:
-        found["damage.qk_projected"] = lambda shape, size: replace(
-            shape, qk_dim=size, qk_width=size if folds else shape.qk_width
-        )
-    if "v" in settings.allow:
-        found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
-    if not settings.only_kv and "mlp" in settings.allow:
-        found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
-    if not settings.only_kv and "qk" in settings.allow and not folds:
-        found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
-    if "heads" in settings.allow:
-        found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
-    if "kv_heads" in settings.allow:
-        found["damage.kv_heads"] = lambda shape, size: replace(
-            shape, kv_heads=size, query_heads=size * shape.queries_per_group
-        )
-    return found
-
-
 def probed(
     settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track, diagnose: bool = True
 ) -> tuple[Readings, list[Moments]]:
     """Probe, or read what an earlier probing of the same run left in the folder."""
-    if folder.readings_file.exists() and folder.moments_file.exists():
-        return Readings.read(folder.readings_file), read_moments(folder, model)
-    readings, moments = probe(settings, bench, model, track, diagnose)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    flat = {f"{i}.{name}": t.float().cpu().contiguous() for i, layer in enumerate(moments) for name, t in layer.items()}
-    temporary = folder.path / ".moments.safetensors"
-    save_file(flat, temporary)
-    temporary.replace(folder.moments_file)
-    readings.save(folder.readings_file)
-    return readings, read_moments(folder, model)
+    if not processes.agrees(folder.readings_file.exists() and folder.moments_file.exists()):
+        readings, moments = probe(settings, bench, model, track, diagnose)
 
+        def write() -> None:
+            write_moments(folder.moments_file, moments)
+            readings.save(folder.readings_file)
 
-def read_moments(folder: RunFolder, model: nn.Module) -> list[Moments]:
-    """The moments that a probing left behind, on the model's device."""
-    out: dict[int, Moments] = {}
-    for key, tensor in load_file(folder.moments_file).items():
-        index, name = key.split(".", 1)
-        out.setdefault(int(index), {})[name] = tensor.to(model.device).double()
-    return [out[i] for i in sorted(out)]
+        processes.by_first(write)
+    return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
 
 
 class Fitted(NamedTuple):
@@ -192,10 +145,12 @@ def fit(
     look: Callable[[int, nn.Module], tuple[Readings, list[Moments]]],
     plan: Plan | None = None,
     track: Track = silently,
+    folder: RunFolder | None = None,
 ) -> Fitted:
     """Allocate, reshape and heal, in as many rounds as asked, or carry out one given plan.
 
-    `look(number, model)` gives the readings and moments of the model that round `number` starts from.
+    `look(number, model)` gives the readings and moments of the model that round `number` starts from. With a folder
+    healings that take long keep their work there.
     """
     shape = bench.family.shape_of(bench.source.config)
     budgets = budgets_for(settings, shape)
@@ -210,12 +165,15 @@ def fit(
             settings.portable,
             settings.seed,
         )
-        start = time.perf_counter()
+        if plan is None and processes.count() > 1:
+            step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
+        if strategies.blind(step.strategy):
+            moments = blind_moments(bench.family, model)
         model = reshape(bench.family, model, step, moments)
-        if settings.heal == "refit":
-            text = bench.inputs(bench.calibration, settings.seed)
-            model, healing = refit(bench.family, bench.source, model, text, bench.task.refit_strength, track)
-            healings.append({**healing, "seconds": time.perf_counter() - start})
+        if settings.heal != "none":
+            work = folder and folder.round(number).healing
+            model, healing = heal.healed(settings.heal, bench.job(settings, model, track, work))
+            healings.append(healing)
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
@@ -232,8 +190,13 @@ def build(
         diagnose = number == 1 or settings.strategy == "bound"  # which plans by what the layers do
         return probed(settings, folder.round(number), bench, model, track, diagnose)
 
-    fitted = fit(settings, bench, look, plan, track)
-    if plan is None:
+    fitted = fit(settings, bench, look, plan, track, folder)
+    processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
+
+
+def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitted, planned: bool) -> None:
+    """Save the model with what was done to it; what was said of an older one goes."""
+    if planned:
         folder.write_plan(fitted.plan)
     last = fitted.healings[-1] if fitted.healings else {"method": "none"}
     folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
@@ -244,6 +207,8 @@ def build(
     exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
+    for number in range(1, settings.rounds + 1):  # the model is safe
+        shutil.rmtree(folder.round(number).healing, ignore_errors=True)
 
 
 def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:

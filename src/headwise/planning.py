@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from headwise import strategies
 from headwise.budgets import parse
 from headwise.errors import BudgetError, PlanError
-from headwise.runfolder import RunFolder
-from headwise.types import ModelShape, Plan, Readings
+from headwise.runfolder import RunFolder, Settings
+from headwise.types import LayerShape, ModelShape, Plan, Readings
 
 
 def allocate_in(
@@ -28,3 +30,27 @@ def allocate_in(
     plan = strategies.allocate(readings, tuple(parse(t, shape) for t in budgets), strategy, allow, portable, seed)
     folder.write_plan(plan)
     return plan
+
+
+def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:
+    """Which curves to check by measurement, and the layer that a size on their axis stands for."""
+    found: dict[str, Callable[[LayerShape, int], LayerShape]] = {}
+    if settings.portable:
+        return found
+    if "qk" in settings.allow:
+        found["damage.qk_projected"] = lambda shape, size: replace(
+            shape, qk_dim=size, qk_width=size if folds else shape.qk_width
+        )
+    if "v" in settings.allow:
+        found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
+    if not settings.only_kv and "mlp" in settings.allow:
+        found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
+    if not settings.only_kv and "qk" in settings.allow and not folds:
+        found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
+    if "heads" in settings.allow:
+        found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
+    if "kv_heads" in settings.allow:
+        found["damage.kv_heads"] = lambda shape, size: replace(
+            shape, kv_heads=size, query_heads=size * shape.queries_per_group
+        )
+    return found

@@ -12,6 +12,8 @@ from typing import Any
 
 from headwise import frontier, strategies
 from headwise.errors import HeadwiseError, OutputError
+from headwise.heal._options import Options
+from headwise.registry import names
 from headwise.types import (
     DEFAULT_UNITS,
     VERSION,
@@ -38,6 +40,7 @@ class Settings(Record):
     strategy: str = "exact"
     rounds: int = 1
     heal: str = "refit"
+    heal_options: tuple[str, ...] = ()  # such as steps=200
     portable: bool = False
     allow: tuple[str, ...] = DEFAULT_UNITS
     seed: int = 0
@@ -52,8 +55,9 @@ class Settings(Record):
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
             if getattr(self, name) < least:
                 raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        if self.heal not in ("none", "refit"):
-            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: none, refit.")
+        if self.heal not in (known := ("none", *names("headwise.heal"))):
+            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
+        Options.parse(self.heal_options)
 
     @property
     def only_kv(self) -> bool:
@@ -71,6 +75,7 @@ class RunFolder:
         self.moments_file = self.path / "moments.safetensors"
         self.plan_file = self.path / "plan.json"
         self.heal_file = self.path / "heal.json"
+        self.healing = self.path / "healing"  # unfinished work, gone with the model saved
         self.model = self.path / "model"
         self.proof_file = self.path / "proof.safetensors"
         self.verdict_file = self.path / "verdict.json"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from headwise import data, families, tasks
+from headwise import data, families, processes, tasks
 from headwise.errors import HeadwiseError, PlanError
 from headwise.families import Family
+from headwise.heal._job import Job
+from headwise.heal._options import Options
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
@@ -27,17 +30,23 @@ class Workbench(NamedTuple):
     described: str
     task: tasks.Task = Causal()
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
+    more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
         return self.task.prepare(tokens, seed).inputs
 
+    def job(self, settings: Settings, cut: nn.Module, track: Track = silently, folder: Path | None = None) -> Job:
+        """What there is to heal of a cut model; `folder` keeps work that takes long."""
+        text, held = (self.task.prepare(rows, settings.seed) for rows in (self.calibration, self.rehearsal))
+        options = Options.parse(settings.heal_options)
+        more = None if self.more is None else self.task.prepare(self.more, settings.seed)
+        return Job(self.family, self.task, self.source, cut, text, held, settings.seed, track, folder, options, more)
+
 
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = processes.begin(settings.device)
     model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
     task = tasks.of(model, tokenizer, settings.model)
     if settings.strategy == "bound" and not task.has_past:
@@ -49,6 +58,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     length = min(settings.length, family.longest(model.config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
+    asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and "self" not in source else None
+    extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
@@ -56,18 +67,20 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
         if name == "self":
-            return data.Rows(data.written_by(model, count, length, seed, track=track))
+            return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
         return found._replace(rows=task.complete(model, found.rows, seed, track))
 
     if settings.eval is not None:
-        calibration, evaluation = (
-            read(source, wanted[0], settings.seed),
+        both, evaluation = (
+            read(source, wanted[0] + extra, settings.seed),
             read(settings.eval, wanted[1], settings.seed + 1),
         )
+        calibration, more = both.part(slice(wanted[0])), both.rows[wanted[0] :]
         described = settings.eval
     else:
-        both = read(source, sum(wanted), settings.seed)
+        both = read(source, sum(wanted) + extra, settings.seed)
+        both, more = both.part(slice(sum(wanted))), both.rows[sum(wanted) :]
         if len(both.rows) < 2:
             raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
         split = max(1, len(both.rows) * wanted[0] // sum(wanted))
@@ -77,4 +90,4 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
     bench = Workbench(family, family.tailor(model), tokenizer, rows[kept], rehearsal, evaluation.rows, described)
-    return bench._replace(task=task, truth=evaluation.truth)
+    return bench._replace(task=task, truth=evaluation.truth, more=more if len(more) else None)

@@ -11,11 +11,12 @@ from headwise.cuts._dims import cut_values, fold, keep_pairs, pair_columns, proj
 from headwise.cuts._heads import Tensors, keep_heads
 from headwise.cuts._mlp import keep_channels
 from headwise.cuts._save import save, write_folder
+from headwise.cuts._weights import weight_moments
 from headwise.errors import PlanError
 from headwise.families import Family
 from headwise.types import LayerKeep, LayerShape, Plan
 
-__all__ = ["Moments", "cut_layer", "reshape", "reshape_layer", "save", "write_folder"]
+__all__ = ["Moments", "blind_moments", "cut_layer", "reshape", "reshape_layer", "save", "write_folder"]
 
 Moments = dict[str, torch.Tensor]  # second moments of one layer: gram_q, gram_k, gram_z, and gram_mlp where probed
 
@@ -33,6 +34,13 @@ def reshape(family: Family, model: nn.Module, plan: Plan, moments: list[Moments]
         cut = cut_layer(layer, shape.layers[index], target, plan.keep[index], moments[index])
         family.put_layer(tensors, index, cut, model.config)
     return family.build(model, plan.target.layers, tensors)
+
+
+def blind_moments(family: Family, model: nn.Module) -> list[Moments]:
+    """Moments that the weights of a tailored model alone give, for cuts that read no data."""
+    shape, state = family.shape_of(model.config), family.state_of(model, clone=False)
+    layers = [family.take_layer(dict(state), index, model.config) for index in range(len(shape.layers))]
+    return [weight_moments(*pair, shape.grain.rotary) for pair in zip(layers, shape.layers, strict=True)]
 
 
 def reshape_layer(

@@ -64,6 +64,15 @@ class Block:
         memory = _maybe(context["memory_norm"], stream[:, : context["inputs"]])
         return self.attention.heads(x, context.get("position_embeddings"), memory)
 
+    def values(self, stream: torch.Tensor, context: dict[str, Any], like: Block | None = None) -> torch.Tensor:
+        """Values alone, as `heads` gives them."""
+        if self.role == "cross":
+            seen = _maybe(context["memory_norm"], stream[:, : context["inputs"]])
+        else:
+            seen = _maybe((like or self).attention_norm, self.own(stream, context))
+        v: torch.Tensor = self.attention.v_proj(seen)
+        return v.view(*seen.shape[:-1], self.attention.kv_heads, self.attention.v_dim).transpose(1, 2)
+
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """What the heads put out (B, T, H V), for queries and keys before projection."""
         q, k = self.attention.project(q, k)

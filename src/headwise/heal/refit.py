@@ -15,11 +15,13 @@ import torch
 from torch import nn
 
 from headwise.families import Block, Family
+from headwise.heal._job import Job, origins
 from headwise.linalg import balanced, ridge, value_basis
 from headwise.probes._watch import Track, batches, places, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
+AFTER = None
 
 
 @dataclass(slots=True)
@@ -29,9 +31,17 @@ class _Rows:
     source: torch.Tensor
     cut: torch.Tensor
     contexts: list[dict[str, Any]]  # of the source's layers
+    source_z: torch.Tensor | None = None  # what the heads of the layer put out, while it is worked on
     z: torch.Tensor | None = None
     source_middle: torch.Tensor | None = None  # the layer's own tokens after its attention, while its MLP is worked on
     cut_middle: torch.Tensor | None = None
+    channels: torch.Tensor | None = None  # of the cut model's MLP
+
+
+def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
+    """The cut model refitted on all calibration rows, held as near to itself as the task wants."""
+    strength = job.task.refit_strength
+    return refit(job.family, job.source, job.cut, job.calibration.inputs, strength, job.track)
 
 
 @torch.no_grad()
@@ -46,7 +56,7 @@ def refit(
     """A healed copy of `cut` and what was gained per layer; neither model is changed."""
     healed = family.tailor(cut)
     device = healed.device
-    kept = _kept_of(source, healed)
+    kept = origins(source, healed)
     image = family.row_tokens(source.config, tokens)
     parts = [part.to(device) for part in batches(tokens, row=image)]
     contexts = family.contexts(source, parts)
@@ -109,8 +119,15 @@ class _LayerRefit:
     def _outputs(self, block: Block, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         return block.attended(*block.heads(stream, context), context)
 
-    def _wanted(self, row: _Rows, z: torch.Tensor) -> torch.Tensor:
+    def _source_z(self, row: _Rows) -> torch.Tensor:
+        """What the source's heads put out, worked out once."""
+        if row.source_z is None:
+            row.source_z = self._outputs(self.theirs, row.source, self._context(row))
+        return row.source_z
+
+    def _wanted(self, row: _Rows) -> torch.Tensor:
         """What the output projection should give: the source's sum, or its own output where a norm follows it."""
+        z = self._source_z(row)
         given: torch.Tensor = self.theirs.output(z)
         source, cut = (self.theirs.own(stream, self._context(row)) for stream in (row.source, row.cut))
         if self.theirs.by_channel:
@@ -126,7 +143,9 @@ class _LayerRefit:
         for row in self.rows:
             context = self._context(row)
             q, k, _ = self.ours.heads(row.cut, context)
-            q0, k0 = theirs.project(*self.theirs.heads(row.source, context)[:2])
+            q0, k0, v0 = self.theirs.heads(row.source, context)
+            row.source_z = self.theirs.attended(q0, k0, v0, context)
+            q0, k0 = theirs.project(q0, k0)
             k, k0 = (t - t.mean(2, keepdim=True) for t in (k, k0))  # softmax ignores the mean key
             q, q0, k, k0 = (
                 t.transpose(0, 1).unflatten(0, (ours.kv_heads, -1)).flatten(1, 3).double() for t in (q, q0, k, k0)
@@ -153,9 +172,8 @@ class _LayerRefit:
         for row in self.rows:
             context = self._context(row)
             q, k, _ = self.ours.heads(row.cut, context)
-            v = self.theirs.heads(row.cut, context, self.ours)[2]
-            z = self.ours.attended(q, k, v, context)
-            problem.add(z, self._wanted(row, self._outputs(self.theirs, row.source, context)))
+            row.z = self.ours.attended(q, k, self.theirs.values(row.cut, context, self.ours), context)
+            problem.add(row.z, self._wanted(row))
         full = problem.solution(self.strength)
         heads, width, groups = theirs.query_heads, theirs.v_dim, ours.kv_heads
         per_head = problem.xx.view(heads, width, heads, width)
@@ -167,6 +185,9 @@ class _LayerRefit:
         p_head = p.repeat_interleave(heads // groups, dim=0)
         readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
         self.ours.output.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
+        for row in self.rows:  # attention mixes tokens, not directions: no need to attend anew
+            z = row.z.unflatten(-1, (heads, width)).transpose(-3, -2)
+            row.z = (z @ p_head.to(z)).transpose(-3, -2).flatten(-2)
 
     def output_and_down(self, lost: Sequence[int] = ()) -> dict[str, dict[str, float]]:
         """Both refits that a residual stream wants, and what they gained; `lost` layers of the source lay behind."""
@@ -189,9 +210,9 @@ class _LayerRefit:
         problem, theirs = _LeastSquares(self.ours.output), self.theirs
         for row in self.rows:
             context = self._context(row)
-            row.z, z = self._outputs(self.ours, row.cut, context), self._outputs(theirs, row.source, context)
-            wanted = self._wanted(row, z)
-            row.source_middle = theirs.middle(theirs.own(row.source, context), z)
+            row.z = self._outputs(self.ours, row.cut, context) if row.z is None else row.z
+            wanted = self._wanted(row)
+            row.source_middle, row.source_z = theirs.middle(theirs.own(row.source, context), self._source_z(row)), None
             if last:
                 row.source = self._past(row, row.source_middle, lost)
                 if theirs.attention_scale is None and theirs.attention_end is None:
@@ -221,22 +242,13 @@ class _LayerRefit:
                 wanted = given
             else:
                 wanted = (ends if bare else row.source_middle + given) - row.cut_middle
-            problem.add(self.ours.channels(self.ours.own(row.cut, context), row.cut_middle), wanted)
+            row.channels = self.ours.channels(self.ours.own(row.cut, context), row.cut_middle)
+            problem.add(row.channels, wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
-            context = self._context(row)
-            channels = self.ours.channels(self.ours.own(row.cut, context), row.cut_middle)
-            row.cut = self.ours.joined(row.cut, self.ours.end(row.cut_middle, channels), context)
-            row.source_middle = row.cut_middle = None
+            row.cut = self.ours.joined(row.cut, self.ours.end(row.cut_middle, row.channels), self._context(row))
+            row.source_middle = row.cut_middle = row.channels = None
         return gain
-
-
-def _kept_of(source: nn.Module, cut: nn.Module) -> list[int]:
-    """Which of the source's layers each layer of the cut model was."""
-    numbers = [
-        model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
-    ]
-    return [list(numbers[0]).index(number) for number in numbers[1]]
 
 
 def _before(scale: Any, wanted: torch.Tensor) -> torch.Tensor:

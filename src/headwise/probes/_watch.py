@@ -12,10 +12,11 @@ from headwise.data import batches as batches
 from headwise.data import places as places
 
 T = TypeVar("T")
-Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
+Label = str | Callable[[], str]  # asked again at every step where it can change
+Track = Callable[[Sequence[Any], Label], Iterable[Any]]  # wraps a loop to show its progress
 
 
-def silently(items: Sequence[T], label: str) -> Iterable[T]:
+def silently(items: Sequence[T], label: Label) -> Iterable[T]:
     """The default: no progress is shown."""
     return items
 

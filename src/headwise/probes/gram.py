@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import batches, places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently, watching
@@ -23,6 +24,7 @@ def collect(
     softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
+    size = min(4096, places(tokens, row) // processes.count())  # all have something to read
     sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
 
     def add(layer: int, **parts: torch.Tensor) -> None:
@@ -43,9 +45,14 @@ def collect(
         add(layer, gram_mlp=flat.mT @ flat)
 
     with watching(layers, attention, channels if mlp else None):
-        for batch in track(batches(tokens, row=row), "second moments"):
+        for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
             family.run(model, batch.to(model.device))
-    return [{name: total / places(tokens, row) for name, total in layer.items()} for layer in sums]
+    return [_shared(layer, places(tokens, row)) for layer in sums]
+
+
+def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
+    """Means over what all processes read."""
+    return {name: processes.total(sums[name]) / count for name in sorted(sums)}
 
 
 def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:

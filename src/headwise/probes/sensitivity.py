@@ -14,9 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.probes._magnitude import weight_orders
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -105,7 +107,9 @@ class Sensitivity:
             parameter.requires_grad_(False)
         try:
             with watching(self.layers, self._attention, self._channels if self.mlp else None):
-                for batch in track(self.task.prepare(tokens, seed).batches(), "sensitivity"):
+                size = min(4096, places(tokens, self.task.row_tokens) // processes.count())
+                parts = processes.mine(self.task.prepare(tokens, seed).batches(size), each=True)
+                for batch in track(parts, "sensitivity"):
                     self.whole = not batch.per_token
                     batch = batch.to(self.model.device)
                     stream = self.family.embed(self.model, batch.inputs).requires_grad_()
@@ -115,6 +119,17 @@ class Sensitivity:
         finally:
             for parameter in wanted:
                 parameter.requires_grad_(True)
+        self._share()
+
+    def _share(self) -> None:
+        """Put together what all processes read."""
+        if processes.count() == 1:
+            return
+        self.terms = int(processes.total(torch.tensor(self.terms)))
+        for sums in self.sums:
+            sums.tokens = int(processes.total(torch.tensor(sums.tokens)))
+            sums.tails = {name: [processes.joined(torch.cat(sums.tails[name]))] for name in sorted(sums.tails)}
+            sums.cross = {name: processes.total(sums.cross[name]) for name in sorted(sums.cross)}
 
 
 def measure(
@@ -159,6 +174,9 @@ def measure(
             order["qk_pairs_power"] = _strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
+    state = family.state_of(model, clone=False)
+    for index, (shape, order) in enumerate(zip(probe.shapes, orders, strict=True)):
+        order |= weight_orders(family.take_layer(dict(state), index, model.config), shape)
     read = places(tokens, probe.task.row_tokens)
     return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
 

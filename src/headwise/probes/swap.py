@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import places
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
@@ -89,10 +90,14 @@ def measure(
         for layer in range(len(shapes))
         for size in probe_sizes(reading.ticks[layer])
     ]
-    found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
-    for reading, layer, size in track(jobs, "measured damage"):
+    damages = torch.zeros(len(jobs), 2, dtype=torch.float64)
+    for number in track(processes.mine(range(len(jobs))), "measured damage"):
+        reading, layer, size = jobs[number]
         option = cut(layer, options[reading.kind](shapes[layer], size))
-        found.setdefault((reading.kind, layer), {})[size] = swapper.damage(layer, option)
+        damages[number] = torch.tensor(swapper.damage(layer, option))
+    found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
+    for (reading, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
+        found.setdefault((reading.kind, layer), {})[size] = (damage, error)
     read = places(tokens, swapper.task.row_tokens)
     return [_corrected(reading, found, read, seed, how) for reading in predicted if reading.kind in options]
 

@@ -38,6 +38,7 @@ def run_command(settings: dict[str, Any]) -> str:
         *_budgets(settings),
         *_flags(settings, RUN_FLAGS),
     ]
+    parts += [part for text in items(settings.get("heal_options")) for part in ("--heal-option", text)]
     parts += [*_switch(settings, "portable"), *_allow(settings), *_switch(settings, "trust_remote_code")]
     return shlex.join([*parts, "--out", FOLDER])
 
@@ -63,9 +64,17 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
     if stage in ("heal", "verify"):
         plain = stage == "verify" and settings.get("heal") == "none"
         if dossier.healing is None:
-            lines.append(f"headwise {'reshape' if plain else 'heal'} {FOLDER}")
+            lines.append(f"headwise reshape {FOLDER}" if plain else _heal(settings))
         lines.append(f"headwise verify {FOLDER}")
     return "\n".join([*lines, f"headwise report {FOLDER}"])
+
+
+def _heal(settings: dict[str, Any]) -> str:
+    """Healing as it was asked for."""
+    method = settings.get("heal")
+    more = ["--heal", str(method)] if method and method not in ("none", "refit") else []
+    more += [part for text in items(settings.get("heal_options")) for part in ("--heal-option", text)]
+    return shlex.join(["headwise", "heal", FOLDER, *more])
 
 
 def allocate_command(sweep: Sweep) -> tuple[str, str]:

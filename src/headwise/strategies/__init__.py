@@ -7,7 +7,7 @@ from headwise.registry import find, names
 from headwise.strategies._options import keep_for, ways
 from headwise.types import DEFAULT_UNITS, UNITS, Budget, ModelShape, Plan, Readings
 
-__all__ = ["allocate", "keep_for", "known", "ways"]
+__all__ = ["allocate", "blind", "keep_for", "known", "ways"]
 
 
 def allocate(
@@ -25,6 +25,11 @@ def allocate(
     module = find("headwise.strategies", "portable" if portable else strategy)
     plan: Plan = module.allocate(source, readings, budgets, allow, seed)
     return plan
+
+
+def blind(strategy: str) -> bool:
+    """Whether a strategy's cut reads no data, only weights."""
+    return bool(getattr(find("headwise.strategies", strategy), "BLIND", False))
 
 
 def known() -> tuple[str, ...]:

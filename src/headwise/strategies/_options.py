@@ -137,6 +137,13 @@ def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "
     )
 
 
+def by_weight(readings: Readings) -> Readings:
+    """The same readings with units ordered by the size of their weights, where that was looked up."""
+    kinds = ("kv_heads", "heads", "mlp")
+    orders = tuple({**o, **{k: o[f"{k}_weight"] for k in kinds if f"{k}_weight" in o}} for o in readings.orders)
+    return replace(readings, orders=orders)
+
+
 def finish(
     source: ModelShape,
     readings: Readings,

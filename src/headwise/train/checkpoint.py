@@ -17,14 +17,14 @@ from headwise.errors import OutputError
 from headwise.train.loop import Point, State
 from headwise.types import VERSION
 
-OPTIMISER = "optimiser.safetensors"
+OPTIMISER, MORE = "optimiser.safetensors", "more.safetensors"
 KEPT = 2  # newest checkpoints; older ones are deleted
 
 
-def save(folder: Path, model: nn.Module, state: State) -> None:
+def save(folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None) -> None:
     """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare one, not as wrapped.
 
-    Random numbers need no place: every step seeds its own.
+    Random numbers need no place: every step seeds its own. `more` are tensors that a run wants back (see `kept_in`).
     """
     tensors = {"sums": state.sums}
     for name, parameter in model.named_parameters():
@@ -39,7 +39,8 @@ def save(folder: Path, model: nn.Module, state: State) -> None:
     }
 
     def write(target: Path) -> None:
-        for name, found in (("model.safetensors", _whole(model)), (OPTIMISER, tensors)):
+        files = {"model.safetensors": _whole(model), OPTIMISER: tensors, **({MORE: more} if more else {})}
+        for name, found in files.items():
             save_file({key: tensor.contiguous() for key, tensor in found.items()}, target / name)
         (target / "state.json").write_text(json.dumps(facts) + "\n")
 
@@ -60,6 +61,12 @@ def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
 def all_in(folder: Path) -> list[Path]:
     """Checkpoints of a run, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def kept_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What else the newest checkpoint was given to keep."""
+    path = all_in(folder)[-1] / MORE
+    return load_file(path) if path.exists() else {}
 
 
 def restore(folder: Path, model: nn.Module, state: State) -> bool:

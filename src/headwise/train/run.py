@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import math
 import time
@@ -16,6 +15,7 @@ from torch import nn
 from headwise.errors import HeadwiseError, ModelError
 from headwise.train import checkpoint, model
 from headwise.train._source import Source
+from headwise.train.accelerator import accelerator_for
 from headwise.train.claim import claim
 from headwise.train.images import Images
 from headwise.train.labelled import Texts
@@ -48,31 +48,13 @@ def train(
     A run that was killed goes on with the same call, as if it had not stopped.
     """
     asked = TrainSettings(config=str(config), data=str(data), **settings)
-    accelerator = _accelerator(asked)
+    accelerator = accelerator_for(asked.device)
     folder = Path(out)
     if accelerator.is_main_process:
         claim(folder, asked, overwrite)
     accelerator.wait_for_everyone()
     run = Run(asked, folder, accelerator)
     return run.go(watch)
-
-
-def _accelerator(settings: TrainSettings) -> Any:
-    try:
-        from accelerate import Accelerator
-        from accelerate.utils import DistributedType, InitProcessGroupKwargs
-    except ImportError:
-        raise HeadwiseError("training needs Accelerate: pip install 'headwise[train]'.") from None
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise HeadwiseError("this machine has no CUDA device; leave out --device cuda.")
-    patient = InitProcessGroupKwargs(timeout=datetime.timedelta(hours=12))  # the first process may tokenise for long
-    made = Accelerator(cpu=settings.device == "cpu", mixed_precision="no", kwargs_handlers=[patient])
-    if made.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
-        raise HeadwiseError(
-            f"every process trains a whole copy of the model here, which {made.distributed_type.value} does not do; "
-            "start with torchrun, or with accelerate launch and a plain configuration."
-        )
-    return made
 
 
 class Run:

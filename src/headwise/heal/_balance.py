@@ -1,0 +1,39 @@
+"""Put the factors of a product on one scale, which changes nothing that the model computes.
+
+Cutting leaves values whitened: every kept direction has the same variance, however small it was, and its output
+weights are as much smaller. A step of AdamW moves all weights alike, so that such a direction would be lost at once,
+and distillation would do harm at any rate.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headwise.families import Family
+
+
+@torch.no_grad()
+def balance(family: Family, model: nn.Module) -> None:
+    """Give both factors of every value direction, and of every projected query and key direction, the same norm."""
+    for block in family.blocks(model):
+        attention = block.attention
+        groups, size = attention.kv_heads, attention.v_dim
+        values = attention.v_proj.weight.view(groups, size, -1)
+        output = block.output.weight.view(len(block.output.weight), groups, -1, size)
+        factor = _between(values.square().mean(-1), output.square().mean((0, 2)))
+        values.mul_(factor[..., None])
+        output.div_(factor[:, None])
+        if attention.v_proj.bias is not None:
+            attention.v_proj.bias.view(groups, size).mul_(factor)
+        if attention.qk_dim < attention.qk_width:
+            q, k = attention.q_down_GWK, attention.k_down_GWK
+            factor = _between(q.square().mean(1), k.square().mean(1))
+            q.mul_(factor[:, None])
+            k.div_(factor[:, None])
+
+
+def _between(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """What the first factor is multiplied by, and the second divided, so that their mean squares meet."""
+    usual = (first > 0) & (second > 0)
+    return torch.where(usual, (second / torch.where(usual, first, 1)).sqrt().sqrt(), 1.0)

@@ -1,0 +1,168 @@
+"""The rows of a healing and how a step reads them: the same steps for any number of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from math import ceil
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import processes
+from headwise.data import count_tokens, mean_length
+from headwise.errors import HeadwiseError
+from headwise.heal._answers import Answers
+from headwise.heal._lesson import Lesson, Part
+from headwise.tasks import Prepared
+from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit, optimiser_for
+from headwise.train.order import Order
+
+WATCHED = {"cuda": 32_768, "cpu": 4_096}  # tokens to choose by, at most
+
+
+def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:
+    """Some rows."""
+    return prepared._replace(inputs=prepared.inputs[rows], labels=prepared.labels[rows], truth=None)
+
+
+def together(first: Prepared, second: Prepared) -> Prepared:
+    """The rows of both."""
+    inputs, labels = torch.cat((first.inputs, second.inputs)), torch.cat((first.labels, second.labels))
+    return first._replace(inputs=inputs, labels=labels, truth=None)
+
+
+def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepared]:
+    """Rows to learn from and, of every eight, one to choose by; the same ones where there are too few."""
+    every = torch.arange(len(prepared.inputs))
+    if len(every) < 2:
+        return prepared, prepared
+    held = every % 8 == 7 if len(every) >= 8 else every == len(every) - 1
+    most = max(1, WATCHED.get(device.type, 4_096) // mean_length(prepared.inputs, prepared.row))
+    watched = every[held]
+    watched = watched[:: max(1, len(watched) // most)][:most]
+    return rows_of(prepared, every[~held]), rows_of(prepared, watched)
+
+
+@contextmanager
+def _exactly() -> Iterator[None]:
+    """Products in full single precision, within a loop that does with less."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+class Course:
+    """A lesson, the rows that it is taught on and those that it is judged by."""
+
+    def __init__(
+        self,
+        lesson: Lesson,
+        learned: Prepared,
+        watched: Prepared,
+        batch_tokens: int,
+        micro_tokens: int,
+        seed: int,
+        accelerator: Any = None,
+    ) -> None:
+        self.lesson, self.learned, self.watched = lesson, learned, watched
+        self.accelerator, self.answers = accelerator, None
+        self.device = next(lesson.parameters()).device
+        self.model: nn.Module = lesson if accelerator is None else accelerator.prepare(lesson)
+        length = mean_length(learned.inputs, learned.row)
+        self.rows = max(1, batch_tokens // length)
+        self.tokens_of_step = self.rows * count_tokens(learned.inputs, learned.row) / len(learned.inputs)
+        least, most = self.rows // processes.count(), ceil(self.rows / processes.count())
+        if not least:
+            raise HeadwiseError(
+                f"{processes.count()} processes cannot share the {self.rows} rows of a step; add --heal-option "
+                f"batch={processes.count() * length}."
+            )
+        self.parts = min(least, ceil(most * length / max(length, micro_tokens)))
+        self.order = Order(len(learned.inputs), self.rows, seed)
+
+    answers: Answers | None
+
+    def batches(self, number: int) -> list[Part]:
+        """What this process reads in one part of a step."""
+        step, part = divmod(number, self.parts)
+        own = self.order(step)[processes.index() :: processes.count()]
+        rows = own.tensor_split(self.parts)[part]
+        if self.answers is not None:
+            batch = rows_of(self.learned, rows).to(self.device)
+            return [Part(batch, self.answers.of(rows))]
+        whole = 1 << 40  # rows of a length are one batch
+        return [Part(batch.to(self.device)) for batch in rows_of(self.learned, rows).batches(whole)]
+
+    def loss(self) -> Loss:
+        """The mean over all rows of a step, of which this process has some: processes and parts are averaged."""
+        share = self.parts * processes.count() / self.rows
+
+        def value(model: nn.Module, parts: list[Part]) -> torch.Tensor:
+            found: torch.Tensor = model(parts) * share
+            return found
+
+        return value
+
+    @torch.no_grad()
+    def judge(self, lesson: nn.Module | None = None) -> dict[str, float]:
+        """Mean divergence on the watched rows, in full precision: lightly damaged models are nearer than bfloat16."""
+        self.lesson.eval()
+        found = torch.zeros(2, dtype=torch.float64)
+        with torch.autocast(self.device.type, enabled=False), _exactly():
+            for batch in processes.mine(self.watched.batches(4096)):
+                rows = self.lesson.divergences(Part(batch.to(self.device)), matched=False).double()
+                found += torch.stack((rows.sum(), torch.tensor(float(len(rows))).to(rows))).cpu()
+        total, count = processes.total(found).tolist()
+        return {"divergence": total / count}
+
+    def state(self, settings: FitSettings) -> State:
+        """A run before its first step."""
+        return State(self.model, optimiser_for(self.lesson, settings), torch.zeros(2, device=self.device))
+
+    def learn(
+        self,
+        settings: FitSettings,
+        state: State,
+        bar: Iterable[object],
+        evaluate: Evaluate | None = None,
+        after: Callable[[State], None] | None = None,
+    ) -> None:
+        """All steps from where a run stands; `bar` is advanced with every one."""
+        progress = iter(bar)
+        next(progress, None)  # the first step begins
+
+        def on_step(state: State) -> None:
+            if after is not None:
+                after(state)
+            next(progress, None)
+
+        more: dict[str, Any] = dict(evaluate=evaluate, on_step=on_step, state=state, accelerator=self.accelerator)
+        fit(self.lesson, self.batches, settings, self.loss(), **more)
+
+    def trained(self) -> dict[str, torch.Tensor]:
+        """The parameters that change, by name."""
+        return {name: p for name, p in self.lesson.named_parameters() if p.requires_grad}
+
+    def copy(self) -> dict[str, torch.Tensor]:
+        """The same as they are now, on the host."""
+        return {name: p.detach().cpu().clone() for name, p in self.trained().items()}
+
+    @torch.no_grad()
+    def put_back(self, weights: dict[str, torch.Tensor]) -> None:
+        """Set the parameters that change."""
+        for name, parameter in self.trained().items():
+            parameter.copy_(weights[name])
+
+    def freeze_idle(self) -> None:
+        """Leave alone what the answers do not depend on: a pooler nobody asks, or the last of what is never read."""
+        first = rows_of(self.learned, torch.arange(1)).batches()[0]
+        self.lesson.divergences(Part(first.to(self.device))).sum().backward()
+        for parameter in self.lesson.parameters():
+            if parameter.grad is None:
+                parameter.requires_grad_(False)
+            parameter.grad = None

@@ -1,0 +1,48 @@
+"""What can be told to a healing method. No torch: settings are checked before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+from headwise.errors import HeadwiseError
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Limits of a healing; None leaves it to the method."""
+
+    tokens: int | None = None  # that are learned from, of a method that learns; distillation reads the text repeatedly
+    steps: int | None = None  # at most, of a block or of the whole model
+    rate: float | None = None  # learning rate; None: found by trial
+    batch: int | None = None  # tokens of a step of distillation
+    micro: int | None = None  # tokens that a process computes at once
+    lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
+    match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
+    cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
+    recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not None and not value > 0:
+                raise HeadwiseError(f"the healing option {field.name} is {value:g}; it must be above 0.")
+
+    @classmethod
+    def parse(cls, texts: Iterable[str]) -> Options:
+        """Read options such as `steps=200` and `rate=1e-4`.
+
+        >>> Options.parse(["steps=200", "rate=1e-4"]).steps
+        200
+        """
+        kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}
+        found: dict[str, float] = {}
+        for text in texts:
+            name, _, value = (part.strip() for part in text.partition("="))
+            if name not in kinds:
+                raise HeadwiseError(f"no healing option is called '{name}'. Known: {', '.join(kinds)}.")
+            try:
+                found[name] = kinds[name](float(value))
+            except (ValueError, OverflowError):
+                raise HeadwiseError(f"'{value}' is no number; write it as {name}=100.") from None
+        return cls(**found)

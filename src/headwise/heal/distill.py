@@ -1,0 +1,256 @@
+"""Distillation: the whole cut model learns the source's answers, end to end.
+
+The divergence from the source's answers is learned, not the text: on little text plain training makes even an uncut
+model worse, while the source's whole distribution says what was lost. The rate is found by trial, some calibration rows
+are kept to choose by, the best state on them is what comes out, and it is never worse there than the start.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import processes
+from headwise.data import count_tokens
+from headwise.errors import HeadwiseError
+from headwise.heal import _lora, _rate
+from headwise.heal._answers import Answers
+from headwise.heal._balance import balance
+from headwise.heal._course import Course, divided, together
+from headwise.heal._job import Job
+from headwise.heal._lesson import Lesson
+from headwise.tasks.causal import Causal
+from headwise.train import checkpoint
+from headwise.train.accelerator import accelerator_for
+from headwise.train.logs import Logs
+from headwise.train.loop import FitSettings, State
+from headwise.types import write_atomically
+
+NAME = "distill"
+MEANING = "the whole model learns the source's answers, minutes to hours, best on a GPU"
+AFTER = "refit"
+TOGETHER = True  # processes share the work
+
+EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
+BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
+MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
+SAVE_MINUTES = 10.0
+
+
+def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
+    """The cut model after its lessons, or as it was where they did not help; and how it went."""
+    return _Healing(job).go()
+
+
+class _Healing:
+    """One healing: the course, its settings, and what is kept in the job's folder."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, options = job, job.options
+        self.device = next(job.cut.parameters()).device
+        kind = "cuda" if self.device.type == "cuda" else "cpu"
+        student = job.family.tailor(job.cut)
+        balance(job.family, student)
+        learnable(job, student)
+        lesson = Lesson(
+            job.family, job.task, job.source, student, options.match or 0.0, recompute=bool(options.recompute)
+        )
+        learned, watched = divided(job.calibration, self.device)
+        learned = learned if job.more is None else together(learned, job.more)
+        several = processes.count() > 1
+        batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
+        Course(lesson, learned, watched, batch, micro, job.seed).freeze_idle()
+        accelerator = accelerator_for("cpu" if kind == "cpu" else "auto") if several else None
+        self.course = Course(lesson, learned, watched, batch, micro, job.seed, accelerator)
+        tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
+        steps = options.steps or max(1, round(tokens / self.course.tokens_of_step))
+        self.fitting = FitSettings(
+            steps=steps,
+            rate=options.rate or 1.0,  # until it is found
+            warm_up=0.1,
+            last_rate=0.0,
+            decay=0.0,
+            beta2=0.95,
+            accumulate=self.course.parts,
+            seed=job.seed,
+            point_every=max(1, steps // 100),
+            evaluate_every=max(1, steps // 10),
+        )
+        self.folder = None if job.folder is None else job.folder / NAME
+        self._claim()
+        self.best: dict[str, torch.Tensor] = {}
+        self.saved_at, self.started = time.monotonic(), time.perf_counter()
+
+    def _claim(self) -> None:
+        """Go on with what the same healing left behind; delete what another one did."""
+        if self.folder is None:
+            return
+        folder, about = self.folder, self.folder / "about.json"
+        facts = {
+            "options": {name: getattr(self.job.options, name) for name in self.job.options.__slots__},
+            "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
+            "shapes": self.job.cut.config.headwise,
+            "rows": [
+                self.course.rows,
+                len(self.course.learned.inputs),
+                float(self.course.learned.inputs.double().sum()),
+            ],
+        }
+        text = json.dumps(facts, sort_keys=True, default=str) + "\n"
+
+        def take() -> None:
+            if not (about.exists() and about.read_text() == text):
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.mkdir(parents=True, exist_ok=True)
+                write_atomically(about, text)
+
+        processes.by_first(take)
+
+    def go(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Judge, try rates, learn, and give back the best."""
+        try:
+            return self._go()
+        except torch.OutOfMemoryError:
+            raise HeadwiseError(
+                f"the device has too little memory to heal on {self.course.parts} parts of a step; add --heal-option "
+                f"micro={max(256, self.job.options.micro or MICRO['cuda']) // 4}, --heal-option recompute=1 or "
+                "--heal-option lora=16."
+            ) from None
+
+    def _go(self) -> tuple[nn.Module, dict[str, Any]]:
+        course, job = self.course, self.job
+        start, trials = self._start()
+        rate = job.options.rate or _rate.best(trials)
+        if rate is None:
+            return job.family.tailor(job.cut), self._record(None, start, start, trials)
+        self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})
+        if job.options.cache and isinstance(job.task, Causal):
+            count = min(job.options.cache, job.source.config.vocab_size - 1)
+            where = None if self.folder is None else self.folder / "answers"
+            course.answers = Answers(course.lesson, course.learned, count, where, self.device, job.track)
+        state = course.state(self.fitting)
+        after = self._learn(state, start)
+        if not self.best:
+            return job.family.tailor(job.cut), self._record(state, start, start, trials)
+        course.put_back(self.best)
+        student = course.lesson.student
+        _lora.merge(student)
+        if job.options.recompute:
+            student.gradient_checkpointing_disable()
+        student.requires_grad_(True)
+        return student.eval(), self._record(state, start, after, trials)
+
+    def _start(self) -> tuple[float, list[dict[str, float]]]:
+        """The divergence before anything is learned, and what trials of rates found; both kept for a second start."""
+        path = None if self.folder is None else self.folder / "trials.json"
+        if path is not None and path.exists():
+            known = json.loads(path.read_text())
+            return known["start"], known["trials"]
+        start = self.course.judge()["divergence"]
+        trials: list[dict[str, float]] = []
+        if self.job.options.rate is None:
+
+            def said(rate: float) -> Any:
+                return self.job.track(range(_rate.steps_of(self.fitting)), f"trial at {rate:g}")
+
+            trials = _rate.tried(self.course, self.fitting, start, said)
+        if path is not None:
+            text = json.dumps({"start": start, "trials": trials}) + "\n"
+            processes.by_first(lambda: write_atomically(path, text))
+        return start, trials
+
+    def _learn(self, state: State, start: float) -> float:
+        """All steps from the beginning or the newest checkpoint on; returns the least divergence."""
+        course, least = self.course, start
+        if self.folder is not None and checkpoint.restore(self.folder, course.lesson, state):
+            kept = checkpoint.kept_in(self.folder)
+            least = float(kept.pop("least"))
+            self.best = kept
+        logs = None
+        if self.folder is not None and self.job.folder is not None:
+            logs = Logs(self.job.folder.parent / NAME, state.curve, processes.index() == 0)
+
+        def after(state: State) -> None:
+            nonlocal least
+            new = logs.write(state.curve) if logs is not None else False
+            last = state.curve[-1] if state.curve else None
+            judged = last.evaluation if last is not None and last.step == state.step else None
+            if judged is not None and judged["divergence"] < least:
+                least, self.best = judged["divergence"], course.copy()
+            if self.folder is not None and (judged is not None or (new and self._late())):
+                self._save(self.folder, state, least)
+
+        try:
+            course.learn(self.fitting, state, self._bar(state), course.judge, after)
+        except HeadwiseError as error:
+            if "diverged" not in str(error) or not self.best:
+                raise
+        finally:
+            if logs is not None:
+                logs.close()
+        return least
+
+    def _late(self) -> bool:
+        """Whether it is time for a checkpoint; the first process decides for all."""
+        late = torch.tensor(float(time.monotonic() - self.saved_at > 60 * SAVE_MINUTES))
+        return bool(processes.agreed(late))
+
+    def _save(self, folder: Path, state: State, least: float) -> None:
+        state.sums = processes.total(state.sums) / processes.count()  # alike everywhere, as they will be on return
+        more = {"least": torch.tensor(least, dtype=torch.float64), **self.best}
+        processes.by_first(lambda: checkpoint.save(folder, self.course.lesson, state, more))
+        self.saved_at = time.monotonic()
+
+    def _bar(self, state: State) -> Iterable[object]:
+        """Progress with loss and speed."""
+        per_step, first = self.course.tokens_of_step, state.step
+        begun = time.perf_counter()
+
+        def label() -> str:
+            loss = f" {state.curve[-1].loss:.4f}" if state.curve else ""
+            speed = (state.step - first) * per_step / max(1e-9, time.perf_counter() - begun)
+            return f"distill{loss}, {speed:,.0f} tokens/s"
+
+        return self.job.track(range(state.step, self.fitting.steps), label)
+
+    def _record(
+        self, state: State | None, before: float, after: float, trials: list[dict[str, float]]
+    ) -> dict[str, Any]:
+        """What heal.json says."""
+        course, steps = self.course, 0 if state is None else state.step
+        spent = sum(row["rate"] > 0 for row in trials) * _rate.steps_of(self.fitting)
+        curve = [] if state is None else state.curve
+        return {
+            "tokens": round((steps + spent) * course.tokens_of_step),
+            "steps": steps,
+            "rate": None if state is None else self.fitting.rate,
+            "trials": trials,
+            "batch_tokens": round(course.tokens_of_step),
+            "divergence_before": before,
+            "divergence_after": after,
+            "tokens_per_second": course.tokens_of_step * steps / state.seconds if state and state.seconds else None,
+            "processes": processes.count(),
+            "curve": [
+                {"step": p.step, "loss": p.loss, **({"held_out": p.evaluation["divergence"]} if p.evaluation else {})}
+                for p in curve
+            ],
+        }
+
+
+def learnable(job: Job, student: nn.Module) -> None:
+    """Let the layers learn; embeddings and head are the source's own and stay. With a rank, only low-rank changes."""
+    student.requires_grad_(False)
+    layers = job.family.layers(student)
+    if job.options.lora:
+        _lora.add(layers, job.options.lora, job.seed)
+        return
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())

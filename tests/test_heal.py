@@ -1,0 +1,211 @@
+"""Healing as its user meets it: layers that learn get better or stay as they were, and nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_families import attending, random_plan
+from test_pipeline import RUN, call, refused
+
+from headwise import families, heal, tasks
+from headwise.cuts import reshape
+from headwise.errors import HeadwiseError
+from headwise.families.bert import FAMILY as bert
+from headwise.families.gpt2 import FAMILY as gpt2
+from headwise.families.llama import FAMILY as llama
+from headwise.families.t5 import FAMILY as t5
+from headwise.families.vit import FAMILY as vit
+from headwise.heal import blockwise
+from headwise.heal._job import Job
+from headwise.heal._options import Options
+from headwise.probes import gram
+from headwise.registry import find, names
+from headwise.runfolder import Settings
+from headwise.tasks import Prepared
+from headwise.types import GONE, LayerKeep
+
+CLASSIFIER = {"head": "AutoModelForSequenceClassification", "num_labels": 3}
+MODELS = [
+    pytest.param(llama, "llama", {}, id="llama"),
+    pytest.param(gpt2, "gpt2", {}, id="gpt2"),
+    pytest.param(bert, "bert", CLASSIFIER, id="bert"),
+    pytest.param(vit, "vit", {}, id="vit"),
+    pytest.param(t5, "t5", {}, id="t5"),
+]
+
+
+def job_of(family, kind, changes=None, gone=(), **more):
+    """A model with a random plan carried out, layers gone among it, and rows to heal it on."""
+    torch.manual_seed(0)
+    source = family.tailor(attending(family.tiny(kind, **(changes or {})), "eager"))
+    rows = family.example(source.config, 32)
+    plan = random_plan(family, source, 3)
+    layers = tuple(GONE if i in gone else layer for i, layer in enumerate(plan.target.layers))
+    keep = tuple(LayerKeep() if i in gone else kept for i, kept in enumerate(plan.keep))
+    plan = replace(plan, target=plan.target.with_layers(layers), keep=keep)
+    cut = reshape(family, source, plan, gram.collect(family, source, rows, mlp=False))
+    task = tasks.of(source, None)
+    text = Prepared(rows, rows, row=task.row_tokens)
+    return Job(family, task, source, cut, text, text, options=Options(steps=24), **more)
+
+
+def state(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def equal(one, other):
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("name", names("headwise.heal"))
+def test_a_method_says_what_it_is_and_what_it_starts_from(name):
+    module = find("headwise.heal", name)
+    assert name == module.NAME and module.MEANING
+    seen = {name}
+    while module.AFTER:
+        module = find("headwise.heal", module.AFTER)
+        assert module.NAME not in seen, "a chain has an end"
+        seen.add(module.NAME)
+    assert module.NAME == "refit", "prices are measured after a refit, so all that heals begins with one"
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_every_layer_gets_better_or_stays_and_the_models_given_are_untouched(family, kind, changes):
+    job = job_of(family, kind, changes)
+    before = state(job.source), state(job.cut)
+    asked = [p.requires_grad for p in job.cut.parameters()]
+    healed, found = blockwise.heal(job)
+    gains = [layer["stream"] for layer in found["layers"]]
+    assert len(gains) == len(family.layers(job.cut))
+    assert all(gain["error_after"] <= gain["error_before"] for gain in gains)
+    assert sum(gain["error_after"] for gain in gains) < 0.97 * sum(gain["error_before"] for gain in gains)
+    assert equal(state(job.source), before[0]) and equal(state(job.cut), before[1])
+    assert [p.requires_grad for p in healed.parameters()] == asked and all(p.grad is None for p in healed.parameters())
+    losses = [point["loss"] for point in found["curve"]]
+    assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
+    assert found["curve"][-1]["step"] == 24 and found["tokens"] > 0
+
+
+def test_learning_starts_from_the_refit_and_brings_the_whole_model_nearer_to_its_source():
+    job = job_of(llama, "llama")
+    rows = torch.randint(3, 97, (160, 20))  # random, so that nothing is learned by heart
+    job = replace(job, calibration=Prepared(rows[:128], rows[:128]), options=Options(steps=60))
+    models, found = zip(*(heal.healed(method, job) for method in ("refit", "blockwise")), strict=True)
+    with torch.no_grad():
+        want, *got = (llama.run(model, rows[128:]) for model in (job.source, *models))
+    errors = [float((logits - want).square().mean()) for logits in got]
+    assert errors[1] < errors[0]
+    assert [stage["method"] for stage in found[1]["stages"]] == ["refit", "blockwise"]
+    assert [set(record["layers"][0]) for record in found] == [{"attention", "mlp"}, {"attention", "mlp", "stream"}]
+
+
+def test_a_layer_that_cannot_get_better_is_left_alone():
+    job = job_of(llama, "llama")
+    whole = replace(job, cut=llama.tailor(job.source))
+    healed, found = blockwise.heal(whole)
+    assert equal(state(healed), state(job.source)), "there is nothing to learn where nothing was cut"
+    assert all(layer["stream"]["error_after"] == layer["stream"]["error_before"] for layer in found["layers"])
+
+
+def test_a_rate_that_would_wreck_a_layer_does_it_no_harm():
+    job = job_of(llama, "llama")
+    _, found = blockwise.heal(replace(job, options=Options(steps=12, rate=1e6)))
+    assert all(layer["stream"]["error_after"] <= layer["stream"]["error_before"] for layer in found["layers"])
+
+
+@pytest.mark.parametrize("gone", [(0,), (1, 2)], ids=str)
+def test_layers_learn_to_stand_in_for_those_that_are_gone(gone):
+    _, found = blockwise.heal(job_of(llama, "llama", gone=gone))
+    gains = [layer["stream"] for layer in found["layers"]]
+    assert len(gains) == 3 - len(gone) and any(gain["error_after"] < gain["error_before"] for gain in gains)
+
+
+class Killed(Exception):
+    pass
+
+
+def until(layer):
+    """A way to show progress that ends in a kill before a layer."""
+
+    def track(items, label):
+        for item in items:
+            if label == "blockwise" and item == layer:
+                raise Killed
+            yield item
+
+    return track
+
+
+def test_work_that_was_killed_goes_on_and_ends_in_the_same_model(tmp_path):
+    job = job_of(llama, "llama")
+    whole, told = heal.healed("blockwise", job)
+    with pytest.raises(Killed):
+        heal.healed("blockwise", replace(job, folder=tmp_path, track=until(2)))
+    done = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    assert set(done) == {"blockwise-1.safetensors", "blockwise-2.safetensors"}
+    resumed, found = heal.healed("blockwise", replace(job, folder=tmp_path))
+    assert equal(state(resumed), state(whole)) and found["curve"] == told["curve"]
+    assert all((tmp_path / name).stat().st_mtime_ns == at for name, at in done.items()), "nothing is done twice"
+    other = heal.healed("blockwise", replace(job, folder=tmp_path, options=Options(steps=18)))[0]
+    assert not equal(state(other), state(whole)), "work under other settings is not taken for this"
+
+
+def test_a_damaged_file_is_work_still_to_do(tmp_path):
+    job = job_of(llama, "llama", folder=tmp_path)
+    first = state(heal.healed("blockwise", job)[0])
+    (tmp_path / "blockwise-1.safetensors").write_bytes(b"half a file")
+    assert equal(state(heal.healed("blockwise", job)[0]), first)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"heal": "blokwise"}, "no healing is called 'blokwise'. Known: none, blockwise, refit"),
+        ({"heal_options": ("speed=3",)}, "no healing option is called 'speed'. Known: tokens, steps, rate"),
+        ({"heal_options": ("steps=many",)}, "'many' is no number; write it as steps=100"),
+        ({"heal_options": ("rate=-1",)}, "rate is -1; it must be above 0"),
+    ],
+    ids=str,
+)
+def test_healings_that_do_not_exist_are_refused_before_anything_is_loaded(asked, message):
+    known = {"heal": "blockwise", **asked}
+    with pytest.raises(HeadwiseError) as found:
+        Settings(model="any", **known)
+    for part in message.split("Known: "):
+        assert part.rstrip(" ,") in str(found.value) or all(name in str(found.value) for name in part.split(", "))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run whose layers learned, in two rounds."""
+    place = tmp_path_factory.mktemp("heal")
+    llama.tiny(vocab_size=4096, tie_word_embeddings=True).save_pretrained(place / "tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(families.locate("embedded")[0]) / name, place / "tiny" / name)
+    more = ["--rounds", "2", "--heal", "blockwise", "--heal-option", "steps=12"]
+    assert call("run", place / "tiny", *RUN, *more, "--out", place / "run") == 0
+    return place / "run"
+
+
+def test_the_curve_lands_in_the_folder_and_in_the_report(run, capsys):
+    found = json.loads((run / "heal.json").read_text())
+    assert found["method"] == "blockwise" and len(found["curve"]) > 2 and len(found["rounds"]) == 1
+    assert found["rounds"][0]["method"] == "blockwise", "models are healed between rounds as well"
+    assert set(found["layers"][0]) == {"attention", "mlp", "stream"}
+    page = (run / "report.html").read_text()
+    assert "loss while healing" in page and "Method: blockwise" in page
+    assert "--heal blockwise" in page and "--heal-option steps=12" in page, "the command that makes the run again"
+    assert not list(run.rglob("*blockwise-*")), "unfinished work is gone once the model is there"
+
+
+def test_a_folder_is_healed_anew_by_another_method(run, capsys):
+    assert call("heal", run, "--heal", "blockwise", "--heal-option", "steps=6") == 0
+    assert json.loads((run / "heal.json").read_text())["curve"][-1]["step"] == 6
+    assert "Known: " in refused(capsys, "heal", run, "--heal", "prayer")
+    assert call("heal", run) == 0
+    assert json.loads((run / "heal.json").read_text())["method"] == "refit"
