@@ -85,6 +85,7 @@ class LayerHealer:
     def __init__(self, family: Family, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
         self.family, self.strength = family, strength
         self.whole = family.blocks(model)
+        self.known: tuple[int, list[torch.Tensor]] = (-1, [])  # what the heads of one whole layer put out
         row = family.row_tokens(model.config, tokens)
         parts = [part.to(model.device) for part in batches(tokens, row=row)]
         self.contexts = family.contexts(model, parts)
@@ -99,7 +100,11 @@ class LayerHealer:
     @torch.no_grad()
     def heal(self, index: int, layer: nn.Module) -> nn.Module:
         """The layer with values, output and down projection refitted; changes and returns `layer`."""
-        rows = [_Rows(s, s, contexts) for s, contexts in zip(self.streams[index], self.contexts, strict=True)]
+        if index != self.known[0]:  # several options of a layer are tried in turn
+            block, pairs = self.whole[index], zip(self.streams[index], self.contexts, strict=True)
+            self.known = (index, [block.attended(*block.heads(s, c[index]), c[index]) for s, c in pairs])
+        found = zip(self.streams[index], self.contexts, self.known[1], strict=True)
+        rows = [_Rows(stream, stream, contexts, z) for stream, contexts, z in found]
         worker = _LayerRefit(self.family.block(layer), self.whole, index, rows, self.strength)
         worker.values()
         worker.output_and_down()
