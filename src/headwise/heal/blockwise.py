@@ -2,9 +2,9 @@
 last one to give the source's answers.
 
 Layers learn one after the other, and no gradient crosses one: memory is that of a layer, and time that of a few passes
-over the rows. A layer reads by turns what the healed layers before it put out, so that it also learns to make up for
-them, and what the source's layers do; its own alone did a little worse. It is checked on rows that it does not learn
-from, goes back to its best state whenever a check finds it worse, and is left as it was if nothing found was better.
+over the rows. A layer reads what the healed layers before it put out, so that it also learns to make up for them;
+mixing in what the source's layers put out did worse. It is checked on rows that it does not learn from, goes back to
+its best state whenever a check finds it worse, and is left as it was if nothing found was better.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ BATCH_TOKENS = 2048
 PASSES = 4  # over the rows, where no number of steps is given
 CHECKS = 5  # on held-out rows, evenly spaced
 HELD = 8  # every so many rows one is for the checks
-SHARE = 0.5  # of the steps that read the source's stream
 MIDDLE = 0.3  # weight of the stream after attention beside that after the layer
 RATE = 0.01  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
 LOWER = 0.3
@@ -149,6 +148,8 @@ def _move_on(block: Block, index: int, parts: list[_Part]) -> None:
 class _Lesson:
     """One layer that learns, which was number `index` of the source's."""
 
+    aside = MIDDLE
+
     def __init__(self, layer: nn.Module, block: Block, index: int, seen: list[_Part], checked: list[_Part]) -> None:
         self.layer, self.block, self.index, self.seen, self.checked = layer, block, index, seen, checked
         self.power = self._mean(lambda part: (part.wanted - part.source).square())
@@ -167,12 +168,11 @@ class _Lesson:
         """On the held-out rows, as the layer will read them."""
         return self._mean(lambda part: self.distance(part, self.block(part.cut, part.contexts[self.index])))
 
-    def _loss(self, part: _Part, own: bool) -> torch.Tensor:
-        """What is made less, with the layer's own input or with the source's."""
-        middle, out = _through(self.block, part.cut if own else part.source, part.contexts[self.index])
-        change = self.block.own(part.wanted - part.source, part.contexts[self.index])
-        aside = (middle - part.middle).square().mean() / change.square().mean().clamp_min(1e-30)
-        return self.distance(part, out).mean() + MIDDLE * aside
+    def _loss(self, part: _Part) -> torch.Tensor:
+        """What is made less."""
+        middle, out = _through(self.block, part.cut, part.contexts[self.index])
+        aside = (middle - part.middle).square().mean() / max(self.power, 1e-30)
+        return self.distance(part, out).mean() + self.aside * aside
 
     def learn(self, steps: int, rate: float, seed: int) -> list[float]:
         """Train the layer in place; returns the least error found until each check. Ends in the best state."""
@@ -207,12 +207,14 @@ class _Lesson:
             for group in optimiser.param_groups:
                 group["lr"] = rate * rise * (1 - number / steps) * group["size"]
             optimiser.zero_grad()
-            self._loss(part, float(torch.rand((), generator=draw)) >= SHARE).backward()
+            self._loss(part).backward()
             optimiser.step()
 
 
 class _LastLesson(_Lesson):
     """The last layer, which learns to give the source's answers: what its task measures damage in."""
+
+    aside = 0.0
 
     def __init__(self, job: Job, lesson: _Lesson) -> None:
         super().__init__(lesson.layer, lesson.block, lesson.index, lesson.seen, lesson.checked)
