@@ -441,9 +441,8 @@ class RelativeBias(nn.Module):
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
-        self.table = getattr(stock, "relative_attention_bias", None)  # there unless the first layer is gone
-        if self.table is None:
-            self.table = nn.Embedding(stock.relative_attention_num_buckets, stock.n_heads)
+        table = getattr(stock, "relative_attention_bias", None)  # there unless the first layer is gone
+        self.table = nn.Embedding(stock.relative_attention_num_buckets, stock.n_heads) if table is None else table
         self.bucket, self.options = stock._relative_position_bucket, {"bidirectional": not stock.is_decoder}
         self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
 
