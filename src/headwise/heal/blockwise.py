@@ -3,8 +3,8 @@ last one to give the source's answers.
 
 Layers learn one after the other, and no gradient crosses one: memory is that of a layer, and time that of a few passes
 over the rows. A layer reads what the healed layers before it put out, so that it also learns to make up for them;
-mixing in what the source's layers put out did not help the answers. It is checked on rows that it does not learn from, goes back to
-its best state whenever a check finds it worse, and is left as it was if nothing found was better.
+mixing in what the source's layers put out did not help the answers. It is checked on rows that it does not learn from,
+goes back to its best state whenever a check finds it worse, and is left as it was if nothing found was better.
 """
 
 from __future__ import annotations
