@@ -11,6 +11,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ TOGETHER = True  # processes share the work
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
 BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
+FREE = ("micro", "recompute")  # options that may change when a run goes on: only its memory does
 SAVE_MINUTES = 10.0
 
 
@@ -86,7 +88,7 @@ class _Healing:
         self.folder = None if job.folder is None else job.folder / NAME
         self._claim()
         self.best: dict[str, torch.Tensor] = {}
-        self.saved_at, self.started = time.monotonic(), time.perf_counter()
+        self.saved_at = time.monotonic()
 
     def _claim(self) -> None:
         """Go on with what the same healing left behind; delete what another one did."""
@@ -94,7 +96,7 @@ class _Healing:
             return
         folder, about = self.folder, self.folder / "about.json"
         facts = {
-            "options": {name: getattr(self.job.options, name) for name in self.job.options.__slots__},
+            "options": {name: value for name, value in asdict(self.job.options).items() if name not in FREE},
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
             "rows": [
@@ -190,7 +192,7 @@ class _Healing:
         try:
             course.learn(self.fitting, state, self._bar(state), course.judge, after)
         except HeadwiseError as error:
-            if "diverged" not in str(error) or not self.best:
+            if "diverged" not in str(error):
                 raise
         finally:
             if logs is not None:
