@@ -16,10 +16,9 @@ from headwise.cuts._save import add_code
 from headwise.designs.shapes import Make, Rules, Sketch
 from headwise.errors import ModelError, OutputError, ShapeError
 from headwise.registry import find
-from headwise.runtime.modeling_headwise import CAUSAL, MASKED, classes
+from headwise.runtime.modeling_headwise import CAUSAL, IMAGE_CLASSIFIER, MASKED, classes
 from headwise.types import LayerShape, ModelShape
 
-IMAGES = "AutoModelForImageClassification"
 NOT_SIZES = ("architectures", "auto_map", "headwise", "transformers_version", "dtype")
 
 
@@ -56,7 +55,7 @@ KINDS = {
     "llama": Kind("llama", CAUSAL, 8 / 3, _llama, 32_000),
     "gpt2": Kind("gpt2", CAUSAL, 4.0, _gpt2, 50_257, "n_positions", True),
     "bert": Kind("bert", MASKED, 4.0, _plain, 30_522, fixed_heads=True),
-    "vit": Kind("vit", IMAGES, 4.0, _plain, longest="", fixed_heads=True),
+    "vit": Kind("vit", IMAGE_CLASSIFIER, 4.0, _plain, longest="", fixed_heads=True),
     "nystromformer": Kind("nystromformer", MASKED, 4.0, _plain, 30_522, fixed_heads=True),
 }
 
@@ -128,13 +127,13 @@ class Maker:
         config = AutoConfig.for_model(self.kind.stock, **settings)
         if self.kind.auto == MASKED:
             config.architectures = [f"{'Bert' if self.family == 'bert' else 'Nystromformer'}ForMaskedLM"]
-        elif self.kind.auto == IMAGES:
+        elif self.kind.auto == IMAGE_CLASSIFIER:
             config.architectures = ["ViTForImageClassification"]
         return config
 
     def read(self, length: int) -> int:
         """How many tokens a model reads at once: so many of a text, or all patches of an image and its class."""
-        if self.kind.auto != IMAGES:
+        if self.kind.auto != IMAGE_CLASSIFIER:
             return length
         config = self.stock(Sketch(64, 1, 1, 64, 64))
         return int((config.image_size // config.patch_size) ** 2 + 1)
