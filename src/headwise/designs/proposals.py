@@ -17,6 +17,7 @@ from headwise import budgets as prices
 from headwise import cost
 from headwise.designs import configs, shapes
 from headwise.errors import BudgetError, PlanError
+from headwise.runtime.modeling_headwise import IMAGE_CLASSIFIER
 from headwise.types import ModelShape
 
 STEP = 1e6  # tokens that training times are told for
@@ -203,7 +204,7 @@ def _steps(proposal: Proposal, length: int, device: torch.device) -> tuple[Calla
 
 def _row(proposal: Proposal, length: int, device: torch.device) -> dict[str, torch.Tensor]:
     """Something to learn from: a text, or an image."""
-    if proposal.auto == configs.IMAGES:
+    if proposal.auto == IMAGE_CLASSIFIER:
         side, channels = proposal.config.image_size, proposal.config.num_channels
         return {
             "pixel_values": torch.zeros(1, channels, side, side, device=device),
