@@ -110,7 +110,7 @@ def test_reports_reuse_a_frontier_that_matches(tmp_path: Path, monkeypatch: pyte
     allocate_in(folder.path, ("kv=70%",), "exact", ALLOW, False, 0)
     write_report(folder)
     first = folder.frontier_file.read_bytes()
-    monkeypatch.setattr(frontier, "answers", lambda *_: pytest.fail("solved again"))
+    monkeypatch.setattr("headwise.strategies.exact.answers", lambda *_: pytest.fail("solved again"))
     write_report(folder)
     assert folder.frontier_file.read_bytes() == first and data_of(folder.report_file.read_text())["explorer"]
     allocate_in(folder.path, ("kv=75%",), "exact", ALLOW, False, 0)

@@ -11,11 +11,14 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from headwise import budgets as prices
 from headwise.errors import HeadwiseError
-from headwise.strategies.exact import Answerer, answers
 from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Readings, Sweep
+
+if TYPE_CHECKING:
+    from headwise.strategies.exact import Answerer
 
 LEAST = 40  # limits to solve
 STEPS = (5.0, 2.0, 1.0, 0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01)  # percent between them: the largest that gives as many
@@ -61,6 +64,8 @@ def solve(
     if not plan.budgets:
         return None
     shape, first = ModelShape.from_json(readings.shape, "readings.shape"), plan.budgets[0]
+    from headwise.strategies.exact import answers  # brings SciPy, which no --help needs
+
     least, answer = answers(shape, readings, plan.budgets, allow)
     full, wanted = prices.price(first, shape), limits(first, least, shape)
     table: dict[LayerShape, int] = {}
