@@ -1,0 +1,48 @@
+"""Writes docs/SPEED.md from the committed results of the benchmarks of speed: no figure is typed by hand.
+
+python benchmarks/speed.py          # rewrite docs/SPEED.md
+python benchmarks/speed.py --check  # exit 1 if it is not what the results say
+
+Every benchmark named here has a function `section(result)` that tells its result in Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "SPEED.md"
+PARTS = ("attention", "generate", "latency", "cpu_decode", "probe_cost", "streaming")  # in the page's order
+TITLE = """# Speed
+
+Ratios are measured side by side in one run. Every table is printed by `benchmarks/speed.py` from the committed result
+of the script that is named above it.
+"""
+
+
+def page() -> str:
+    """The whole page; a benchmark without a result is left out."""
+    sys.path.insert(0, str(HERE))
+    parts = [TITLE]
+    for name in PARTS:
+        result = HERE / "results" / f"{name}.json"
+        if result.exists():
+            parts.append(importlib.import_module(name).section(json.loads(result.read_text())).strip() + "\n")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Rewrite or check."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    if parser.parse_args().check:
+        sys.exit(0 if PAGE.read_text() == page() else "docs/SPEED.md is stale; run python benchmarks/speed.py")
+    PAGE.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
