@@ -5,13 +5,15 @@
 DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, novels), `glue/` and `zero-shot/`. Written:
 `wikitext-all.txt` (WikiText-2's validation articles), `wikitext-eval.txt` (their second half), `mix.txt` (their first
 half among seven kinds of text), `other.txt` (the same without WikiText), `prose.txt` (novels and reviews only: another
-kind of text than the evaluation's), `stories-cal.txt` and `stories-eval.txt`.
+kind of text than the evaluation's), `stories-cal.txt` and `stories-eval.txt`, and `heal.txt` for healings that read
+much: it begins like the mix and goes on with more of the same, without HellaSwag, which healed models are asked about.
 """
 
 from __future__ import annotations
 
 import argparse
 import bz2
+import itertools
 import lzma
 import random
 import re
@@ -23,6 +25,8 @@ CHARACTERS = {  # of each kind in the mix
     "wiki": 400_000, "novels": 250_000, "reviews": 250_000, "news": 300_000, "howto": 250_000, "stories": 60_000,
     "code": 120_000,
 }  # fmt: skip
+
+LONGER = {"wiki": 10**7, "novels": 10**7, "reviews": 12 * 10**6, "news": 10**7, "stories": 10**7, "code": 10**7}
 
 
 def unpacked(path: Path) -> str:
@@ -75,6 +79,12 @@ def kinds(data: Path, articles: list[str], tales: list[str]) -> dict[str, list[s
     }
 
 
+def _some(documents: list[str], characters: int) -> list[str]:
+    """The first documents, until they have so many characters."""
+    ends = itertools.accumulate(map(len, documents))
+    return [text for text, end in zip(documents, ends, strict=True) if end - len(text) < characters]
+
+
 def main() -> None:
     """Write the texts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -91,16 +101,20 @@ def main() -> None:
     chosen: dict[str, list[str]] = {}
     for kind, documents in found.items():
         draw.shuffle(documents)
-        size, chosen[kind] = 0, []
-        for document in documents:
-            if size >= CHARACTERS[kind]:
-                break
-            chosen[kind].append(document)
-            size += len(document)
+        chosen[kind] = _some(documents, CHARACTERS[kind])
     mixed = [text for texts in chosen.values() for text in texts]
     draw.shuffle(mixed)
     other = [text for kind, texts in chosen.items() if kind != "wiki" for text in texts]
     random.Random(1).shuffle(other)
+    first = [text for kind, texts in chosen.items() if kind != "howto" for text in texts]
+    random.Random(2).shuffle(first)
+    known = set(first)
+    more = [
+        text
+        for kind, size in LONGER.items()
+        for text in _some([text for text in found[kind] if text not in known], size)
+    ]
+    random.Random(3).shuffle(more)
     prose = [text for pair in zip(found["novels"], found["reviews"], strict=False) for text in pair]
     written = {
         "wikitext-all": articles,
@@ -108,6 +122,7 @@ def main() -> None:
         "mix": mixed,
         "other": other,
         "prose": prose[:400],
+        "heal": first + more,
         "stories-cal": tales[:most],
         "stories-eval": tales[most:],
     }
