@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from headwise import families
 from headwise.checks import quality
 from headwise.cuts import reshape
+from headwise.errors import HeadwiseError
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import _lora, distill
@@ -153,10 +154,27 @@ def test_matching_streams_pulls_them_together(job):
     lesson = Lesson(llama, job.task, job.source, llama.tailor(job.cut), match=1.0)
     part = Part(job.rehearsal.batches(4096)[0])
     apart = lesson.divergences(part) - lesson.divergences(part, matched=False)
-    assert (apart > 0).all()
+    assert (apart[:, 0] > 0).all()
     healed, _ = distill.heal(replace(job, options=replace(FEW, match=1.0)))
     after = Lesson(llama, job.task, job.source, healed, match=1.0)
     assert (after.divergences(part) - after.divergences(part, matched=False)).mean() < 0.7 * apart.mean()
+
+
+def test_embeddings_and_the_text_itself_are_learned_where_asked(job):
+    asked = replace(FEW, truth=0.5, embeddings=1)
+    part = Part(job.rehearsal.batches(4096)[0])
+    with torch.no_grad():
+        pairs = Lesson(llama, job.task, job.source, job.cut, truth=0.5)([part], judging=True)
+    loss = quality.compare(llama, job.source, job.cut, job.rehearsal.inputs).loss_after.mean()
+    tokens = part.batch.inputs.shape[1]
+    assert float((pairs[:, 1] - pairs[:, 0]).mean()) == pytest.approx(0.5 * loss * (tokens - 1) / tokens, rel=1e-4)
+    healed, record = distill.heal(replace(job, options=asked))
+    assert not torch.equal(healed.lm_head.weight, job.cut.lm_head.weight)
+    assert record["trials"][0]["loss"] > record["trials"][0]["divergence"], "the text counts in what is chosen"
+    torch.manual_seed(0)
+    work = job_of(bert, Embedding(32), bert.tailor(bert.tiny("bert")), None, asked)
+    with pytest.raises(HeadwiseError, match="leave out truth"):
+        Lesson(bert, work.task, work.source, work.source, truth=0.5)
 
 
 def test_balancing_changes_no_answer_and_evens_the_factors(source):

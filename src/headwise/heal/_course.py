@@ -110,15 +110,18 @@ class Course:
 
     @torch.no_grad()
     def judge(self, lesson: nn.Module | None = None) -> dict[str, float]:
-        """Mean divergence on the watched rows, in full precision: lightly damaged models are nearer than bfloat16."""
+        """Mean divergence on the watched rows and, as `loss`, what states are chosen by.
+
+        In full precision: lightly damaged models are nearer than bfloat16.
+        """
         self.lesson.eval()
-        found = torch.zeros(2, dtype=torch.float64)
+        found = torch.zeros(3, dtype=torch.float64)
         with torch.autocast(self.device.type, enabled=False), _exactly():
             for batch in processes.mine(self.watched.batches(4096)):
-                rows = self.lesson.divergences(Part(batch.to(self.device)), matched=False).double()
-                found += torch.stack((rows.sum(), torch.tensor(float(len(rows))).to(rows))).cpu()
-        total, count = processes.total(found).tolist()
-        return {"divergence": total / count}
+                rows = self.lesson([Part(batch.to(self.device))], judging=True).double()
+                found += torch.cat((rows.sum(0), rows.new_tensor([len(rows)]))).cpu()
+        apart, chosen, count = processes.total(found).tolist()
+        return {"divergence": apart / count, "loss": chosen / count}
 
     def state(self, settings: FitSettings) -> State:
         """A run before its first step."""
@@ -161,7 +164,7 @@ class Course:
     def freeze_idle(self) -> None:
         """Leave alone what the answers do not depend on: a pooler nobody asks, or the last of what is never read."""
         first = rows_of(self.learned, torch.arange(1)).batches()[0]
-        self.lesson.divergences(Part(first.to(self.device))).sum().backward()
+        self.lesson([Part(first.to(self.device))]).backward()
         for parameter in self.lesson.parameters():
             if parameter.grad is None:
                 parameter.requires_grad_(False)

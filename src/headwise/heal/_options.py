@@ -21,6 +21,8 @@ class Options:
     match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
     cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
     recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
+    truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
+    embeddings: int | None = None  # 1: embeddings and head learn too
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -61,9 +61,8 @@ class _Healing:
         student = job.family.tailor(job.cut)
         balance(job.family, student)
         learnable(job, student)
-        lesson = Lesson(
-            job.family, job.task, job.source, student, options.match or 0.0, recompute=bool(options.recompute)
-        )
+        more: dict[str, Any] = {"recompute": bool(options.recompute), "truth": options.truth or 0.0}
+        lesson = Lesson(job.family, job.task, job.source, student, options.match or 0.0, **more)
         learned, watched = divided(job.calibration, self.device)
         learned = learned if job.more is None else together(learned, job.more)
         several = processes.count() > 1
@@ -149,13 +148,13 @@ class _Healing:
         student.requires_grad_(True)
         return student.eval(), self._record(state, start, after, trials)
 
-    def _start(self) -> tuple[float, list[dict[str, float]]]:
-        """The divergence before anything is learned, and what trials of rates found; both kept for a second start."""
+    def _start(self) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """What `judge` says before anything is learned, and what trials of rates found; kept for a second start."""
         path = None if self.folder is None else self.folder / "trials.json"
         if path is not None and path.exists():
             known = json.loads(path.read_text())
             return known["start"], known["trials"]
-        start = self.course.judge()["divergence"]
+        start = self.course.judge()
         trials: list[dict[str, float]] = []
         if self.job.options.rate is None:
 
@@ -168,12 +167,12 @@ class _Healing:
             processes.by_first(lambda: write_atomically(path, text))
         return start, trials
 
-    def _learn(self, state: State, start: float) -> float:
-        """All steps from the beginning or the newest checkpoint on; returns the least divergence."""
+    def _learn(self, state: State, start: dict[str, float]) -> dict[str, float]:
+        """All steps from the beginning or the newest checkpoint on; returns what `judge` says of the best state."""
         course, least = self.course, start
         if self.folder is not None and checkpoint.restore(self.folder, course.lesson, state):
             kept = checkpoint.kept_in(self.folder)
-            least = float(kept.pop("least"))
+            least = dict(zip(start, kept.pop("least").tolist(), strict=True))
             self.best = kept
         logs = None
         if self.folder is not None and self.job.folder is not None:
@@ -184,8 +183,8 @@ class _Healing:
             new = logs.write(state.curve) if logs is not None else False
             last = state.curve[-1] if state.curve else None
             judged = last.evaluation if last is not None and last.step == state.step else None
-            if judged is not None and judged["divergence"] < least:
-                least, self.best = judged["divergence"], course.copy()
+            if judged is not None and judged["loss"] < least["loss"]:
+                least, self.best = judged, course.copy()
             if self.folder is not None and (judged is not None or (new and self._late())):
                 self._save(self.folder, state, least)
 
@@ -204,9 +203,9 @@ class _Healing:
         late = torch.tensor(float(time.monotonic() - self.saved_at > 60 * SAVE_MINUTES))
         return bool(processes.agreed(late))
 
-    def _save(self, folder: Path, state: State, least: float) -> None:
+    def _save(self, folder: Path, state: State, least: dict[str, float]) -> None:
         state.sums = processes.total(state.sums) / processes.count()  # alike everywhere, as they will be on return
-        more = {"least": torch.tensor(least, dtype=torch.float64), **self.best}
+        more = {"least": torch.tensor(list(least.values()), dtype=torch.float64), **self.best}
         processes.by_first(lambda: checkpoint.save(folder, self.course.lesson, state, more))
         self.saved_at = time.monotonic()
 
@@ -223,7 +222,11 @@ class _Healing:
         return self.job.track(range(state.step, self.fitting.steps), label)
 
     def _record(
-        self, state: State | None, before: float, after: float, trials: list[dict[str, float]]
+        self,
+        state: State | None,
+        before: dict[str, float],
+        after: dict[str, float],
+        trials: list[dict[str, float]],
     ) -> dict[str, Any]:
         """What heal.json says."""
         course, steps = self.course, 0 if state is None else state.step
@@ -235,8 +238,8 @@ class _Healing:
             "rate": None if state is None else self.fitting.rate,
             "trials": trials,
             "batch_tokens": round(course.tokens_of_step),
-            "divergence_before": before,
-            "divergence_after": after,
+            "divergence_before": before["divergence"],
+            "divergence_after": after["divergence"],
             "tokens_per_second": course.tokens_of_step * steps / state.seconds if state and state.seconds else None,
             "processes": processes.count(),
             "curve": [
@@ -247,8 +250,14 @@ class _Healing:
 
 
 def learnable(job: Job, student: nn.Module) -> None:
-    """Let the layers learn; embeddings and head are the source's own and stay. With a rank, only low-rank changes."""
+    """Let the layers learn; embeddings and head are the source's own and stay unless asked.
+
+    With a rank, only low-rank changes.
+    """
     student.requires_grad_(False)
+    if job.options.embeddings:
+        for parameter in student.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
     layers = job.family.layers(student)
     if job.options.lora:
         _lora.add(layers, job.options.lora, job.seed)
