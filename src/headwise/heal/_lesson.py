@@ -19,6 +19,7 @@ from headwise.families import Family
 from headwise.heal._job import origins
 from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
+from headwise.train import shards
 
 AT_ONCE = {"cuda": 1 << 29, "cpu": 1 << 24}  # logits of one piece
 
@@ -69,6 +70,18 @@ class Lesson(nn.Module):
             if not getattr(student, "supports_gradient_checkpointing", False):
                 raise HeadwiseError(f"{family.name} models cannot compute their layers again; leave out recompute=1.")
             cast(Any, student).gradient_checkpointing_enable({"use_reentrant": False})
+
+    def spread(self) -> None:
+        """Leave each process a part of both models; the source's are those of a copy.
+
+        Its embeddings and head stay whole: they are asked outside of any layer.
+        """
+        family, task, source = self._told
+        device = next(self.parameters()).device
+        teacher = family.tailor(source).requires_grad_(False)
+        shards.spread(device, family.layers(teacher))
+        self._told = (family, task, teacher.to(device))
+        shards.spread(device, family.layers(self.student), self)
 
     def train(self, mode: bool = True) -> Lesson:
         """No dropout: the source has none, and what is drawn would drown what was lost.

@@ -23,6 +23,7 @@ class Options:
     recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
     truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
     embeddings: int | None = None  # 1: embeddings and head learn too
+    shard: int | None = None  # 1: processes share the weights, each with a part, so that larger models fit
 
     def __post_init__(self) -> None:
         for field in fields(self):

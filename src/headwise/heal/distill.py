@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson
 from headwise.tasks.causal import Causal
 from headwise.train import checkpoint
-from headwise.train.accelerator import accelerator_for
 from headwise.train.logs import Logs
 from headwise.train.loop import FitSettings, State
 from headwise.types import write_atomically
@@ -42,7 +42,7 @@ TOGETHER = True  # processes share the work
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
 BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
-FREE = ("micro", "recompute")  # options that may change when a run goes on: only its memory does
+FREE = ("micro", "recompute", "shard")  # options that may change when a run goes on: only its memory does
 SAVE_MINUTES = 10.0
 
 
@@ -58,18 +58,14 @@ class _Healing:
         self.job, options = job, job.options
         self.device = next(job.cut.parameters()).device
         kind = "cuda" if self.device.type == "cuda" else "cpu"
-        student = job.family.tailor(job.cut)
-        balance(job.family, student)
-        learnable(job, student)
+        student = self._student()
         more: dict[str, Any] = {"recompute": bool(options.recompute), "truth": options.truth or 0.0}
         lesson = Lesson(job.family, job.task, job.source, student, options.match or 0.0, **more)
         learned, watched = divided(job.calibration, self.device)
         learned = learned if job.more is None else together(learned, job.more)
-        several = processes.count() > 1
         batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
-        Course(lesson, learned, watched, batch, micro, job.seed).freeze_idle()
-        accelerator = accelerator_for("cpu" if kind == "cpu" else "auto") if several else None
-        self.course = Course(lesson, learned, watched, batch, micro, job.seed, accelerator)
+        self.course = Course(lesson, learned, watched, batch, micro, job.seed)
+        self.course.freeze_idle()
         tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
         steps = options.steps or max(1, round(tokens / self.course.tokens_of_step))
         self.fitting = FitSettings(
@@ -88,6 +84,13 @@ class _Healing:
         self._claim()
         self.best: dict[str, torch.Tensor] = {}
         self.saved_at = time.monotonic()
+
+    def _student(self) -> nn.Module:
+        """A copy of the cut model that is ready to learn."""
+        student = self.job.family.tailor(self.job.cut)
+        balance(self.job.family, student)
+        learnable(self.job, student)
+        return student
 
     def _claim(self) -> None:
         """Go on with what the same healing left behind; delete what another one did."""
@@ -117,7 +120,9 @@ class _Healing:
     def go(self) -> tuple[nn.Module, dict[str, Any]]:
         """Judge, try rates, learn, and give back the best."""
         try:
-            return self._go()
+            self._ask()
+            with self._room():
+                return self._go()
         except torch.OutOfMemoryError:
             raise HeadwiseError(
                 f"the device has too little memory to heal on {self.course.parts} parts of a step; add --heal-option "
@@ -125,28 +130,49 @@ class _Healing:
                 "--heal-option lora=16."
             ) from None
 
-    def _go(self) -> tuple[nn.Module, dict[str, Any]]:
+    def _ask(self) -> None:
+        """Store the source's answers, if they are to be stored."""
         course, job = self.course, self.job
-        start, trials = self._start()
-        rate = job.options.rate or _rate.best(trials)
-        if rate is None:
-            return job.family.tailor(job.cut), self._record(None, start, start, trials)
-        self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})
         if job.options.cache and isinstance(job.task, Causal):
             count = min(job.options.cache, job.source.config.vocab_size - 1)
             where = None if self.folder is None else self.folder / "answers"
             course.answers = Answers(course.lesson, course.learned, count, where, self.device, job.track)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Where processes share the weights, the whole models wait on the host."""
+        aside = (self.job.source, self.job.cut) if self.job.options.shard and processes.count() > 1 else ()
+        try:
+            for model in aside:
+                model.to("cpu")
+            yield
+        finally:
+            for model in aside:
+                model.to(self.device)
+
+    def _go(self) -> tuple[nn.Module, dict[str, Any]]:
+        course, job = self.course, self.job
+        course.spread(bool(job.options.shard))
+        start, trials = self._start()
+        rate = job.options.rate or _rate.best(trials)
+        if rate is None:
+            return job.family.tailor(job.cut).to(self.device), self._record(None, start, start, trials)
+        self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})
         state = course.state(self.fitting)
         after = self._learn(state, start)
         if not self.best:
-            return job.family.tailor(job.cut), self._record(state, start, start, trials)
-        course.put_back(self.best)
-        student = course.lesson.student
+            return job.family.tailor(job.cut).to(self.device), self._record(state, start, start, trials)
+        return self._healed(), self._record(state, start, after, trials)
+
+    @torch.no_grad()
+    def _healed(self) -> nn.Module:
+        """An ordinary model with the best weights."""
+        student = self._student()
+        found = dict(student.named_parameters(prefix="student"))
+        for name, tensor in self.course.whole(self.best).items():
+            found[name].copy_(tensor)
         _lora.merge(student)
-        if job.options.recompute:
-            student.gradient_checkpointing_disable()
-        student.requires_grad_(True)
-        return student.eval(), self._record(state, start, after, trials)
+        return student.requires_grad_(True).eval().to(self.device)
 
     def _start(self) -> tuple[dict[str, float], list[dict[str, float]]]:
         """What `judge` says before anything is learned, and what trials of rates found; kept for a second start."""
@@ -173,7 +199,7 @@ class _Healing:
         if self.folder is not None and checkpoint.restore(self.folder, course.lesson, state):
             kept = checkpoint.kept_in(self.folder)
             least = dict(zip(start, kept.pop("least").tolist(), strict=True))
-            self.best = kept
+            self.best = course.parts_of(kept)
         logs = None
         if self.folder is not None and self.job.folder is not None:
             logs = Logs(self.job.folder.parent / NAME, state.curve, processes.index() == 0)
@@ -205,8 +231,9 @@ class _Healing:
 
     def _save(self, folder: Path, state: State, least: dict[str, float]) -> None:
         state.sums = processes.total(state.sums) / processes.count()  # alike everywhere, as they will be on return
-        more = {"least": torch.tensor(list(least.values()), dtype=torch.float64), **self.best}
-        processes.by_first(lambda: checkpoint.save(folder, self.course.lesson, state, more))
+        more = {"least": torch.tensor(list(least.values()), dtype=torch.float64), **self.course.whole(self.best)}
+        checkpoint.save(folder, self.course.lesson, state, more, processes.index() == 0)
+        processes.wait()
         self.saved_at = time.monotonic()
 
     def _bar(self, state: State) -> Iterable[object]:
@@ -242,6 +269,7 @@ class _Healing:
             "divergence_after": after["divergence"],
             "tokens_per_second": course.tokens_of_step * steps / state.seconds if state and state.seconds else None,
             "processes": processes.count(),
+            "shared_weights": bool(self.job.options.shard) and processes.count() > 1,
             "curve": [
                 {"step": p.step, "loss": p.loss, **({"held_out": p.evaluation["divergence"]} if p.evaluation else {})}
                 for p in curve
