@@ -217,12 +217,12 @@ def test_zero_shot_scores_are_those_of_single_endings(source, monkeypatch):
         normed.append(max(range(len(logs)), key=lambda i: logs[i] / len(endings[i])))
     for size in (1, 4096):
         items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, best, strict=True)]
-        assert zero_shot.score(model, tokenizer, items, size).acc.tolist() == [1, 1]
+        assert zero_shot.Exam(tokenizer, items).scores(model, size).acc.tolist() == [1, 1]
         items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, normed, strict=True)]
-        scores = zero_shot.score(model, tokenizer, items, size)
+        scores = zero_shot.Exam(tokenizer, items).scores(model, size)
         assert scores.acc_norm.tolist() == [1, 1]
         assert scores.to_json(scores)["acc_norm_change"] == 0
-    last = zero_shot.score(model, tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2)
+    last = zero_shot.Exam(tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2).scores(model)
     assert last.acc_norm is None and last.to_json()["items"] == 2
 
 
