@@ -84,9 +84,10 @@ class Exam:
         starts = [size for item, size in zip(items, sizes, strict=True) for _ in item.endings]
         self.asked = [(row, len(row) - start) for row, start in zip(both, starts, strict=True)]
 
-    def scores(self, model: nn.Module, batch_tokens: int = 16_384, bf16: bool = False) -> Scores:
+    def scores(self, model: Any, batch_tokens: int | None = None, bf16: bool = False) -> Scores:
         """Answer all items."""
-        logs, greedy = _likelihoods(model, self.asked, batch_tokens, bf16)
+        size = batch_tokens or (16_384 if model.device.type == "cuda" else 1_024)
+        logs, greedy = _likelihoods(model, self.asked, size, bf16)
         if all(len(item.endings) == 1 for item in self.items):
             return Scores(greedy.double())
         right, normed, place = [], [], 0
