@@ -249,13 +249,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def started(processes, folder, out):
+def started(processes, folder, out, *more):
     """The processes of one run, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "headwise", "run", str(folder), *RUN, "--out", str(out)]
+    command = [sys.executable, "-m", "headwise", "run", str(folder), *RUN, *more, "--out", str(out)]
     return [
         subprocess.Popen(
             command,
@@ -280,7 +280,7 @@ def finish(workers):
 def test_two_processes_that_are_killed_end_as_one_that_is_not(folder, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     finish(started(1, folder, one))
-    workers = started(2, folder, two)
+    workers = started(2, folder, two, "--heal-option", "shard=1")
     steps, seed = two / "healing" / "distill", random.randrange(1 << 30)
     wanted = random.Random(seed).randint(2, 20)
     deadline = time.monotonic() + 120

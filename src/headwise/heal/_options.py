@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from headwise.errors import HeadwiseError
 
@@ -30,6 +30,10 @@ class Options:
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise HeadwiseError(f"the healing option {field.name} is {value:g}; it must be above 0.")
+
+    def fixed(self) -> Options:
+        """The same without what may change when a run goes on, because only its memory depends on it."""
+        return replace(self, micro=None, recompute=None, shard=None)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Options:

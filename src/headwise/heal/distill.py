@@ -42,7 +42,6 @@ TOGETHER = True  # processes share the work
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
 BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
-FREE = ("micro", "recompute", "shard")  # options that may change when a run goes on: only its memory does
 SAVE_MINUTES = 10.0
 
 
@@ -98,7 +97,7 @@ class _Healing:
             return
         folder, about = self.folder, self.folder / "about.json"
         facts = {
-            "options": {name: value for name, value in asdict(self.job.options).items() if name not in FREE},
+            "options": asdict(self.job.options.fixed()),
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
             "rows": [
