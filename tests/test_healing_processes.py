@@ -20,13 +20,16 @@ import torch
 from test_distill import damaged, job_of
 
 from headwise import processes
+from headwise.cuts import reshape
 from headwise.data import NOTHING
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import distill
 from headwise.heal._options import Options
+from headwise.probes import gram
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
+from headwise.types import LayerKeep, Plan
 
 STEPS, STOPPED = 20, 7  # of a healing; where the first process of all stops
 PLAIN = Options(steps=STEPS, batch=256, rate=1e-3)
@@ -40,6 +43,17 @@ def decoder(options=PLAIN, **more):
     source = llama.tailor(llama.tiny())
     source.lm_head.weight.data *= 24  # a trained model has favourites
     return job_of(llama, Causal(), source, damaged(source, llama), options, **more)
+
+
+def without_mlp(options):
+    """The same of a model that lost a whole MLP: empty weights have no parts."""
+    job = decoder(options)
+    shape = llama.shape_of(job.source.config)
+    layers = (replace(shape.layers[0], mlp_width=0), *shape.layers[1:])
+    keep = (LayerKeep(mlp_channels=()), *[LayerKeep()] * (len(layers) - 1))
+    plan = Plan("", shape, shape.with_layers(layers), keep, "", (), {}, 0.0, 0)
+    moments = gram.collect(llama, job.source, job.rehearsal.inputs, True)
+    return replace(job, cut=reshape(llama, job.source, plan, moments))
 
 
 def encoder(options):
@@ -85,6 +99,7 @@ def worker(folder, killed_at):
         "lean": told(decoder(replace(LEAN, shard=1))),
         "all": told(decoder(replace(ALL, shard=1))),
         "lengths": told(encoder(replace(PLAIN, steps=6, shard=1))),
+        "empty": told(without_mlp(replace(PLAIN, steps=6, shard=1))),
         "gone on": told(decoder(replace(PLAIN, shard=1), folder=folder / "one")),
     }
     if processes.index() == 0:
@@ -148,10 +163,10 @@ def test_shared_weights_change_nothing(found, alone):
     assert found["shared"]["shared_weights"]
 
 
-@pytest.mark.parametrize("name", ["lean", "all", "lengths"])
+@pytest.mark.parametrize("name", ["lean", "all", "lengths", "empty"])
 def test_shared_weights_go_with_everything_else(found, name):
-    job = encoder(replace(PLAIN, steps=6)) if name == "lengths" else decoder({"lean": LEAN, "all": ALL}[name])
-    alike(found[name], told(job))
+    made = {"lengths": encoder, "empty": without_mlp}.get(name, decoder)
+    alike(found[name], told(made({"lean": LEAN, "all": ALL}.get(name, replace(PLAIN, steps=6)))))
 
 
 def test_two_processes_go_on_where_one_stopped(found, alone):

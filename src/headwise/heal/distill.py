@@ -282,13 +282,9 @@ def learnable(job: Job, student: nn.Module) -> None:
     With a rank, only low-rank changes.
     """
     student.requires_grad_(False)
-    if job.options.embeddings:
-        for parameter in student.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
     layers = job.family.layers(student)
+    for module in [student] if job.options.embeddings else layers:
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() > 0)
     if job.options.lora:
         _lora.add(layers, job.options.lora, job.seed)
-        return
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())

@@ -26,7 +26,8 @@ def spread(device: torch.device, layers: Iterable[nn.Module], rest: nn.Module | 
 
     mesh = init_device_mesh(device.type, (processes.count(),))
     for module in (*layers, *(() if rest is None else (rest,))):
-        fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        empty = {parameter for parameter in module.parameters() if not parameter.numel()}  # of what a cut took whole
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, ignored_params=empty)
 
 
 def is_part(tensor: torch.Tensor) -> bool:
