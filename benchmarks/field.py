@@ -55,7 +55,7 @@ class Change(NamedTuple):
     half: float
 
     def __str__(self) -> str:
-        digits = 1 if abs(self.value) >= 1 or self.half >= 0.5 else 2
+        digits = 0 if abs(self.value) >= 100 else 1 if abs(self.value) >= 1 or self.half >= 0.5 else 2
         return f"{self.value:+.{digits}f}% ± {self.half:.{digits}f}"
 
     def ties(self, other: Change) -> bool:
