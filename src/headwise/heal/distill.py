@@ -64,7 +64,9 @@ class _Healing:
         learned = learned if job.more is None else together(learned, job.more)
         batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
         self.course = Course(lesson, learned, watched, batch, micro, job.seed)
-        self.course.freeze_idle()
+        self.shared = bool(options.shard) and processes.count() > 1
+        if not (self.shared and isinstance(job.task, Causal)):  # nothing of a decoder is idle, and gradients are large
+            self.course.freeze_idle()
         tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
         steps = options.steps or max(1, round(tokens / self.course.tokens_of_step))
         self.fitting = FitSettings(
@@ -140,7 +142,7 @@ class _Healing:
     @contextmanager
     def _room(self) -> Iterator[None]:
         """Where processes share the weights, the whole models wait on the host."""
-        aside = (self.job.source, self.job.cut) if self.job.options.shard and processes.count() > 1 else ()
+        aside = (self.job.source, self.job.cut) if self.shared else ()
         try:
             for model in aside:
                 model.to("cpu")
@@ -151,7 +153,7 @@ class _Healing:
 
     def _go(self) -> tuple[nn.Module, dict[str, Any]]:
         course, job = self.course, self.job
-        course.spread(bool(job.options.shard))
+        course.spread(self.shared)
         start, trials = self._start()
         rate = job.options.rate or _rate.best(trials)
         if rate is None:
@@ -268,7 +270,7 @@ class _Healing:
             "divergence_after": after["divergence"],
             "tokens_per_second": course.tokens_of_step * steps / state.seconds if state and state.seconds else None,
             "processes": processes.count(),
-            "shared_weights": bool(self.job.options.shard) and processes.count() > 1,
+            "shared_weights": self.shared,
             "curve": [
                 {"step": p.step, "loss": p.loss, **({"held_out": p.evaluation["divergence"]} if p.evaluation else {})}
                 for p in curve
