@@ -115,13 +115,16 @@ class Table:
         """What the source answers to the zero-shot tasks, asked once."""
         path = self.work / f"zero-shot-{self.asked.most or 'all'}.safetensors"
         if not path.exists():
-            found, self.found["zero_shot"] = all_tasks(self.bench.source, self.exams)
-            kept = {f"{task}.{name}": right for task, scores in found.items() for name, right in scores.known().items()}
-            write_atomically(path, save(kept))
+            self._ask_source(path)
         kept = load_file(path)
         found = {task: Scores(kept[f"{task}.acc"], kept.get(f"{task}.acc_norm")) for task in self.exams}
         self.found["zero_shot"] = {task: scores.to_json() for task, scores in found.items()}
         return found
+
+    def _ask_source(self, path: Path) -> None:
+        found, _ = all_tasks(self.bench.source, self.exams)
+        kept = {f"{task}.{name}": right for task, scores in found.items() for name, right in scores.known().items()}
+        write_atomically(path, save(kept))
 
     def _budget(self, budget: str, plan: str, healings: list[str]) -> None:
         settings = replace(self.settings, budgets=(budget,), **{"heal": "none", **PLANS[plan]})
