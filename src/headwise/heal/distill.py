@@ -40,7 +40,8 @@ AFTER = "refit"
 TOGETHER = True  # processes share the work
 
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
-BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
+STEPS = 1000  # to aim at: many small steps heal more than few large ones
+BATCH = {"cuda": (8_192, 32_768), "cpu": (1_024, 4_096)}  # tokens of a step, at least and at most
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
 SAVE_MINUTES = 10.0
 
@@ -62,12 +63,13 @@ class _Healing:
         lesson = Lesson(job.family, job.task, job.source, student, options.match or 0.0, **more)
         learned, watched = divided(job.calibration, self.device)
         learned = learned if job.more is None else together(learned, job.more)
-        batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
+        tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
+        batch = options.batch or max(BATCH[kind][0], min(BATCH[kind][1], tokens // STEPS))
+        micro = options.micro or MICRO[kind]
         self.course = Course(lesson, learned, watched, batch, micro, job.seed)
         self.shared = bool(options.shard) and processes.count() > 1
         if not (self.shared and isinstance(job.task, Causal)):  # nothing of a decoder is idle, and gradients are large
             self.course.freeze_idle()
-        tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
         steps = options.steps or max(1, round(tokens / self.course.tokens_of_step))
         self.fitting = FitSettings(
             steps=steps,
