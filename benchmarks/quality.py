@@ -2,14 +2,17 @@
 
     python benchmarks/quality.py embedded --budget kv=75% --budget kv=50% --out benchmarks/results/quality-embedded.json
 
-Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped. Damage is the increase
-of the loss in nats per token on held-out text, with a 95% bootstrap interval over blocks; `published` before healing is
-the bar, measured in the same run. Tokens and seconds count what each healing learned from and took, cut included.
+Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped, and more plans,
+healings and budgets may be added to a file later. What the source says (its readings, its answers to zero-shot tasks)
+is found once and kept in a hidden folder beside the file. Damage is the increase of the loss in nats per token on
+held-out text, with a 95% bootstrap interval over blocks; `published` before healing is the bar, measured in the same
+run. Tokens and seconds count what each healing learned from and took, cut included.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -22,16 +25,18 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file, save
 from torch import nn
-from zero_shot import all_tasks
+from zero_shot import Scores, all_tasks, exams
 
 from headwise import pipeline
 from headwise.checks import quality, speed
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError
 from headwise.heal._job import Job
+from headwise.probes._watch import silently
 from headwise.registry import find
-from headwise.runfolder import Settings
+from headwise.runfolder import RunFolder, Settings
 from headwise.types import LayerShape, write_atomically
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -47,6 +52,14 @@ DEFAULT_PLANS = [name for name in PLANS if name != "depth"]  # which needs param
 HEALINGS = ("none", "refit", "blockwise", "distill")
 
 
+class Asked(NamedTuple):
+    """Zero-shot tasks: where they are, how many items of each, and after which healings."""
+
+    data: Path | None = None
+    most: int | None = None
+    heals: tuple[str, ...] = HEALINGS
+
+
 class Healed(NamedTuple):
     """A model and what it took to heal it, beginning with the cut."""
 
@@ -59,14 +72,19 @@ class Healed(NamedTuple):
 class Table:
     """Every plan at every budget, healed in every way; written after each row, so that a kill loses one row."""
 
-    def __init__(self, settings: Settings, out: Path, zero_shot: Path | None, samples: bool) -> None:
-        self.settings, self.out, self.zero_shot, self.samples = settings, out, zero_shot, samples
-        self.found: dict[str, Any] = {"settings": json.loads(json.dumps(settings.to_json())), "rows": []}
+    def __init__(self, settings: Settings, out: Path, asked: Asked, samples: bool) -> None:
+        self.settings, self.out, self.asked, self.samples = settings, out, asked, samples
+        self.found: dict[str, Any] = {"settings": _plain(settings), "rows": []}
         if out.exists():
             known = json.loads(out.read_text())
-            if known["settings"] != self.found["settings"]:
+            if _but_budgets(known["settings"]) != _but_budgets(self.found["settings"]):
                 sys.exit(f"{out} was measured with other settings; choose another --out, or delete it.")
-            self.found = known
+            budgets = dict.fromkeys((*known["settings"]["budgets"], *settings.budgets))
+            self.found = known | {"settings": known["settings"] | {"budgets": list(budgets)}}
+        kinds = sorted({budget.partition("=")[0] for budget in settings.budgets})  # what is probed depends on them
+        about = json.dumps([kinds, _but_budgets(_plain(settings))], sort_keys=True)
+        mark = hashlib.sha256(about.encode()).hexdigest()[:8]
+        self.work = out.parent / f".{out.stem}-{mark}"
 
     def missing(self, plan: str, healings: Sequence[str]) -> list[tuple[str, list[str]]]:
         """Budgets, and the healings of a plan that are not in the table yet."""
@@ -81,18 +99,32 @@ class Table:
         """Whatever is missing; the source is probed once."""
         if not any(self.missing(plan, healings) for plan in plans):
             return
-        self.bench = pipeline.workbench(self.settings)
-        self.first = pipeline.probe(self.settings, self.bench, self.bench.source)
-        self.scores = None
-        if self.zero_shot is not None:
-            self.scores, said = all_tasks(self.bench.source, self.bench.tokenizer, self.zero_shot)
-            self.found["zero_shot"] = said
-        self.found |= _about(self.bench, self.first[0].seconds)
+        self.bench = bench = pipeline.workbench(self.settings)
+        self.first = pipeline.probed(self.settings, RunFolder(self.work), bench, bench.source, silently, diagnose=False)
+        if self.asked.data is not None:
+            self.exams = exams(bench.tokenizer, self.asked.data, self.asked.most)
+            self.scores = self._source_scores()
+        self.found |= _about(bench, self.first[0].seconds)
         for budget in self.settings.budgets:
             for plan in plans:
                 for asked, left in self.missing(plan, healings):
                     if asked == budget:
                         self._budget(budget, plan, left)
+
+    def _source_scores(self) -> dict[str, Scores]:
+        """What the source answers to the zero-shot tasks, asked once."""
+        path = self.work / f"zero-shot-{self.asked.most or 'all'}.safetensors"
+        if not path.exists():
+            self._ask_source(path)
+        kept = load_file(path)
+        found = {task: Scores(kept[f"{task}.acc"], kept.get(f"{task}.acc_norm")) for task in self.exams}
+        self.found["zero_shot"] = {task: scores.to_json() for task, scores in found.items()}
+        return found
+
+    def _ask_source(self, path: Path) -> None:
+        found, _ = all_tasks(self.bench.source, self.exams)
+        kept = {f"{task}.{name}": right for task, scores in found.items() for name, right in scores.known().items()}
+        write_atomically(path, save(kept))
 
     def _budget(self, budget: str, plan: str, healings: list[str]) -> None:
         settings = replace(self.settings, budgets=(budget,), **{"heal": "none", **PLANS[plan]})
@@ -101,12 +133,15 @@ class Table:
             fitted = pipeline.fit(
                 settings,
                 self.bench,
-                lambda number, model: self.first if number == 1 else pipeline.probe(settings, self.bench, model),
+                lambda number, model: (
+                    self.first if number == 1 else pipeline.probe(settings, self.bench, model, diagnose=False)
+                ),
             )
         except HeadwiseError as error:
             print(f"{budget:12} {plan:16} {error}", flush=True)
             return
-        cut = Healed(fitted.model, seconds=time.perf_counter() - start)
+        tokens = sum(healing["tokens"] for healing in fitted.healings)  # of healings between rounds
+        cut = Healed(fitted.model, tokens, time.perf_counter() - start)
         states = {settings.heal: cut, "none": cut}
         job = self.bench.job(replace(settings, heal_options=self.settings.heal_options), fitted.model)
         for heal in healings:
@@ -139,8 +174,8 @@ class Table:
         record = state.record or {}
         row |= {"plan": plan, "heal": heal, "heal_tokens": state.tokens}
         row |= {name: record[name] for name in ("rate", "steps", "trials", "tokens_per_second") if name in record}
-        if self.scores is not None and self.zero_shot is not None:
-            row["zero_shot"] = all_tasks(state.model, bench.tokenizer, self.zero_shot, source=self.scores)[1]
+        if self.asked.data is not None and heal in self.asked.heals:
+            row["zero_shot"] = all_tasks(state.model, self.exams, self.scores)[1]
         if self.samples:
             texts = quality.samples(bench.source, state.model, bench.tokenizer, bench.evaluation)
             row["samples"] = [text.to_json() for text in texts]
@@ -148,6 +183,20 @@ class Table:
         self.found["perplexity_before"] = math.exp(float(found.loss_before.mean()))
         write_atomically(self.out, json.dumps(self.found, indent=1) + "\n")
         print(_line(row), flush=True)
+
+
+def _plain(settings: Settings) -> dict[str, Any]:
+    """Settings as JSON has them; of files their names, wherever they lie."""
+    found: dict[str, Any] = json.loads(json.dumps(settings.to_json()))
+    return found | {name: _name(found[name]) for name in ("model", "data", "eval")}
+
+
+def _name(text: str | None) -> str | None:
+    return Path(text).name if text and Path(text).exists() else text
+
+
+def _but_budgets(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name != "budgets"}
 
 
 def method_of(plan: str, heal: str) -> str:
@@ -158,7 +207,7 @@ def method_of(plan: str, heal: str) -> str:
 def _about(bench: pipeline.Workbench, seconds: float) -> dict[str, Any]:
     """On what, where and when."""
     return {
-        "evaluation": bench.described,
+        "evaluation": _name(bench.described),
         "calibration_tokens": bench.calibration.numel(),
         "healing_tokens": bench.calibration.numel() + (0 if bench.more is None else bench.more.numel()),
         "evaluation_tokens": bench.evaluation.numel(),
@@ -223,6 +272,8 @@ def main() -> None:
     parser.add_argument("--allow", help="units that may be cut, separated by commas")
     parser.add_argument("--samples", action="store_true", help="keep texts that source and cut model write")
     parser.add_argument("--zero-shot", type=Path, help="folder of LAMBADA, HellaSwag, ARC-easy and PIQA")
+    parser.add_argument("--zero-shot-most", type=int, help="items of each task")
+    parser.add_argument("--zero-shot-heal", action="append", choices=HEALINGS, help="only after these healings")
     parser.add_argument("--data")
     parser.add_argument("--eval")
     parser.add_argument("--tokens", type=int, default=131_072)
@@ -234,14 +285,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args())
     out, plans, samples = asked.pop("out"), asked.pop("plan") or DEFAULT_PLANS, asked.pop("samples")
-    healings, folder = asked.pop("heal") or list(HEALINGS), asked.pop("zero_shot")
+    healings = asked.pop("heal") or list(HEALINGS)
+    tasks = Asked(asked.pop("zero_shot"), asked.pop("zero_shot_most"), tuple(asked.pop("zero_shot_heal") or HEALINGS))
     options = tuple(asked.pop("heal_option"))
     allow = asked.pop("allow")
     more = {"allow": tuple(allow.split(","))} if allow else {}
     budgets = tuple(asked.pop("budget"))
     settings = Settings(budgets=budgets, heal="distill", heal_options=options, **asked, **more)
     out.parent.mkdir(parents=True, exist_ok=True)
-    Table(settings, out, folder, samples).measure(plans, healings)
+    Table(settings, out, tasks, samples).measure(plans, healings)
 
 
 if __name__ == "__main__":

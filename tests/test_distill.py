@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 from headwise import families
 from headwise.checks import quality
 from headwise.cuts import reshape
+from headwise.errors import HeadwiseError
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import _lora, distill
@@ -153,10 +154,27 @@ def test_matching_streams_pulls_them_together(job):
     lesson = Lesson(llama, job.task, job.source, llama.tailor(job.cut), match=1.0)
     part = Part(job.rehearsal.batches(4096)[0])
     apart = lesson.divergences(part) - lesson.divergences(part, matched=False)
-    assert (apart > 0).all()
+    assert (apart[:, 0] > 0).all()
     healed, _ = distill.heal(replace(job, options=replace(FEW, match=1.0)))
     after = Lesson(llama, job.task, job.source, healed, match=1.0)
     assert (after.divergences(part) - after.divergences(part, matched=False)).mean() < 0.7 * apart.mean()
+
+
+def test_embeddings_and_the_text_itself_are_learned_where_asked(job):
+    asked = replace(FEW, truth=0.5, embeddings=1)
+    part = Part(job.rehearsal.batches(4096)[0])
+    with torch.no_grad():
+        pairs = Lesson(llama, job.task, job.source, job.cut, truth=0.5)([part], judging=True)
+    loss = quality.compare(llama, job.source, job.cut, job.rehearsal.inputs).loss_after.mean()
+    tokens = part.batch.inputs.shape[1]
+    assert float((pairs[:, 1] - pairs[:, 0]).mean()) == pytest.approx(0.5 * loss * (tokens - 1) / tokens, rel=1e-4)
+    healed, record = distill.heal(replace(job, options=asked))
+    assert not torch.equal(healed.lm_head.weight, job.cut.lm_head.weight)
+    assert record["trials"][0]["loss"] > record["trials"][0]["divergence"], "the text counts in what is chosen"
+    torch.manual_seed(0)
+    work = job_of(bert, Embedding(32), bert.tailor(bert.tiny("bert")), None, asked)
+    with pytest.raises(HeadwiseError, match="leave out truth"):
+        Lesson(bert, work.task, work.source, work.source, truth=0.5)
 
 
 def test_balancing_changes_no_answer_and_evens_the_factors(source):
@@ -199,13 +217,31 @@ def test_zero_shot_scores_are_those_of_single_endings(source, monkeypatch):
         normed.append(max(range(len(logs)), key=lambda i: logs[i] / len(endings[i])))
     for size in (1, 4096):
         items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, best, strict=True)]
-        assert zero_shot.score(model, tokenizer, items, size).acc.tolist() == [1, 1]
+        assert zero_shot.Exam(tokenizer, items).scores(model, size).acc.tolist() == [1, 1]
         items = [zero_shot.Item(*pair, right) for pair, right in zip(asked, normed, strict=True)]
-        scores = zero_shot.score(model, tokenizer, items, size)
+        scores = zero_shot.Exam(tokenizer, items).scores(model, size)
         assert scores.acc_norm.tolist() == [1, 1]
         assert scores.to_json(scores)["acc_norm_change"] == 0
-    last = zero_shot.score(model, tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2)
+    last = zero_shot.Exam(tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2).scores(model)
     assert last.acc_norm is None and last.to_json()["items"] == 2
+
+
+def test_zero_shot_scores_are_those_of_lm_eval(source, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    zero_shot = importlib.import_module("zero_shot")
+    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
+    torch.manual_seed(3)
+    model = llama.tiny(vocab_size=4096)
+    model.lm_head.weight.data *= 30
+    words = ["return x", "import os", "pass", "def main():", "class A:", "yield from y "]
+    draw = random.Random(0)
+    choices = [zero_shot.Item(draw.choice(words), tuple(draw.sample(words, 3)), 1) for _ in range(20)]
+    last = [zero_shot.Item(draw.choice(words), (draw.choice(words),), 0) for _ in range(20)]
+    exams = {"choices": zero_shot.Exam(tokenizer, choices), "last": zero_shot.Exam(tokenizer, last)}
+    ours, theirs = zero_shot.all_tasks(model, exams)[1], zero_shot.by_lm_eval(model, tokenizer, exams)
+    for task, name in (("choices", "acc"), ("choices", "acc_norm"), ("last", "acc")):
+        assert ours[task][name] == pytest.approx(theirs[task][name])
 
 
 # Processes and kills, through the command line.
@@ -231,13 +267,13 @@ def folder(tmp_path_factory):
     return path
 
 
-def started(processes, folder, out):
+def started(processes, folder, out, *more):
     """The processes of one run, as torchrun would start them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(processes), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "headwise", "run", str(folder), *RUN, "--out", str(out)]
+    command = [sys.executable, "-m", "headwise", "run", str(folder), *RUN, *more, "--out", str(out)]
     return [
         subprocess.Popen(
             command,
@@ -262,7 +298,7 @@ def finish(workers):
 def test_two_processes_that_are_killed_end_as_one_that_is_not(folder, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     finish(started(1, folder, one))
-    workers = started(2, folder, two)
+    workers = started(2, folder, two, "--heal-option", "shard=1")
     steps, seed = two / "healing" / "distill", random.randrange(1 << 30)
     wanted = random.Random(seed).randint(2, 20)
     deadline = time.monotonic() + 120

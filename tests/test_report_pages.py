@@ -22,8 +22,9 @@ from headwise.errors import HeadwiseError, OutputError
 from headwise.figures import save_figures
 from headwise.planning import allocate_in
 from headwise.report import compare, render
-from headwise.report._checked import damage_marks, loss_curve, price_pairs
+from headwise.report._checked import damage_marks, held_out_curve, loss_curve, price_pairs
 from headwise.report._compare import best, read_runs
+from headwise.report._draw import draw_loss
 from headwise.report._explore import explorer, heat, price_list
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
@@ -187,6 +188,9 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
     assert loss_curve({"curve": [3.0, 2.0]}) == ((0.0, 3.0), (1.0, 2.0))
     assert loss_curve({"curve": [{"step": 10, "loss": 2.0}, {"step": 5, "kl": 3.0}]}) == ((5.0, 3.0), (10.0, 2.0))
     assert loss_curve({"curve": [[0, 1.0], "x", [1, math.nan]]}) == ((0.0, 1.0),) and loss_curve({"curve": 3}) == ()
+    looked = {"curve": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "held_out": 1.7}]}
+    assert held_out_curve(looked) == ((2.0, 1.7),) and held_out_curve({"curve": [3.0]}) == ()
+    assert "step 2: 1.7" in draw_loss(loss_curve(looked), "loss", held_out_curve(looked))
     dossier = make_dossier()
     page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
     check_page(page)

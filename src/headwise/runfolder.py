@@ -30,7 +30,7 @@ from headwise.types import (
 
 @dataclass(frozen=True, slots=True)
 class Settings(Record):
-    """What a run was asked to do. A run that was killed goes on only under the same settings."""
+    """What a run was asked to do. A run that was killed goes on under the same settings (see `goes_on`)."""
 
     model: str
     budgets: tuple[str, ...] = ()
@@ -58,6 +58,11 @@ class Settings(Record):
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
+
+    def goes_on(self, before: Settings) -> bool:
+        """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
+        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
+        return ours == theirs and replace(self, heal_options=()) == replace(before, heal_options=())
 
     @property
     def only_kv(self) -> bool:
@@ -102,12 +107,11 @@ class RunFolder:
                 raise OutputError(f"{self.path} is not empty and holds no run of headwise; choose another --out.")
             if self.report_file.exists():
                 raise OutputError(f"{self.path} holds a finished run; choose another --out or add --overwrite.")
-            if Settings.read(self.settings_file) != settings:
+            if not settings.goes_on(Settings.read(self.settings_file)):
                 raise OutputError(
                     f"{self.path} holds an unfinished run with other settings; run it with the same ones, "
                     "choose another --out or add --overwrite."
                 )
-            return
         try:
             settings.save(self.settings_file)
         except OSError as error:

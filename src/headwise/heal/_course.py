@@ -11,14 +11,17 @@ import torch
 from torch import nn
 
 from headwise import processes
-from headwise.data import count_tokens, mean_length
+from headwise.data import count_tokens, lengths_of, mean_length, rows_by_length
 from headwise.errors import HeadwiseError
 from headwise.heal._answers import Answers
 from headwise.heal._lesson import Lesson, Part
 from headwise.tasks import Prepared
+from headwise.train import shards
+from headwise.train.accelerator import accelerator_for
 from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit, optimiser_for
 from headwise.train.order import Order
 
+WHOLE = 1 << 40  # rows of a length are one batch
 WATCHED = {"cuda": 32_768, "cpu": 4_096}  # tokens to choose by, at most
 
 
@@ -67,12 +70,12 @@ class Course:
         batch_tokens: int,
         micro_tokens: int,
         seed: int,
-        accelerator: Any = None,
     ) -> None:
         self.lesson, self.learned, self.watched = lesson, learned, watched
-        self.accelerator, self.answers = accelerator, None
+        self.accelerator: Any = None
+        self.answers: Answers | None = None
         self.device = next(lesson.parameters()).device
-        self.model: nn.Module = lesson if accelerator is None else accelerator.prepare(lesson)
+        self.model: nn.Module = lesson
         length = mean_length(learned.inputs, learned.row)
         self.rows = max(1, batch_tokens // length)
         self.tokens_of_step = self.rows * count_tokens(learned.inputs, learned.row) / len(learned.inputs)
@@ -84,19 +87,35 @@ class Course:
             )
         self.parts = min(least, ceil(most * length / max(length, micro_tokens)))
         self.order = Order(len(learned.inputs), self.rows, seed)
+        self.shared_lengths = len(lengths_of(learned.inputs, learned.row).unique()) == 1
 
-    answers: Answers | None
+    def spread(self, shard: bool) -> None:
+        """Let processes share the work, each with the whole model (DDP) or, to `shard`, with a part of it (FSDP2)."""
+        if processes.count() == 1:
+            return
+        self.accelerator = accelerator_for("cpu" if self.device.type == "cpu" else "auto")
+        if shard:
+            self.lesson.spread()
+        else:
+            self.model = self.accelerator.prepare(self.lesson)
 
     def batches(self, number: int) -> list[Part]:
-        """What this process reads in one part of a step."""
-        step, part = divmod(number, self.parts)
-        own = self.order(step)[processes.index() :: processes.count()]
-        rows = own.tensor_split(self.parts)[part]
+        """What this process reads in one part of a step; all read as many batches, as those that share weights must."""
+        rows = self._rows(number, processes.index())
         if self.answers is not None:
             batch = rows_of(self.learned, rows).to(self.device)
             return [Part(batch, self.answers.of(rows))]
-        whole = 1 << 40  # rows of a length are one batch
-        return [Part(batch.to(self.device)) for batch in rows_of(self.learned, rows).batches(whole)]
+        found = [Part(batch.to(self.device)) for batch in rows_of(self.learned, rows).batches(WHOLE)]
+        if self.shared_lengths:
+            return found
+        others = (self.learned.inputs[self._rows(number, other)] for other in range(processes.count()))
+        most = max(len(rows_by_length(rows, WHOLE, self.learned.row)) for rows in others)
+        return found + [found[0]._replace(weight=0.0)] * (most - len(found))
+
+    def _rows(self, number: int, process: int) -> torch.Tensor:
+        """The rows that a process reads in one part of a step."""
+        step, part = divmod(number, self.parts)
+        return self.order(step)[process :: processes.count()].tensor_split(self.parts)[part]
 
     def loss(self) -> Loss:
         """The mean over all rows of a step, of which this process has some: processes and parts are averaged."""
@@ -110,15 +129,21 @@ class Course:
 
     @torch.no_grad()
     def judge(self, lesson: nn.Module | None = None) -> dict[str, float]:
-        """Mean divergence on the watched rows, in full precision: lightly damaged models are nearer than bfloat16."""
+        """Mean divergence on the watched rows and, as `loss`, what states are chosen by.
+
+        In full precision: lightly damaged models are nearer than bfloat16.
+        """
         self.lesson.eval()
-        found = torch.zeros(2, dtype=torch.float64)
+        found = torch.zeros(3, dtype=torch.float64)
         with torch.autocast(self.device.type, enabled=False), _exactly():
-            for batch in processes.mine(self.watched.batches(4096)):
-                rows = self.lesson.divergences(Part(batch.to(self.device)), matched=False).double()
-                found += torch.stack((rows.sum(), torch.tensor(float(len(rows))).to(rows))).cpu()
-        total, count = processes.total(found).tolist()
-        return {"divergence": total / count}
+            batches = self.watched.batches(4096)
+            for number in range(ceil(len(batches) / processes.count())):  # as many in every process
+                number = number * processes.count() + processes.index()
+                batch = batches[number % len(batches)].to(self.device)
+                rows = self.lesson([Part(batch)], judging=True).double()
+                found += torch.cat((rows.sum(0), rows.new_tensor([len(rows)]))).cpu() * (number < len(batches))
+        apart, chosen, count = processes.total(found).tolist()
+        return {"divergence": apart / count, "loss": chosen / count}
 
     def state(self, settings: FitSettings) -> State:
         """A run before its first step."""
@@ -149,19 +174,29 @@ class Course:
         return {name: p for name, p in self.lesson.named_parameters() if p.requires_grad}
 
     def copy(self) -> dict[str, torch.Tensor]:
-        """The same as they are now, on the host."""
-        return {name: p.detach().cpu().clone() for name, p in self.trained().items()}
+        """The same as they are now, on the host: what this process has of them."""
+        return {name: shards.own(p.detach()).cpu().clone() for name, p in self.trained().items()}
 
     @torch.no_grad()
     def put_back(self, weights: dict[str, torch.Tensor]) -> None:
-        """Set the parameters that change."""
+        """Set the parameters that change to a copy."""
         for name, parameter in self.trained().items():
-            parameter.copy_(weights[name])
+            shards.own(parameter).copy_(weights[name])
+
+    def whole(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A copy as it is with what the other processes have; all of them have to ask."""
+        found = self.trained()
+        return {name: shards.joined(part, found[name]).cpu() for name, part in weights.items()}
+
+    def parts_of(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """A copy of what is whole."""
+        found = self.trained()
+        return {name: shards.own(shards.laid_out(tensor, found[name])).cpu() for name, tensor in weights.items()}
 
     def freeze_idle(self) -> None:
         """Leave alone what the answers do not depend on: a pooler nobody asks, or the last of what is never read."""
         first = rows_of(self.learned, torch.arange(1)).batches()[0]
-        self.lesson.divergences(Part(first.to(self.device))).sum().backward()
+        self.lesson([Part(first.to(self.device))]).backward()
         for parameter in self.lesson.parameters():
             if parameter.grad is None:
                 parameter.requires_grad_(False)

@@ -33,7 +33,7 @@ def add(modules: Iterable[nn.Module], rank: int, seed: int = 0) -> int:
     generator, found = torch.Generator().manual_seed(seed), 0
     for module in modules:
         module.requires_grad_(False)
-        for part in [part for part in module.modules() if isinstance(part, nn.Linear)]:
+        for part in [part for part in module.modules() if isinstance(part, nn.Linear) and part.weight.numel()]:
             change = LowRank(part.weight, min(rank, *part.weight.shape), generator)
             parametrize.register_parametrization(part, "weight", change, unsafe=True)
             part.parametrizations.weight.original.requires_grad_(False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from headwise.errors import HeadwiseError
 
@@ -21,12 +21,19 @@ class Options:
     match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
     cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
     recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
+    truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
+    embeddings: int | None = None  # 1: embeddings and head learn too
+    shard: int | None = None  # 1: processes share the weights, each with a part, so that larger models fit
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if value is not None and not value > 0:
                 raise HeadwiseError(f"the healing option {field.name} is {value:g}; it must be above 0.")
+
+    def fixed(self) -> Options:
+        """The same without what may change when a run goes on, because only its memory depends on it."""
+        return replace(self, micro=None, recompute=None, shard=None)
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Options:

@@ -7,7 +7,6 @@ comes nearest the source on rows that are not learned from is taken.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
 STEPS = (4, 20)  # of a trial, at least and at most
 SHARE = 0.05  # of the steps to come
 WARM_UP = 0.5  # share of a trial
+BAD = 1e9  # instead of what is no number
 
 
 def steps_of(settings: FitSettings) -> int:
@@ -27,13 +27,13 @@ def steps_of(settings: FitSettings) -> int:
 
 
 def tried(
-    course: Course, settings: FitSettings, start: float, said: Callable[[float], Iterable[object]]
+    course: Course, settings: FitSettings, start: dict[str, float], said: Callable[[float], Iterable[object]]
 ) -> list[dict[str, float]]:
-    """The divergence after a few steps at each rate, until one is clearly worse than the best; no weight is changed.
+    """What `judge` says after a few steps at each rate, until one is clearly worse than the best; nothing is changed.
 
     `said(rate)` is asked for something to advance step by step, which shows progress.
     """
-    before, found = course.copy(), [{"rate": 0.0, "divergence": start}]
+    before, found = course.copy(), [{"rate": 0.0, **start}]
     steps = steps_of(settings)
     for rate in RATES:
         short = replace(
@@ -41,11 +41,13 @@ def tried(
         )
         try:
             course.learn(short, course.state(short), said(rate))
-            after = course.judge()["divergence"]
+            after = course.judge()
         except HeadwiseError:  # it diverged
-            after = math.inf
+            after = {"divergence": BAD, "loss": BAD}
         course.put_back(before)
-        found.append({"rate": rate, "divergence": after if math.isfinite(after) else 1e9})
+        found.append(
+            {"rate": rate, **{name: min(value, BAD) if value == value else BAD for name, value in after.items()}}
+        )
         if found[-1]["divergence"] > 1.2 * min(row["divergence"] for row in found):
             break
     return found
@@ -53,5 +55,5 @@ def tried(
 
 def best(trials: list[dict[str, float]]) -> float | None:
     """The rate that came nearest; None where every one did harm."""
-    rate = min(trials, key=lambda row: row["divergence"])["rate"]
+    rate = min(trials, key=lambda row: row["loss"])["rate"]
     return rate or None

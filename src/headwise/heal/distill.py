@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson
 from headwise.tasks.causal import Causal
 from headwise.train import checkpoint
-from headwise.train.accelerator import accelerator_for
 from headwise.train.logs import Logs
 from headwise.train.loop import FitSettings, State
 from headwise.types import write_atomically
@@ -40,9 +40,9 @@ AFTER = "refit"
 TOGETHER = True  # processes share the work
 
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given
-BATCH = {"cuda": 32_768, "cpu": 4_096}  # tokens of a step
+STEPS = 1000  # to aim at: many small steps heal more than few large ones
+BATCH = {"cuda": (8_192, 32_768), "cpu": (1_024, 4_096)}  # tokens of a step, at least and at most
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
-FREE = ("micro", "recompute")  # options that may change when a run goes on: only its memory does
 SAVE_MINUTES = 10.0
 
 
@@ -58,20 +58,18 @@ class _Healing:
         self.job, options = job, job.options
         self.device = next(job.cut.parameters()).device
         kind = "cuda" if self.device.type == "cuda" else "cpu"
-        student = job.family.tailor(job.cut)
-        balance(job.family, student)
-        learnable(job, student)
-        lesson = Lesson(
-            job.family, job.task, job.source, student, options.match or 0.0, recompute=bool(options.recompute)
-        )
+        student = self._student()
+        more: dict[str, Any] = {"recompute": bool(options.recompute), "truth": options.truth or 0.0}
+        lesson = Lesson(job.family, job.task, job.source, student, options.match or 0.0, **more)
         learned, watched = divided(job.calibration, self.device)
         learned = learned if job.more is None else together(learned, job.more)
-        several = processes.count() > 1
-        batch, micro = options.batch or BATCH[kind], options.micro or MICRO[kind]
-        Course(lesson, learned, watched, batch, micro, job.seed).freeze_idle()
-        accelerator = accelerator_for("cpu" if kind == "cpu" else "auto") if several else None
-        self.course = Course(lesson, learned, watched, batch, micro, job.seed, accelerator)
         tokens = options.tokens or EPOCHS * count_tokens(learned.inputs, learned.row)
+        batch = options.batch or max(BATCH[kind][0], min(BATCH[kind][1], tokens // STEPS))
+        micro = options.micro or MICRO[kind]
+        self.course = Course(lesson, learned, watched, batch, micro, job.seed)
+        self.shared = bool(options.shard) and processes.count() > 1
+        if not (self.shared and isinstance(job.task, Causal)):  # nothing of a decoder is idle, and gradients are large
+            self.course.freeze_idle()
         steps = options.steps or max(1, round(tokens / self.course.tokens_of_step))
         self.fitting = FitSettings(
             steps=steps,
@@ -90,13 +88,20 @@ class _Healing:
         self.best: dict[str, torch.Tensor] = {}
         self.saved_at = time.monotonic()
 
+    def _student(self) -> nn.Module:
+        """A copy of the cut model that is ready to learn."""
+        student = self.job.family.tailor(self.job.cut)
+        balance(self.job.family, student)
+        learnable(self.job, student)
+        return student
+
     def _claim(self) -> None:
         """Go on with what the same healing left behind; delete what another one did."""
         if self.folder is None:
             return
         folder, about = self.folder, self.folder / "about.json"
         facts = {
-            "options": {name: value for name, value in asdict(self.job.options).items() if name not in FREE},
+            "options": asdict(self.job.options.fixed()),
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
             "rows": [
@@ -118,7 +123,9 @@ class _Healing:
     def go(self) -> tuple[nn.Module, dict[str, Any]]:
         """Judge, try rates, learn, and give back the best."""
         try:
-            return self._go()
+            self._ask()
+            with self._room():
+                return self._go()
         except torch.OutOfMemoryError:
             raise HeadwiseError(
                 f"the device has too little memory to heal on {self.course.parts} parts of a step; add --heal-option "
@@ -126,36 +133,57 @@ class _Healing:
                 "--heal-option lora=16."
             ) from None
 
-    def _go(self) -> tuple[nn.Module, dict[str, Any]]:
+    def _ask(self) -> None:
+        """Store the source's answers, if they are to be stored."""
         course, job = self.course, self.job
-        start, trials = self._start()
-        rate = job.options.rate or _rate.best(trials)
-        if rate is None:
-            return job.family.tailor(job.cut), self._record(None, start, start, trials)
-        self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})
         if job.options.cache and isinstance(job.task, Causal):
             count = min(job.options.cache, job.source.config.vocab_size - 1)
             where = None if self.folder is None else self.folder / "answers"
             course.answers = Answers(course.lesson, course.learned, count, where, self.device, job.track)
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        """Where processes share the weights, the whole models wait on the host."""
+        aside = (self.job.source, self.job.cut) if self.shared else ()
+        try:
+            for model in aside:
+                model.to("cpu")
+            yield
+        finally:
+            for model in aside:
+                model.to(self.device)
+
+    def _go(self) -> tuple[nn.Module, dict[str, Any]]:
+        course, job = self.course, self.job
+        course.spread(self.shared)
+        start, trials = self._start()
+        rate = job.options.rate or _rate.best(trials)
+        if rate is None:
+            return job.family.tailor(job.cut).to(self.device), self._record(None, start, start, trials)
+        self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})
         state = course.state(self.fitting)
         after = self._learn(state, start)
         if not self.best:
-            return job.family.tailor(job.cut), self._record(state, start, start, trials)
-        course.put_back(self.best)
-        student = course.lesson.student
-        _lora.merge(student)
-        if job.options.recompute:
-            student.gradient_checkpointing_disable()
-        student.requires_grad_(True)
-        return student.eval(), self._record(state, start, after, trials)
+            return job.family.tailor(job.cut).to(self.device), self._record(state, start, start, trials)
+        return self._healed(), self._record(state, start, after, trials)
 
-    def _start(self) -> tuple[float, list[dict[str, float]]]:
-        """The divergence before anything is learned, and what trials of rates found; both kept for a second start."""
+    @torch.no_grad()
+    def _healed(self) -> nn.Module:
+        """An ordinary model with the best weights."""
+        student = self._student()
+        found = dict(student.named_parameters(prefix="student"))
+        for name, tensor in self.course.whole(self.best).items():
+            found[name].copy_(tensor)
+        _lora.merge(student)
+        return student.requires_grad_(True).eval().to(self.device)
+
+    def _start(self) -> tuple[dict[str, float], list[dict[str, float]]]:
+        """What `judge` says before anything is learned, and what trials of rates found; kept for a second start."""
         path = None if self.folder is None else self.folder / "trials.json"
         if path is not None and path.exists():
             known = json.loads(path.read_text())
             return known["start"], known["trials"]
-        start = self.course.judge()["divergence"]
+        start = self.course.judge()
         trials: list[dict[str, float]] = []
         if self.job.options.rate is None:
 
@@ -168,13 +196,13 @@ class _Healing:
             processes.by_first(lambda: write_atomically(path, text))
         return start, trials
 
-    def _learn(self, state: State, start: float) -> float:
-        """All steps from the beginning or the newest checkpoint on; returns the least divergence."""
+    def _learn(self, state: State, start: dict[str, float]) -> dict[str, float]:
+        """All steps from the beginning or the newest checkpoint on; returns what `judge` says of the best state."""
         course, least = self.course, start
         if self.folder is not None and checkpoint.restore(self.folder, course.lesson, state):
             kept = checkpoint.kept_in(self.folder)
-            least = float(kept.pop("least"))
-            self.best = kept
+            least = dict(zip(start, kept.pop("least").tolist(), strict=True))
+            self.best = course.parts_of(kept)
         logs = None
         if self.folder is not None and self.job.folder is not None:
             logs = Logs(self.job.folder.parent / NAME, state.curve, processes.index() == 0)
@@ -184,8 +212,8 @@ class _Healing:
             new = logs.write(state.curve) if logs is not None else False
             last = state.curve[-1] if state.curve else None
             judged = last.evaluation if last is not None and last.step == state.step else None
-            if judged is not None and judged["divergence"] < least:
-                least, self.best = judged["divergence"], course.copy()
+            if judged is not None and judged["loss"] < least["loss"]:
+                least, self.best = judged, course.copy()
             if self.folder is not None and (judged is not None or (new and self._late())):
                 self._save(self.folder, state, least)
 
@@ -204,10 +232,11 @@ class _Healing:
         late = torch.tensor(float(time.monotonic() - self.saved_at > 60 * SAVE_MINUTES))
         return bool(processes.agreed(late))
 
-    def _save(self, folder: Path, state: State, least: float) -> None:
+    def _save(self, folder: Path, state: State, least: dict[str, float]) -> None:
         state.sums = processes.total(state.sums) / processes.count()  # alike everywhere, as they will be on return
-        more = {"least": torch.tensor(least, dtype=torch.float64), **self.best}
-        processes.by_first(lambda: checkpoint.save(folder, self.course.lesson, state, more))
+        more = {"least": torch.tensor(list(least.values()), dtype=torch.float64), **self.course.whole(self.best)}
+        checkpoint.save(folder, self.course.lesson, state, more, processes.index() == 0)
+        processes.wait()
         self.saved_at = time.monotonic()
 
     def _bar(self, state: State) -> Iterable[object]:
@@ -223,7 +252,11 @@ class _Healing:
         return self.job.track(range(state.step, self.fitting.steps), label)
 
     def _record(
-        self, state: State | None, before: float, after: float, trials: list[dict[str, float]]
+        self,
+        state: State | None,
+        before: dict[str, float],
+        after: dict[str, float],
+        trials: list[dict[str, float]],
     ) -> dict[str, Any]:
         """What heal.json says."""
         course, steps = self.course, 0 if state is None else state.step
@@ -235,10 +268,11 @@ class _Healing:
             "rate": None if state is None else self.fitting.rate,
             "trials": trials,
             "batch_tokens": round(course.tokens_of_step),
-            "divergence_before": before,
-            "divergence_after": after,
+            "divergence_before": before["divergence"],
+            "divergence_after": after["divergence"],
             "tokens_per_second": course.tokens_of_step * steps / state.seconds if state and state.seconds else None,
             "processes": processes.count(),
+            "shared_weights": self.shared,
             "curve": [
                 {"step": p.step, "loss": p.loss, **({"held_out": p.evaluation["divergence"]} if p.evaluation else {})}
                 for p in curve
@@ -247,12 +281,14 @@ class _Healing:
 
 
 def learnable(job: Job, student: nn.Module) -> None:
-    """Let the layers learn; embeddings and head are the source's own and stay. With a rank, only low-rank changes."""
+    """Let the layers learn; embeddings and head are the source's own and stay unless asked.
+
+    With a rank, only low-rank changes.
+    """
     student.requires_grad_(False)
     layers = job.family.layers(student)
+    for module in [student] if job.options.embeddings else layers:
+        for parameter in module.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() and parameter.numel() > 0)
     if job.options.lora:
         _lora.add(layers, job.options.lora, job.seed)
-        return
-    for layer in layers:
-        for parameter in layer.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())

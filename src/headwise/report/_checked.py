@@ -83,3 +83,10 @@ def loss_curve(healing: dict[str, Any]) -> tuple[tuple[float, float], ...]:
         if step is not None and loss is not None:
             found.append((step, loss))
     return tuple(sorted(found))
+
+
+def held_out_curve(healing: dict[str, Any]) -> tuple[tuple[float, float], ...]:
+    """Step and loss on text that a healing did not learn from, where it looked."""
+    rows = healing.get("curve")
+    looked = [row for row in rows if isinstance(row, dict) and "held_out" in row] if isinstance(rows, list) else []
+    return loss_curve({"curve": [[row.get("step"), row["held_out"]] for row in looked]})

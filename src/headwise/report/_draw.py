@@ -232,9 +232,9 @@ def draw_marks(marks: Sequence[Mark]) -> str:
     return svg(350, 20 * len(marks) + 4, words, body, "rows")
 
 
-def draw_loss(points: Sequence[tuple[float, float]], label: str) -> str:
-    """One falling line."""
-    xs, ys = [x for x, _ in points], [y for _, y in points]
+def draw_loss(points: Sequence[tuple[float, float]], label: str, held: Sequence[tuple[float, float]] = ()) -> str:
+    """One falling line, and dots on text that was kept from it."""
+    xs, ys = [x for x, _ in points], [y for _, y in (*points, *held)]
     across = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, 46, 352)
     up = Scale(min(ys), max(ys) if max(ys) > min(ys) else min(ys) + 1, 168, 16)
     body = text(46, 8, label, "m")
@@ -242,9 +242,9 @@ def draw_loss(points: Sequence[tuple[float, float]], label: str) -> str:
         line(46, up(t), 352, up(t), "l") + text(41, up(t) + 3, number(t, 3), "m", "end") for t in up.ticks(4)
     )
     body += text(46, 181, number(min(xs)), "m") + text(352, 181, f"step {number(max(xs))}", "m", "end")
-    return svg(
-        360, 184, f"{label} while healing", body + polyline([(across(x), up(y)) for x, y in points], "c"), "lines"
-    )
+    body += polyline([(across(x), up(y)) for x, y in points], "c")
+    body += "".join(titled(f"step {number(x)}: {number(y, 3)}", circle(across(x), up(y), 3.2, "k")) for x, y in held)
+    return svg(360, 184, f"{label} while healing", body, "lines")
 
 
 def draw_healing(part: str, rows: tuple[HealRow, ...], ends: tuple[float, float], log: bool) -> str:

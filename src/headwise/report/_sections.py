@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headwise.report import _facts as facts
 from headwise.report import _rivals as rivals
-from headwise.report._checked import damage_marks, loss_curve, pairs_in_words, price_pairs
+from headwise.report._checked import damage_marks, held_out_curve, loss_curve, pairs_in_words, price_pairs
 from headwise.report._commands import FOLDER, how_to_make, run_command
 from headwise.report._data import (
     UNIT_LABELS,
@@ -205,8 +205,12 @@ def _healing(dossier: Dossier, maps: Maps) -> str:
     words = f"Method: {healing.get('method', 'unknown')}."
     words += f" {number(tokens)} tokens." if tokens is not None else ""
     words += f" {number(seconds)} seconds." if seconds is not None else ""
-    losses = loss_curve(healing)
-    curve = figure("Loss", draw_loss(losses, "loss")) if len(losses) > 1 else ""
+    rate, speed = as_number(healing.get("rate")), as_number(healing.get("tokens_per_second"))
+    words += f" Rate {number(rate)}." if rate is not None else ""
+    words += f" {number(speed)} tokens per second." if speed is not None else ""
+    losses, held = loss_curve(healing), held_out_curve(healing)
+    name = "Loss; dots: on text kept from it" if held else "Loss"
+    curve = figure(name, draw_loss(losses, "loss", held)) if len(losses) > 1 else ""
     parts = healing_parts(healing)
     if not parts:
         return paragraph(f"{words} It recorded no errors per layer.") + curve

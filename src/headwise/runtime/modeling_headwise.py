@@ -201,7 +201,7 @@ class SoftmaxAttention(nn.Module):
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
             name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         # No fused CPU kernel takes unequal dimensions, and on CUDA the fast one with a gradient does not either.
-        if name == "sdpa" and qk_dim != v_dim and (q_BHTK.device.type == "cpu" or self.training):
+        if name == "sdpa" and qk_dim != v_dim and (q_BHTK.device.type == "cpu" or q_BHTK.requires_grad):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.

@@ -24,6 +24,7 @@ def accelerator_for(device: str) -> Any:
     if made.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         raise HeadwiseError(
             f"every process trains a whole copy of the model here, which {made.distributed_type.value} does not do; "
-            "start with torchrun, or with accelerate launch and a plain configuration."
+            "start with torchrun, or with accelerate launch and a plain configuration. Healing shares the weights of a "
+            "large model with --heal-option shard=1."
         )
     return made

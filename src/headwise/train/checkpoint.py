@@ -14,6 +14,7 @@ from torch import nn
 
 from headwise.cuts import write_folder
 from headwise.errors import OutputError
+from headwise.train import shards
 from headwise.train.loop import Point, State
 from headwise.types import VERSION
 
@@ -21,15 +22,25 @@ OPTIMISER, MORE = "optimiser.safetensors", "more.safetensors"
 KEPT = 2  # newest checkpoints; older ones are deleted
 
 
-def save(folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None) -> None:
+def save(
+    folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None, writes: bool = True
+) -> None:
     """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare one, not as wrapped.
 
     Random numbers need no place: every step seeds its own. `more` are tensors that a run wants back (see `kept_in`).
+    Where processes share the weights all of them have to save, and one of them writes.
     """
-    tensors = {"sums": state.sums}
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        found = shards.whole(tensor)
+        return found.cpu().contiguous() if writes else found.new_empty(0)
+
+    weights, tensors = {name: kept(tensor) for name, tensor in _whole(model).items()}, {"sums": kept(state.sums)}
     for name, parameter in model.named_parameters():
         for part, tensor in state.optimiser.state.get(parameter, {}).items():
-            tensors[f"{name}/{part}"] = tensor
+            tensors[f"{name}/{part}"] = kept(tensor)
+    if not writes:
+        return
     facts = {
         "version": VERSION,
         "step": state.step,
@@ -39,9 +50,9 @@ def save(folder: Path, model: nn.Module, state: State, more: dict[str, torch.Ten
     }
 
     def write(target: Path) -> None:
-        files = {"model.safetensors": _whole(model), OPTIMISER: tensors, **({MORE: more} if more else {})}
+        files = {"model.safetensors": weights, OPTIMISER: tensors, **({MORE: more} if more else {})}
         for name, found in files.items():
-            save_file({key: tensor.contiguous() for key, tensor in found.items()}, target / name)
+            save_file(found, target / name)
         (target / "state.json").write_text(json.dumps(facts) + "\n")
 
     for half in folder.glob(".step-*"):  # left by a kill
@@ -84,7 +95,7 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
         ) from None
     with torch.no_grad():
         for name, tensor in _whole(model).items():
-            tensor.copy_(weights[name])
+            tensor.copy_(shards.laid_out(weights[name], tensor))
     for name, parameter in model.named_parameters():
         parts = [key for key in tensors if key.startswith(f"{name}/")]
         if parts:  # the count of steps stays where AdamW keeps it: on the device only if fused
@@ -98,5 +109,6 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
 
 
 def _beside(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    on_device = tensor.dim() > 0 or parameter.device.type == "cuda"
-    return tensor.to(parameter.device) if on_device else tensor
+    if tensor.dim() > 0:
+        return shards.laid_out(tensor, parameter)
+    return tensor.to(parameter.device) if parameter.device.type == "cuda" else tensor

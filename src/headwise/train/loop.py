@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
+from headwise.train import shards
 from headwise.types import Record
 
 Batches = Callable[[int], Any]  # number of a batch -> what the loss reads; counts on through accumulated parts
@@ -144,7 +145,7 @@ def _step(
             (value / settings.accumulate).backward()
         state.sums[0] += value.detach() / settings.accumulate
     limit = settings.clip or math.inf
-    state.sums[1] += nn.utils.clip_grad_norm_(state.model.parameters(), limit)
+    state.sums[1] += shards.whole(nn.utils.clip_grad_norm_(state.model.parameters(), limit))
     state.optimiser.step()
     state.optimiser.zero_grad()
     state.step, state.summed = state.step + 1, state.summed + 1

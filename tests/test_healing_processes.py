@@ -1,0 +1,183 @@
+"""Healing by several processes: as one alone does it, with whole copies or shared weights, killed or not.
+
+The processes are started once, as torchrun would, and do all of it one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from test_distill import damaged, job_of
+
+from headwise import processes
+from headwise.cuts import reshape
+from headwise.data import NOTHING
+from headwise.families.bert import FAMILY as bert
+from headwise.families.llama import FAMILY as llama
+from headwise.heal import distill
+from headwise.heal._options import Options
+from headwise.probes import gram
+from headwise.tasks.causal import Causal
+from headwise.tasks.embedding import TASK as Embedding
+from headwise.types import LayerKeep, Plan
+
+STEPS, STOPPED = 20, 7  # of a healing; where the first process of all stops
+PLAIN = Options(steps=STEPS, batch=256, rate=1e-3)
+LEAN = replace(PLAIN, steps=6, lora=4, cache=32, recompute=1)
+ALL = replace(PLAIN, steps=6, micro=64, embeddings=1, truth=0.5, match=0.1)
+
+
+def decoder(options=PLAIN, **more):
+    """A healing whose source, cut model and rows are the same in every process."""
+    torch.manual_seed(0)
+    source = llama.tailor(llama.tiny())
+    source.lm_head.weight.data *= 24  # a trained model has favourites
+    return job_of(llama, Causal(), source, damaged(source, llama), options, **more)
+
+
+def without_mlp(options):
+    """The same of a model that lost a whole MLP: empty weights have no parts."""
+    job = decoder(options)
+    shape = llama.shape_of(job.source.config)
+    layers = (replace(shape.layers[0], mlp_width=0), *shape.layers[1:])
+    keep = (LayerKeep(mlp_channels=()), *[LayerKeep()] * (len(layers) - 1))
+    plan = Plan("", shape, shape.with_layers(layers), keep, "", (), {}, 0.0, 0)
+    moments = gram.collect(llama, job.source, job.rehearsal.inputs, True)
+    return replace(job, cut=reshape(llama, job.source, plan, moments))
+
+
+def encoder(options):
+    """The same of a model whose rows differ in length: processes have different numbers of batches."""
+    torch.manual_seed(0)
+    source = bert.tailor(bert.tiny("bert"))
+    job = job_of(bert, Embedding(source.config.hidden_size), source, damaged(source, bert), options)
+    rows = job.calibration.inputs.clone()
+    for row, ids in enumerate(rows):
+        ids[8 * (1 + row % 3) :] = NOTHING
+    return replace(job, calibration=job.calibration._replace(inputs=rows))
+
+
+def until(step, end):
+    """Progress that calls `end` when a step has been done."""
+
+    def track(items, label):
+        for item in items:
+            if item == step and not isinstance(label, str):
+                end()
+            yield item
+
+    return track
+
+
+def stop():
+    raise KeyboardInterrupt
+
+
+def told(job):
+    """What one is to compare: the curve, and a sum of the healed weights."""
+    model, record = distill.heal(job)
+    weights = sum(float(tensor.double().abs().sum()) for tensor in model.state_dict().values())
+    return {**record, "curve": [point["loss"] for point in record["curve"]], "weights": weights}
+
+
+def worker(folder, killed_at):
+    """All that several processes are asked for."""
+    processes.begin("cpu")
+    found = {
+        "copies": told(decoder()),
+        "shared": told(decoder(replace(PLAIN, shard=1))),
+        "lean": told(decoder(replace(LEAN, shard=1))),
+        "all": told(decoder(replace(ALL, shard=1))),
+        "lengths": told(encoder(replace(PLAIN, steps=6, shard=1))),
+        "empty": told(without_mlp(replace(PLAIN, steps=6, shard=1))),
+        "gone on": told(decoder(replace(PLAIN, shard=1), folder=folder / "one")),
+    }
+    if processes.index() == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    processes.wait()
+    kill = until(killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    distill.heal(decoder(replace(PLAIN, shard=1), folder=folder / "two", track=kill))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return told(decoder())
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory):
+    """A folder in which one process stopped and two went on, and another in which two were killed."""
+    folder, seed = tmp_path_factory.mktemp("healing"), random.randrange(1 << 30)
+    with pytest.raises(KeyboardInterrupt):
+        distill.heal(decoder(folder=folder / "one", track=until(STOPPED, stop)))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, str(folder), str(random.Random(seed).randint(4, STEPS - 2))]
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), os.environ.get("PYTHONPATH"))))
+    workers = [
+        subprocess.Popen(
+            command, env={**os.environ, **told, "RANK": str(rank), "PYTHONPATH": path}, stderr=subprocess.PIPE
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [worker.communicate(timeout=240)[1].decode()[-3000:] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert (folder / "found.json").exists(), said
+    assert {worker.returncode for worker in workers} == {-signal.SIGKILL}, (seed, said)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(several):
+    return json.loads((several / "found.json").read_text())
+
+
+def alike(one, other):
+    assert one["curve"] == pytest.approx(other["curve"], rel=1e-4)
+    assert one["divergence_after"] == pytest.approx(other["divergence_after"], rel=1e-4)
+    assert one["weights"] == pytest.approx(other["weights"], rel=1e-6)
+
+
+def test_two_processes_learn_as_one_does(found, alone):
+    alike(found["copies"], alone)
+    assert found["copies"]["processes"] == 2 and not found["copies"]["shared_weights"]
+
+
+def test_shared_weights_change_nothing(found, alone):
+    alike(found["shared"], alone)
+    assert found["shared"]["shared_weights"]
+
+
+@pytest.mark.parametrize("name", ["lean", "all", "lengths", "empty"])
+def test_shared_weights_go_with_everything_else(found, name):
+    made = {"lengths": encoder, "empty": without_mlp}.get(name, decoder)
+    alike(found[name], told(made({"lean": LEAN, "all": ALL}.get(name, replace(PLAIN, steps=6)))))
+
+
+def test_two_processes_go_on_where_one_stopped(found, alone):
+    alike(found["gone on"], alone)
+
+
+def test_one_process_goes_on_where_two_that_shared_weights_were_killed(several, alone):
+    steps = sorted(path.name for path in (several / "two" / "distill").glob("step-*"))
+    assert steps and steps[-1] < f"step-{STEPS:08d}"
+    alike(told(decoder(folder=several / "two")), alone)
+
+
+if __name__ == "__main__":
+    worker(Path(sys.argv[1]), int(sys.argv[2]))
