@@ -61,23 +61,38 @@ def work(
 
     Without those `needed` nothing can be said: then there is no result, and the parts wait for more time.
     """
+
+    def do(key: str) -> None:
+        parts[key] = jobs[key]()
+
+    left = while_time([key for key in jobs if key not in parts], do, parts, track, label)
+    need([name for name in needed if name not in parts])
+    return left
+
+
+def while_time(
+    names: Sequence[str], do: Callable[[str], None], parts: MutableMapping[str, Any], track: Track, label: str
+) -> list[str]:
+    """Do one after the other while time is left; the names of the others."""
     left, longest = [], 0.0
-    for key in track(list(jobs), label):
-        if key in parts:
-            continue
+    for name in track(list(names), label):
         if seconds_left(parts) < longest / 2:
-            left.append(key)
+            left.append(name)
             continue
         start = time.perf_counter()
-        parts[key] = jobs[key]()
+        do(name)
         longest = max(longest, time.perf_counter() - start)
         _forget()
-    if lost := [name for name in needed if name not in parts]:
+    return left
+
+
+def need(lost: Sequence[str]) -> None:
+    """Refuse a result that lacks what it rests on."""
+    if lost:
         raise HeadwiseError(
             f"time was over before {', '.join(lost)} could be measured; what is done is kept: "
             "the same command with more --minutes goes on."
         )
-    return left
 
 
 def seconds_left(parts: MutableMapping[str, Any]) -> float:

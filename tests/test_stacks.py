@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _rules, _stack, _tasks, b8_design  # noqa: E402
+from experiments import _data, _lab, _listops, _points, _rates, _rules, _stack, _tasks, b3_grid, b8_design  # noqa: E402
 
 import headwise  # noqa: E402
 from headwise.errors import DataError, HeadwiseError  # noqa: E402
@@ -154,3 +156,34 @@ def test_rules_follow_the_numbers() -> None:
 
     assert "fewer and wider is better. Spend on width before depth." in answer(2.5)
     assert "more and narrower is better. Spend on depth before width." in answer(3.5)
+
+
+def test_a_rate_is_found_between_worse_ones_and_added_rates_keep_what_is_done() -> None:
+    best, asked = {"low": 0.25, "high": 8.0}, []
+
+    def attempt(name: str) -> _rates.Attempt:
+        def train(rates: Sequence[float]) -> list[dict[str, Any]]:
+            asked.extend((name, rate) for rate in rates)
+            return [{"tried": abs(math.log(rate / best[name])), "loss": [rate]} for rate in rates]
+
+        return train
+
+    parts: dict[str, Any] = {}
+    attempts = {name: attempt(name) for name in best}
+    short, long = _rates.Ladder((0.5, 1.0, 2.0), (1.0, 2.0)), _rates.Ladder((0.125, 0.25, 0.5, 1.0, 2.0), (1.0, 2.0))
+    assert not _rates.search(attempts, short, parts, lambda items, _: items, "rates")
+    assert asked == [("low", 1.0), ("low", 2.0), ("high", 1.0), ("high", 2.0), ("low", 0.5)]
+    assert not _rates.search(attempts, long, parts, lambda items, _: items, "rates")
+    assert asked[5:] == [("low", 0.25), ("low", 0.125)], "only what is new is trained"
+    found = _rates.best("low", long, parts)
+    assert found is not None and found["rate"] == 0.25 and found["loss"] == [0.25] and len(found["rates"]) == 5
+    assert _rates.best("other", long, parts) is None
+
+
+def test_parts_outlive_added_cells_but_not_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = b3_grid.PLANS["tiny"]
+    known = _lab.digest("b3_grid", "tiny")
+    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(depths=(1, 2, 3), ladder=_rates.Ladder((1.0,), (1.0,))))
+    assert _lab.digest("b3_grid", "tiny") == known
+    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(steps=plan.steps + 1))
+    assert _lab.digest("b3_grid", "tiny") != known
