@@ -97,6 +97,7 @@ class Parts(dict[str, Any]):
         super().__init__()
         self.path, self.conditions, self.minutes = path, list(conditions), minutes
         self.seconds, self._start = 0.0, time.perf_counter()  # spent before this attempt
+        self.longest = 0.0  # seconds of one part of this attempt
         try:
             old = json.loads(path.read_text())
         except (OSError, ValueError):

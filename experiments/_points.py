@@ -74,7 +74,7 @@ def while_time(
     names: Sequence[str], do: Callable[[str], None], parts: MutableMapping[str, Any], track: Track, label: str
 ) -> list[str]:
     """Do one after the other while time is left; the names of the others."""
-    left, longest = [], 0.0
+    left, longest = [], float(getattr(parts, "longest", 0.0))
     for name in track(list(names), label):
         if seconds_left(parts) < longest / 2:
             left.append(name)
@@ -83,6 +83,8 @@ def while_time(
         do(name)
         longest = max(longest, time.perf_counter() - start)
         _forget()
+    if hasattr(parts, "longest"):
+        parts.longest = longest
     return left
 
 

@@ -53,9 +53,14 @@ class Plan(NamedTuple):
 
     @property
     def cells(self) -> list[tuple[int, int, int]]:
-        """Depth, heads, MLP width: the original and what it is compared with first, the rest after."""
+        """Depth, heads, MLP width: the original first, what it is not compared with last (`later`)."""
         every = [(d, h, m) for m in reversed(self.mlps) for d in reversed(self.depths) for h in self.heads]
-        return sorted(every, key=lambda cell: cell != self.original)
+        return sorted(every, key=lambda cell: (cell != self.original, self.later(cell)))
+
+    def later(self, cell: tuple[int, int, int]) -> bool:
+        """Narrow MLPs in the deepest models and between the ends of heads can wait until all others are done."""
+        depth, heads, mlp = cell
+        return mlp != self.mlps[-1] and (depth == self.depths[-1] or heads not in (self.heads[0], self.heads[-1]))
 
     @property
     def original(self) -> tuple[int, int, int]:
@@ -80,7 +85,9 @@ def run(
     attempts = {name: partial(attempt, net, task, plan) for name, net in nets.items()}
     timing = f"times of {len(nets)}"
     left = _points.work({timing: lambda: times(nets, task, plan.timing_steps)}, parts, track, "times")
-    left += _rates.search(attempts, plan.ladder, parts, track, "depth x heads x MLP")
+    for late in (False, True):
+        group = {key(cell): attempts[key(cell)] for cell in plan.cells if plan.later(cell) is late}
+        left += _rates.search(group, plan.ladder, parts, track, "depth x heads x MLP")
     cells = {name: cell for name in nets if (cell := _rates.best(name, plan.ladder, parts)) is not None}
     _points.need([name for name in list(nets)[:2] if name not in cells])
     for name, seconds in parts.get(timing, {}).items():

@@ -54,8 +54,8 @@ class Plan(NamedTuple):
 SHAPES = {
     DEEP: (12, 12, 384, 1536),
     LEAN: (4, 16, 384, 1536),
-    "narrow deep": (12, 14, 224, 896),  # the lean model's parameters
     WIDE: (4, 16, 640, 2560),  # the deep model's parameters
+    "narrow deep": (12, 14, 224, 896),  # the lean model's parameters
     "lean, 12 heads": (4, 12, 384, 1536),
     "deep, 16 heads": (12, 16, 384, 1536),
 }

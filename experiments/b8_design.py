@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -69,21 +69,20 @@ class Plan(NamedTuple):
 
 
 def _designs(depth: int) -> dict[str, Wanted]:
-    """In order of interest: the first `FIRST` are finished before the rest is begun."""
+    """In order of interest: each is finished before the next is begun."""
     return {
         f"leaner, {depth // 3} layers": Wanted("leaner", 70, depth // 3),
         f"leaner, {depth // 4} layers": Wanted("leaner", 70, depth // 4),
         f"uniform, {depth} layers": Wanted("uniform", 70, depth),
-        f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
         f"leaner, {depth // 6} layers": Wanted("leaner", 70, depth // 6),
         f"taper, {depth} layers": Wanted("taper", 70, depth),
-        f"bound, {depth} layers": Wanted("bound", 70, depth),
-        "mix": Wanted("mix", 70, depth // 2),
+        f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
         f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
+        "mix": Wanted("mix", 70, depth // 2),
+        f"bound, {depth} layers": Wanted("bound", 70, depth),
     }
 
 
-FIRST = 3
 BASELINE = shapes.Sketch(256, 12, 4, 64, 704)
 PLANS = {
     "tiny": Plan(
@@ -93,11 +92,11 @@ PLANS = {
     ),
     "small": Plan(
         BASELINE._replace(width=128, heads=2, mlp=352),
-        _designs(12), 128, 8, 150, (0, 1, 2), (), LADDER, 64, 6, "params=10M", 4096, (2, 64), 3,
+        _designs(12), 128, 8, 150, (0, 1), (2, 3), LADDER, 64, 6, "params=10M", 4096, (2, 64), 3,
     ),
     "full": Plan(
         BASELINE,
-        _designs(12), 256, 32, 900, (0, 1, 2), (3, 4, 5), LADDER, 512, 25, "params=300M", 32_000, (8, 1024), 12,
+        _designs(12), 256, 32, 900, (0, 1), (2, 3, 4), LADDER, 512, 25, "params=300M", 32_000, (8, 1024), 12,
     ),
 }  # fmt: skip
 
@@ -120,10 +119,11 @@ def run(
         timing: lambda: times(nets, task, plan.timing_steps),
     }
     left = _points.work(jobs, parts, track, "times")
-    attempts = {name: partial(attempt, net, task, plan, plan.seeds) for name, net in nets.items()}
-    for group in (list(nets)[: FIRST + 1], list(nets)[FIRST + 1 :]):
-        left += _rates.search({name: attempts[name] for name in group}, plan.ladder, parts, track, "designs")
-        left += _points.work(more_seeds(group, nets, task, plan, parts), parts, track, "more seeds")
+    for name, net in nets.items():
+        trying = partial(attempt, net, task, plan, plan.seeds)
+        left += _rates.search({name: trying}, plan.ladder, parts, track, name)
+        if (key := further(name, plan, parts)) is not None:
+            left += _points.work({key: partial(more_seeds, name, net, task, plan, parts)}, parts, track, name)
     models = {name: model for name in nets if (model := gathered(name, plan, parts)) is not None}
     _points.need([name for name in list(nets)[:2] if name not in models])
     for name, model in models.items():
@@ -190,16 +190,10 @@ def further(name: str, plan: Plan, parts: MutableMapping[str, Any]) -> str | Non
     return None if found is None or not plan.more else f"{_rates.key(name, found['rate'])}, seeds {plan.more}"
 
 
-def more_seeds(
-    names: Iterable[str], nets: dict[str, Net], task: NextToken, plan: Plan, parts: MutableMapping[str, Any]
-) -> dict[str, Callable[[], Any]]:
-    """Jobs that train them."""
-    jobs: dict[str, Callable[[], Any]] = {}
-    for name in names:
-        if (key := further(name, plan, parts)) is not None:
-            rate = _rates.best(name, plan.ladder, parts)["rate"]
-            jobs[key] = lambda net=nets[name], rate=rate: attempt(net, task, plan, plan.more, [rate])[0]
-    return jobs
+def more_seeds(name: str, net: Net, task: NextToken, plan: Plan, parts: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Train them."""
+    rate = _rates.best(name, plan.ladder, parts)["rate"]
+    return attempt(net, task, plan, plan.more, [rate])[0]
 
 
 def gathered(name: str, plan: Plan, parts: MutableMapping[str, Any]) -> dict[str, Any] | None:
