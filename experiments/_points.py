@@ -126,11 +126,13 @@ def edges(models: Sequence[dict[str, Any]]) -> str:
     tried = [(float(model["rate"]), [float(rate) for rate in model["rates"]]) for model in models if model.get("rates")]
     low = sum(rate == min(rates) for rate, rates in tried if len(rates) > 1)
     high = sum(rate == max(rates) for rate, rates in tried if len(rates) > 1)
+    single = sum(len(rates) == 1 for _, rates in tried)
+    words = f" {single} of {len(tried)} models were trained at one rate only." if single else ""
     if not low + high:
-        return ""
+        return words
     return (
         f" Of {len(tried)} models {low} learned best at the lowest rate tried and {high} at the highest, so that a "
-        "wider choice might have moved them."
+        f"wider choice might have moved them.{words}"
     )
 
 

@@ -61,12 +61,14 @@ def _sure(found: Mean | None) -> Mean:
 def depth_or_width(decoders: dict[str, Any]) -> str:
     """Equal parameters, other depth."""
     models, parts, won = decoders["models"], [], 0
-    for lean, deep in (("wide lean", "deep"), ("lean", "narrow deep")):
+    long = f", {b6_decoders.TIMES} times the tokens"
+    for lean, deep in (("wide lean", "deep"), ("lean", "narrow deep"), ("wide lean" + long, "deep" + long)):
         if (found := b6_decoders.against(decoders, lean, deep)) is None:
             continue
         a, b = models[lean], models[deep]
         parts.append(
-            f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']} "
+            f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']}"
+            f"{long if lean.endswith(long) else ''} "
             f"({a['parameters'] / b['parameters']:.0%} of the parameters, {b['seconds'] / a['seconds']:.2f} times as "
             f"fast): {found.signed()} nats, {word(found, 'fewer and wider is better', 'more and narrower is better')}"
         )
@@ -106,7 +108,7 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
     return (
         f"On images, {first['heads']} to {last['heads']} heads at one width take accuracy from "
         f"{mean(first['accuracy']).mean:.1%} to {mean(last['accuracy']).mean:.1%} "
-        f"({difference(last['accuracy'], first['accuracy']).signed(3)}); a doubling gains "
+        f"({difference(last['accuracy'], first['accuracy']).signed(3)}); in the grid a step to more heads gains "
         f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters stay, time does not: the "
         f"most heads train {min(slower):.2f} to {max(slower):.2f} times as long as the fewest."
     )
@@ -140,7 +142,7 @@ def tapering(designs: dict[str, Any]) -> str:
     parts = []
     for name in names:
         if flat is not None:
-            found = difference(models[name]["loss"], models[flat]["loss"])
+            found = b8_design.paired(models[name], models[flat])
             answer = word(found, "better", "worse")
             parts.append(f"{name} {found.signed()} nats against uniform of the same parameters ({answer})")
     pace = designs["speed"]
@@ -153,12 +155,13 @@ def budget_rule(designs: dict[str, Any]) -> str:
     models, base = designs["models"], designs["models"][b8_design.BASE]
     gaps = b8_design.against(designs)
     best = min(gaps, key=lambda name: gaps[name].mean)
+    narrow = [f"{name} {gap.signed()}" for name, gap in gaps.items() if name.startswith("uniform")]
+    ends = f" Its depth made narrower: {', '.join(narrow)}." if narrow else ""
     return (
         f"Of {len(gaps)} designs with at most 70% of the parameters of a uniform model of {base['depth']} layers, "
         f"{best} comes closest: {gaps[best].signed()} nats at {models[best]['parameters'] / base['parameters']:.0%} of "
-        f"the parameters and {base['seconds'] / models[best]['seconds']:.2f} times the speed. Its depth made narrower: "
-        + ", ".join(f"{name} {gap.signed()}" for name, gap in gaps.items() if name.startswith("uniform"))
-        + f". Start from `headwise design --strategy {best.partition(',')[0]}`."
+        f"the parameters and {base['seconds'] / models[best]['seconds']:.2f} times the speed.{ends} Verdict: "
+        f"{b8_design.verdict(designs)}. Start from `headwise design --strategy {best.partition(',')[0]}`."
     )
 
 

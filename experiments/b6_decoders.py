@@ -185,7 +185,7 @@ def measured(result: dict[str, Any]) -> str:
         ("lean, equal FLOPs", DEEP, "at equal FLOPs"),
         ("lean, equal time", DEEP, "at equal time"),
         (LEAN, "narrow deep", "against the deep model of its own parameters"),
-        (WIDE, DEEP, "a lean model of the deep one's parameters against deep"),
+        (WIDE, DEEP, "a lean model of the deep one's parameters and FLOPs against deep"),
         (WIDE + long, DEEP + long, f"the same with {TIMES} times the tokens"),
         (LEAN, "lean, 12 heads", "16 heads against 12 in 4 layers"),
         ("deep, 16 heads", DEEP, "16 heads against 12 in 12 layers"),
@@ -193,7 +193,7 @@ def measured(result: dict[str, Any]) -> str:
     told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}."
+        f"Differences of loss, seed by seed: {'; '.join(told)}. Rates were chosen on the same held-out rows."
         f"{_points.edges(list(models.values()))}{_points.left_out(result)}"
     )
 
