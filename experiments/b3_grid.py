@@ -86,7 +86,7 @@ def run(
     nets = {key(cell): vit(cell[0], cell[1], plan.width, cell[2]) for cell in plan.cells}
     attempts = {name: partial(attempt, net, task, plan) for name, net in nets.items()}
     timing = f"times of {len(nets)}"
-    left = _points.work({timing: lambda: times(nets, task, plan.timing_steps)}, parts, track, "times")
+    left = _points.work({timing: lambda: times(nets, task, plan.timing_steps, turns=2)}, parts, track, "times")
     for late in (False, True):
         group = {key(cell): attempts[key(cell)] for cell in plan.cells if plan.later(cell) is late}
         left += _rates.search(group, plan.ladder, parts, track, "depth x heads x MLP")
