@@ -187,3 +187,21 @@ def test_parts_outlive_added_cells_but_not_other_settings(monkeypatch: pytest.Mo
     assert _lab.digest("b3_grid", "tiny") == known
     monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(steps=plan.steps + 1))
     assert _lab.digest("b3_grid", "tiny") != known
+
+
+def test_the_grids_rival_is_chosen_without_the_test_set() -> None:
+    def cell(depth: int, held: float, accuracy: float) -> dict[str, Any]:
+        sizes = {"depth": depth, "heads": 3, "mlp": 8, "parameters": depth, "flops": depth, "seconds": depth}
+        return {**sizes, "accuracy": [accuracy, accuracy + 0.001], "rate": 0.1, "rates": {"0.1": held}}
+
+    def judged(chosen: float, other: float) -> str:
+        cells = {"deep": cell(12, 1.0, 0.6), "chosen": cell(8, 0.8, chosen), "lucky": cell(4, 0.9, other)}
+        return b3_grid.verdict({"original": "deep", "cells": cells})
+
+    assert judged(0.7, 0.5) == "confirmed with conditions", "better, but nothing is known of heads and MLP width"
+    assert judged(0.5, 0.7) == "refuted", "what only the test set prefers does not count"
+
+
+def test_designs_are_compared_over_the_seeds_that_both_have() -> None:
+    found = b8_design.paired({"loss": [3.0, 3.5]}, {"loss": [2.0, 2.5, 9.0]})
+    assert found == _points.Mean(1.0, 1.0, 1.0)
