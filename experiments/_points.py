@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -121,19 +121,21 @@ def left_out(result: dict[str, Any]) -> str:
     return f" Left out for lack of time: {', '.join(names)}." if names else ""
 
 
-def edges(models: Sequence[dict[str, Any]]) -> str:
-    """A sentence on rates at the end of those tried: others might have been better still, for some models more."""
-    tried = [(float(model["rate"]), [float(rate) for rate in model["rates"]]) for model in models if model.get("rates")]
-    low = sum(rate == min(rates) for rate, rates in tried if len(rates) > 1)
-    high = sum(rate == max(rates) for rate, rates in tried if len(rates) > 1)
-    single = sum(len(rates) == 1 for _, rates in tried)
-    words = f" {single} of {len(tried)} models were trained at one rate only." if single else ""
-    if not low + high:
-        return words
-    return (
-        f" Of {len(tried)} models {low} learned best at the lowest rate tried and {high} at the highest, so that a "
-        f"wider choice might have moved them.{words}"
-    )
+def edges(models: Mapping[str, dict[str, Any]]) -> str:
+    """Sentences on models whose best rate was the lowest or highest tried, since others might have been better still,
+    and on rates that a shorter training chose, since those need not be best for the whole one."""
+    tried = {name: [float(rate) for rate in model["rates"]] for name, model in models.items() if model.get("rates")}
+    ends = {name: (min(rates), max(rates)) for name, rates in tried.items() if len(rates) > 1}
+    low = [name for name, (least, _) in ends.items() if float(models[name]["rate"]) == least]
+    high = [name for name, (_, most) in ends.items() if float(models[name]["rate"]) == most]
+    single = [name for name, rates in tried.items() if len(rates) == 1]
+    told = (("at the lowest rate tried", low), ("at the highest", high), ("at the only one", single))
+    words = [f"{len(names)} {where} ({'; '.join(names)})" for where, names in told if names]
+    short = any("settled" not in models[name] for name in ends)
+    text = " Rates were chosen in a shorter training and need not be best for the whole one." if short else ""
+    if not words:
+        return text
+    return f" Of {len(tried)} models, best rates were {', '.join(words)}: others might be better for those.{text}"
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -64,10 +64,14 @@ def search(
 
 
 def best(name: str, ladder: Ladder, parts: Mapping[str, Any]) -> Found | None:
-    """What a model's best rate found, with all rates that were tried; None if it was not trained."""
+    """What a model's best rate found, with all rates that were tried; None if it was not trained.
+
+    It is `settled` once no further rate is wanted: before that, another might be better still.
+    """
     losses = tried(name, ladder, parts)
     if not losses:
         return None
     rate = min(losses, key=lambda each: losses[each])
     found = {field: value for field, value in parts[key(name, rate)].items() if field != "tried"}
-    return {**found, "rate": rate, "rates": {str(each): loss for each, loss in losses.items()}}
+    rates = {str(each): loss for each, loss in losses.items()}
+    return {**found, "rate": rate, "rates": rates, "settled": not ladder.following(losses)}

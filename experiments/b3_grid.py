@@ -208,7 +208,7 @@ def measured(result: dict[str, Any]) -> str:
         f"{len(cells)} models, {len(result['seeds'])} seeds each, {result['images']:,} images. The original "
         f"({result['original']}, {first['parameters'] / 1e6:.2f}M): {_points.mean(first['accuracy']).spelled(4)}. "
         + " ".join(words)
-        + _points.edges(list(cells.values()))
+        + _points.edges(cells)
         + _points.left_out(result)
     )
 

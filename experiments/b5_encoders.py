@@ -119,11 +119,7 @@ def run(
         "seeds": list(plan.seeds),
         "tokens": plan.steps * plan.batch * plan.length,
         "tasks": list(plan.tasks),
-        "models": {
-            name: parts[name] | {"rates": _rates.best(name, plan.ladder, parts)["rates"]}
-            for name in plan.shapes
-            if name in parts
-        },
+        "models": {name: _rates.best(name, plan.ladder, parts) | parts[name] for name in plan.shapes if name in parts},
         "left_out": left,
     }
 
@@ -227,7 +223,7 @@ def measured(result: dict[str, Any]) -> str:
         f" A masked loss of {deep:.1f}, where knowing nothing costs {chance:.1f}, says that pretraining had hardly "
         "begun: this pair compares encoders at the start of their training."
         * (deep > BEGUN * chance)
-        + _points.edges(list(models.values()))
+        + _points.edges(models)
         + _points.left_out(result)
     )
     return f"{seeds} seeds, {tokens:,} tokens of pretraining: {table}. Against deep: {told}.{ends}"

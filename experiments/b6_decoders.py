@@ -35,6 +35,7 @@ SAYS = "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than 
 
 LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (3e-4, 7e-4))
 DEEP, LEAN, WIDE = "deep", "lean", "wide lean"
+SHORT = 0.02  # by which a longer training may fall short
 TIMES = 3  # as many tokens, for a last look at the pair of equal parameters
 
 
@@ -122,19 +123,37 @@ def train_longer(
 ) -> list[str]:
     """Train models of `models` for other numbers of steps, at the rates they have, and add what was found there."""
     able = {name: pair for name, pair in wanted.items() if pair[0] in models}
-    rates = {name: models[of]["rate"] for name, (of, _) in able.items()}
-    keys = {name: f"{of}, {steps} steps, rate {rates[name]:g}" for name, (of, steps) in able.items()}
     jobs = {
-        keys[name]: partial(lambda net, steps, rate: attempt(net, task, plan, steps, [rate])[0], nets[of], steps, rate)
-        for (name, (of, steps)), rate in zip(able.items(), rates.values(), strict=True)
+        longer_key(of, steps, models[of]["rate"]): partial(at_one_rate, nets[of], task, plan, steps, models[of]["rate"])
+        for of, steps in able.values()
     }
     left = _points.work(jobs, parts, track, "longer")
     for name, (of, steps) in able.items():
-        if keys[name] in parts:
-            seconds = models[of]["seconds"] * steps / plan.steps
-            kept = {field: value for field, value in parts[keys[name]].items() if field != "tried"}
-            models[name] = {**kept, "rate": rates[name], "seconds": seconds}
+        if (found := trained_longer(of, steps, models[of]["rate"], plan, parts)) is not None:
+            models[name] = found | {"seconds": models[of]["seconds"] * found["steps"] / plan.steps}
     return left
+
+
+def longer_key(name: str, steps: int, rate: float) -> str:
+    """The part of a model that was trained for so many steps."""
+    return f"{name}, {steps} steps, rate {rate:g}"
+
+
+def trained_longer(
+    name: str, steps: int, rate: float, plan: Plan, parts: MutableMapping[str, Any]
+) -> dict[str, Any] | None:
+    """A model after so many steps or a little fewer, at its best rate or, before that was trained, at another."""
+    for each in sorted(plan.ladder.rates, key=lambda other: other != rate):
+        for count in range(steps, round(steps * (1 - SHORT)) - 1, -1):
+            if (found := parts.get(longer_key(name, count, each))) is not None:
+                kept = {field: value for field, value in found.items() if field != "tried"}
+                return {**kept, "rate": each, "settled": each == rate and count == steps}
+    return None
+
+
+def at_one_rate(net: Net, task: NextToken, plan: Plan, steps: int, rate: float) -> dict[str, Any]:
+    """All seeds of one model at one rate."""
+    return attempt(net, task, plan, steps, [rate])[0]
 
 
 def basis(size: str) -> list[Any]:
@@ -157,9 +176,10 @@ def gathered(
 ) -> dict[str, dict[str, Any]]:
     """Models at their best rate, with their time alone where that was measured."""
     models = {name: model for name in names if (model := _rates.best(name, plan.ladder, parts)) is not None}
-    for name, seconds in parts.get(timing, {}).items():
-        if name in models:
-            models[name]["seconds"] = seconds * plan.steps
+    for name, model in models.items():
+        model["losses"] = {rate: parts[_rates.key(name, float(rate))]["loss"] for rate in model["rates"]}
+        if name in parts.get(timing, {}):
+            model["seconds"] = parts[timing][name] * plan.steps
     return models
 
 
@@ -167,6 +187,34 @@ def against(result: dict[str, Any], name: str, other: str = DEEP) -> _points.Mea
     """How much lower (negative) a model's loss is than another's."""
     models = result["models"]
     return _points.difference(models[name]["loss"], models[other]["loss"]) if {name, other} <= set(models) else None
+
+
+def clear(result: dict[str, Any], name: str, other: str = DEEP) -> bool:
+    """Whether a difference stands, whatever rates are still to be tried: those of the worse model are settled."""
+    found = against(result, name, other)
+    if found is None or found.low <= 0 <= found.high:
+        return False
+    return bool(result["models"][other if found.high < 0 else name].get("settled", True))
+
+
+def told(result: dict[str, Any], name: str, other: str = DEEP, unit: str = "") -> str:
+    """The difference in words; while rates are not settled and might turn it, also at a rate that both had."""
+    pair = [result["models"][each] for each in (name, other)]
+    found, text = _points.difference(*(model["loss"] for model in pair)), ""
+    ends = [
+        f"{each} at {m['rate']:g}" for each, m in zip((name, other), pair, strict=True) if not m.get("settled", True)
+    ]
+    if ends and not clear(result, name, other) and (rates := common(*pair)):
+        rate = min(rates, key=lambda each: sum(_points.mean(model["losses"][each]).mean for model in pair))
+        same = _points.difference(*(model["losses"][rate] for model in pair))
+        if {float(rate)} != {float(model["rate"]) for model in pair}:
+            text = f"{same.signed()}{unit} with both at rate {float(rate):g}, at the best rates so far "
+    return f"{text}{found.signed()}{unit}" + (f" (rates not settled: {', '.join(ends)})" if ends else "")
+
+
+def common(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Rates that both models were trained at."""
+    return [rate for rate in one.get("losses", {}) if rate in other.get("losses", {})]
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -190,17 +238,20 @@ def measured(result: dict[str, Any]) -> str:
         (LEAN, "lean, 12 heads", "16 heads against 12 in 4 layers"),
         ("deep, 16 heads", DEEP, "16 heads against 12 in 12 layers"),
     )
-    told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
+    found = [f"{words} {told(result, a, b)}" for a, b, words in pairs if {a, b} <= set(models)]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}. Rates were chosen on the same held-out rows."
-        f"{_points.edges(list(models.values()))}{_points.left_out(result)}"
+        f"Differences of loss, seed by seed: {'; '.join(found)}. Rates were chosen on the same held-out rows."
+        f"{_points.edges(models)}{_points.left_out(result)}"
     )
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """By significance of the lean model's advantage."""
-    lower = [(found := against(result, name)) is not None and found.high < 0 for name in (LEAN, *LONGER)]
+    """By significance of the lean model's advantage, where no rate still to be tried can undo it."""
+    lower = [
+        (found := against(result, name)) is not None and found.high < 0 and clear(result, name)
+        for name in (LEAN, *LONGER)
+    ]
     if lower[0]:
         return "confirmed"
     return "confirmed with conditions" if any(lower[1:]) else "refuted"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _rates, _rules, _stack, _tasks, b3_grid, b8_design  # noqa: E402
+from experiments import _data, _lab, _listops, _points, _rates, _rules, _stack, _tasks, b3_grid, b6_decoders, b8_design  # noqa: E402
 
 import headwise  # noqa: E402
 from headwise.errors import DataError, HeadwiseError  # noqa: E402
@@ -134,10 +134,11 @@ def test_nothing_is_said_without_what_it_rests_on(tmp_path: Path) -> None:
 
 def test_rates_at_the_edge_are_told() -> None:
     model = {"rate": 0.1, "rates": {"0.1": 2.0, "0.2": 3.0}}
-    assert "Of 2 models 1 learned best at the lowest rate tried and 1 at the highest" in _points.edges(
-        [model, model | {"rate": 0.2}]
-    )
-    assert not _points.edges([{"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}])
+    found = _points.edges({"a": model, "b": model | {"rate": 0.2}, "c": {"rate": 0.1, "rates": {"0.1": 2.0}}})
+    assert "Of 3 models, best rates were 1 at the lowest rate tried (a), 1 at the highest (b), 1 at the only" in found
+    inside = {"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}
+    assert not _points.edges({"a": inside | {"settled": True}})
+    assert "chosen in a shorter training" in _points.edges({"a": inside})
 
 
 def test_rules_without_results_say_what_to_run() -> None:
@@ -205,3 +206,25 @@ def test_the_grids_rival_is_chosen_without_the_test_set() -> None:
 def test_designs_are_compared_over_the_seeds_that_both_have() -> None:
     found = b8_design.paired({"loss": [3.0, 3.5]}, {"loss": [2.0, 2.5, 9.0]})
     assert found == _points.Mean(1.0, 1.0, 1.0)
+
+
+def test_a_decoders_lead_counts_only_if_no_other_rate_can_undo_it() -> None:
+    def models(settled_deep: bool, settled_lean: bool) -> dict[str, Any]:
+        deep = {"loss": [3.0, 3.01], "rate": 0.1, "settled": settled_deep}
+        return {"models": {"deep": deep, "lean": {"loss": [2.0, 2.01], "rate": 0.1, "settled": settled_lean}}}
+
+    assert b6_decoders.verdict(models(True, False)) == "confirmed", "the better model can only gain"
+    assert b6_decoders.verdict(models(False, True)) == "refuted", "the worse one might catch up"
+    unsure = models(False, True)
+    assert "rates not settled: deep at 0.1" in b6_decoders.told(unsure, "lean")
+    unsure["models"]["deep"]["losses"] = {"0.1": [3.0, 3.01], "0.2": [2.5, 2.51]}
+    unsure["models"]["lean"]["losses"] = {"0.2": [2.75, 2.76]}
+    assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.told(unsure, "lean")
+
+
+def test_a_longer_training_is_found_again_at_another_rate_or_a_little_shorter() -> None:
+    plan = b6_decoders.PLANS["full"]
+    parts = {"lean, 990 steps, rate 0.0007": {"loss": [1.0], "tried": 1.0, "steps": 990}}
+    found = b6_decoders.trained_longer("lean", 1000, 1.5e-3, plan, parts)
+    assert found == {"loss": [1.0], "steps": 990, "rate": 7e-4, "settled": False}
+    assert b6_decoders.trained_longer("lean", 1100, 1.5e-3, plan, parts) is None
