@@ -33,7 +33,7 @@ CLAIM = "B6"
 TITLE = "Decoders: 4 layers of 16 heads against 12 of 12"
 SAYS = "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than one with 12 layers of 12 heads."
 
-LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (3e-4, 7e-4))
+LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (7e-4, 1.5e-3))
 DEEP, LEAN, WIDE = "deep", "lean", "wide lean"
 SHORT = 0.02  # by which a longer training may fall short
 TIMES = 3  # as many tokens, for a last look at the pair of equal parameters
