@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,23 +61,40 @@ def work(
 
     Without those `needed` nothing can be said: then there is no result, and the parts wait for more time.
     """
-    left, longest = [], 0.0
-    for key in track(list(jobs), label):
-        if key in parts:
-            continue
+
+    def do(key: str) -> None:
+        parts[key] = jobs[key]()
+
+    left = while_time([key for key in jobs if key not in parts], do, parts, track, label)
+    need([name for name in needed if name not in parts])
+    return left
+
+
+def while_time(
+    names: Sequence[str], do: Callable[[str], None], parts: MutableMapping[str, Any], track: Track, label: str
+) -> list[str]:
+    """Do one after the other while time is left; the names of the others."""
+    left, longest = [], float(getattr(parts, "longest", 0.0))
+    for name in track(list(names), label):
         if seconds_left(parts) < longest / 2:
-            left.append(key)
+            left.append(name)
             continue
         start = time.perf_counter()
-        parts[key] = jobs[key]()
+        do(name)
         longest = max(longest, time.perf_counter() - start)
         _forget()
-    if lost := [name for name in needed if name not in parts]:
+    if hasattr(parts, "longest"):
+        parts.longest = longest
+    return left
+
+
+def need(lost: Sequence[str]) -> None:
+    """Refuse a result that lacks what it rests on."""
+    if lost:
         raise HeadwiseError(
             f"time was over before {', '.join(lost)} could be measured; what is done is kept: "
             "the same command with more --minutes goes on."
         )
-    return left
 
 
 def seconds_left(parts: MutableMapping[str, Any]) -> float:
@@ -104,17 +121,21 @@ def left_out(result: dict[str, Any]) -> str:
     return f" Left out for lack of time: {', '.join(names)}." if names else ""
 
 
-def edges(models: Sequence[dict[str, Any]]) -> str:
-    """A sentence on rates at the end of those tried: others might have been better still, for some models more."""
-    tried = [(float(model["rate"]), [float(rate) for rate in model["rates"]]) for model in models if model.get("rates")]
-    low = sum(rate == min(rates) for rate, rates in tried if len(rates) > 1)
-    high = sum(rate == max(rates) for rate, rates in tried if len(rates) > 1)
-    if not low + high:
-        return ""
-    return (
-        f" Of {len(tried)} models {low} learned best at the lowest rate tried and {high} at the highest, so that a "
-        "wider choice might have moved them."
-    )
+def edges(models: Mapping[str, dict[str, Any]]) -> str:
+    """Sentences on models whose best rate was the lowest or highest tried, since others might have been better still,
+    and on rates that a shorter training chose, since those need not be best for the whole one."""
+    tried = {name: [float(rate) for rate in model["rates"]] for name, model in models.items() if model.get("rates")}
+    ends = {name: (min(rates), max(rates)) for name, rates in tried.items() if len(rates) > 1}
+    low = [name for name, (least, _) in ends.items() if float(models[name]["rate"]) == least]
+    high = [name for name, (_, most) in ends.items() if float(models[name]["rate"]) == most]
+    single = [name for name, rates in tried.items() if len(rates) == 1]
+    told = (("at the lowest rate tried", low), ("at the highest", high), ("at the only one", single))
+    words = [f"{len(names)} {where} ({'; '.join(names)})" for where, names in told if names]
+    short = any("settled" not in models[name] for name in ends)
+    text = " Rates were chosen in a shorter training and need not be best for the whole one." if short else ""
+    if not words:
+        return text
+    return f" Of {len(tried)} models, best rates were {', '.join(words)}: others might be better for those.{text}"
 
 
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:

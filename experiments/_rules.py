@@ -52,37 +52,36 @@ def word(found: Mean, better: str, worse: str, level: str = "no clear difference
     return better if found.high < 0 else worse if found.low > 0 else level
 
 
-def _sure(found: Mean | None) -> Mean:
-    """Of models without which there is no result."""
-    assert found is not None
-    return found
-
-
 def depth_or_width(decoders: dict[str, Any]) -> str:
     """Equal parameters, other depth."""
     models, parts, won = decoders["models"], [], 0
-    for lean, deep in (("wide lean", "deep"), ("lean", "narrow deep")):
+    long = f", {b6_decoders.TIMES} times the tokens"
+    for lean, deep in (("wide lean", "deep"), ("lean", "narrow deep"), ("wide lean" + long, "deep" + long)):
         if (found := b6_decoders.against(decoders, lean, deep)) is None:
             continue
         a, b = models[lean], models[deep]
+        open_ = not all(model.get("settled", True) for model in (a, b))
+        sure = b6_decoders.clear(decoders, lean, deep) or not open_
         parts.append(
-            f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']} "
+            f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']}"
+            f"{long if lean.endswith(long) else ''} "
             f"({a['parameters'] / b['parameters']:.0%} of the parameters, {b['seconds'] / a['seconds']:.2f} times as "
-            f"fast): {found.signed()} nats, {word(found, 'fewer and wider is better', 'more and narrower is better')}"
+            f"fast): {b6_decoders.told(decoders, lean, deep, ' nats')}, "
+            + (word(found, "fewer and wider is better", "more and narrower is better") if sure else "not clear yet")
         )
-        won += (found.high < 0) - (found.low > 0)
-    rule = "Spend on width before depth." if won > 0 else "Spend on depth before width." if won < 0 else ""
-    return f"At about equal parameters: {'; '.join(parts)}. {rule}{edges(list(models.values()))}"
+        won += sure * ((found.high < 0) - (found.low > 0))
+    rule = " Spend on width before depth." if won > 0 else " Spend on depth before width." if won < 0 else ""
+    return f"At about equal parameters: {'; '.join(parts)}.{rule}{edges(models)}"
 
 
 def fewer_layers(decoders: dict[str, Any], grid: dict[str, Any]) -> str:
     """Layers removed with nothing in exchange."""
-    tokens = _sure(b6_decoders.against(decoders, "lean"))
+    tokens = b6_decoders.told(decoders, "lean", unit=" nats")
     deep, lean = (decoders["models"][name]["depth"] for name in ("deep", "lean"))
-    words = [f"{deep} layers to {lean} at the same width changes the loss by {tokens.signed()} nats at equal tokens"]
+    words = [f"{deep} layers to {lean} at the same width changes the loss by {tokens} at equal tokens"]
     for name, label in (("lean, equal FLOPs", "equal FLOPs"), ("lean, equal time", "equal time")):
-        if found := b6_decoders.against(decoders, name):
-            words.append(f"{found.signed()} at {label} (more tokens are seen)")
+        if name in decoders["models"]:
+            words.append(f"{b6_decoders.told(decoders, name)} at {label} (more tokens are seen)")
     steps = b3_grid.gains(grid, "depth")
     ends = f" On images a step to more layers gains {mean(steps).signed(4)} of accuracy." if steps else ""
     return f"For a decoder, {'; '.join(words)}.{ends}"
@@ -94,9 +93,10 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
     first, last = rows[0], rows[-1]
     steps = b3_grid.gains(grid, "heads")
     text = ""
-    if (found := b6_decoders.against(decoders, "lean", "lean, 12 heads")) is not None:
+    if {"lean", "lean, 12 heads"} <= set(decoders["models"]):
+        found = b6_decoders.told(decoders, "lean", "lean, 12 heads", " nats")
         many, few = (decoders["models"][name]["heads"] for name in ("lean", "lean, 12 heads"))
-        text = f"On text {many} heads instead of {few} change the loss by {found.signed()} nats. "
+        text = f"On text {many} heads instead of {few} change the loss by {found}. "
     cells = {(c["depth"], c["heads"]): c for c in grid["cells"].values() if c["mlp"] == max_mlp(grid)}
     slower = [
         cells[depth, max(h for d, h in cells if d == depth)]["seconds"]
@@ -106,7 +106,7 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
     return (
         f"On images, {first['heads']} to {last['heads']} heads at one width take accuracy from "
         f"{mean(first['accuracy']).mean:.1%} to {mean(last['accuracy']).mean:.1%} "
-        f"({difference(last['accuracy'], first['accuracy']).signed(3)}); a doubling gains "
+        f"({difference(last['accuracy'], first['accuracy']).signed(3)}); in the grid a step to more heads gains "
         f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters stay, time does not: the "
         f"most heads train {min(slower):.2f} to {max(slower):.2f} times as long as the fewest."
     )
@@ -123,12 +123,30 @@ def conditioning_rule(found: dict[str, Any]) -> str:
     start, after = (
         [mean(b2_conditioning.number(row, when)).mean for row in (rows[0], rows[-1])] for when in ("start", "after")
     )
+    within = b2_conditioning.within(found, "after", "accuracy")
+    if within is None or within["p"] >= 0.05:
+        ends = f"but a {said(within)} among models of equal heads: it compares shapes, not trained models"
+    else:
+        ends = f"and a {said(within)} among models of equal heads"
     return (
-        f"From {rows[0]['heads']} to {rows[-1]['heads']} heads the condition number of their outputs goes from "
-        f"{start[0]:.2g} to {start[1]:.2g} before training and from {after[0]:.2g} to {after[1]:.2g} after. With test "
-        f"accuracy it has a {said(b2_conditioning.link(found, 'after', 'accuracy'))} over all heads, but a "
-        f"{said(b2_conditioning.within(found, 'after', 'accuracy'))} among models of equal heads: it compares shapes, "
-        "it does not choose among trained models."
+        f"From {rows[0]['heads']} to {rows[-1]['heads']} heads at one width the condition number of their outputs goes "
+        f"from {start[0]:.2g} to {start[1]:.2g} before training and from {after[0]:.2g} to {after[1]:.2g} after."
+        f"{_at_one_dimension(found['grown'])} With test accuracy it has a "
+        f"{said(b2_conditioning.link(found, 'after', 'accuracy'))} over all models, {ends}."
+    )
+
+
+def _at_one_dimension(rows: list[dict[str, Any]]) -> str:
+    """Heads added without making them smaller: whether a better number brings accuracy."""
+    if len(rows) < 2:
+        return ""
+    first, last = rows[0], rows[-1]
+    numbers = [mean(b2_conditioning.number(row, "after")).mean for row in (first, last)]
+    gain = difference(last["accuracy"], first["accuracy"])
+    ends = word(gain, "a better number is no aim in itself", "accuracy follows", "accuracy does not clearly follow")
+    return (
+        f" From {first['heads']} to {last['heads']} heads of one dimension it goes from {numbers[0]:.2g} to "
+        f"{numbers[1]:.2g} after training, and accuracy changes by {gain.signed(3)}: {ends}."
     )
 
 
@@ -140,7 +158,7 @@ def tapering(designs: dict[str, Any]) -> str:
     parts = []
     for name in names:
         if flat is not None:
-            found = difference(models[name]["loss"], models[flat]["loss"])
+            found = b8_design.paired(models[name], models[flat])
             answer = word(found, "better", "worse")
             parts.append(f"{name} {found.signed()} nats against uniform of the same parameters ({answer})")
     pace = designs["speed"]
@@ -153,12 +171,13 @@ def budget_rule(designs: dict[str, Any]) -> str:
     models, base = designs["models"], designs["models"][b8_design.BASE]
     gaps = b8_design.against(designs)
     best = min(gaps, key=lambda name: gaps[name].mean)
+    narrow = [f"{name} {gap.signed()}" for name, gap in gaps.items() if name.startswith("uniform")]
+    ends = f" Its depth made narrower: {', '.join(narrow)}." if narrow else ""
     return (
         f"Of {len(gaps)} designs with at most 70% of the parameters of a uniform model of {base['depth']} layers, "
         f"{best} comes closest: {gaps[best].signed()} nats at {models[best]['parameters'] / base['parameters']:.0%} of "
-        f"the parameters and {base['seconds'] / models[best]['seconds']:.2f} times the speed. Its depth made narrower: "
-        + ", ".join(f"{name} {gap.signed()}" for name, gap in gaps.items() if name.startswith("uniform"))
-        + f". Start from `headwise design --strategy {best.partition(',')[0]}`."
+        f"the parameters and {base['seconds'] / models[best]['seconds']:.2f} times the speed.{ends} Verdict: "
+        f"{b8_design.verdict(designs)}. Start from `headwise design --strategy {best.partition(',')[0]}`."
     )
 
 

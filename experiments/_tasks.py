@@ -6,7 +6,7 @@ A task gives a stack its losses, in an order that only the seed decides, and sco
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +24,12 @@ from experiments._stack import (
     hidden,
     logits,
     named,
+    step_seconds,
     train,
     working,
 )
 
-MASKED = 0.15  # share of the tokens that a masked language model predicts
+MASKED = 0.3  # share of the tokens that a masked language model predicts; more of them teach faster
 PATTERNS = 4096  # of masks
 TUNING_SEED = 1000
 AT_ONCE = 1 << 16  # positions of all members together that are scored in one go
@@ -83,7 +84,8 @@ class NextToken(Task):
     def __init__(self, texts: _data.Texts, length: int, batch: int, valid_rows: int = 0) -> None:
         self.batch, self.device = batch, texts.train.device
         self.rows, self.valid = (part.unfold(0, length + 1, length) for part in (texts.train, texts.valid))
-        self.valid = self.valid[: valid_rows or None]
+        border = valid_rows or len(self.valid)
+        self.valid, self.test = self.valid[:border], self.valid[border : 2 * border]
         self.count = len(self.rows)
 
     def losses(self, net: Net, w: Weights, rows_SB: Tensor, extra_SB: Tensor) -> Tensor:
@@ -91,11 +93,11 @@ class NextToken(Task):
         return cross_entropy(logits(net, w, hidden(net, w, tokens[..., :-1])), tokens[..., 1:])
 
     def answers(self, net: Net, w: Weights, rows: slice, part: str) -> tuple[Tensor, Tensor]:
-        tokens = self.valid[rows].expand(len(w["embed"]), -1, -1)
+        tokens = (self.test if part == "test" else self.valid)[rows].expand(len(w["embed"]), -1, -1)
         return logits(net, w, hidden(net, w, tokens[..., :-1])), tokens[..., 1:].flatten(1)
 
     def held(self, part: str) -> int:
-        return len(self.valid)
+        return len(self.test if part == "test" else self.valid)
 
 
 class Masked(Task):
@@ -203,6 +205,25 @@ def learn(net: Net, task: Task, effort: Effort, rate: float) -> Run:
     """Every seed at one rate."""
     members = [Member(seed, rate) for seed in effort.seeds]
     return train(net, members, task.loss(net, effort.seeds, effort.steps), effort.steps, task.device)
+
+
+def learn_at(net: Net, task: Task, seeds: Sequence[int], steps: int, rates: Sequence[float]) -> list[Run]:
+    """Every seed at every rate in one stack: a run per rate."""
+    members = [Member(seed, rate) for rate in rates for seed in seeds]
+    run = train(net, members, task.loss(net, [member.seed for member in members], steps), steps, task.device)
+    share, size = run.step_seconds / len(rates), len(seeds)
+    cuts = [slice(at, at + size) for at in range(0, len(members), size)]
+    return [Run(net, run.flat[cut], share, run.curve[:, cut]) for cut in cuts]
+
+
+def times(nets: Mapping[str, Net], task: Task, steps: int, turns: int = 3) -> dict[str, float]:
+    """Seconds of a training step of every model alone. In turns, the least of each, so that other work on the machine
+    does not favour any."""
+    found: dict[str, list[float]] = {name: [] for name in nets}
+    for _ in range(turns):
+        for name, net in nets.items():
+            found[name].append(step_seconds(net, task.loss(net, [0], steps), task.device, steps))
+    return {name: min(seconds) for name, seconds in found.items()}
 
 
 def facts(net: Net, run: Run, steps: int, batch: int) -> dict[str, Any]:

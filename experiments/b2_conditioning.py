@@ -92,6 +92,12 @@ def run(
     }
 
 
+def basis(size: str) -> list[Any]:
+    """What a measured model rests on; numbers of heads may be added."""
+    plan = PLANS[size]
+    return [measure, at_start, net_of, RATES, plan._replace(heads=(), grown=())]
+
+
 def net_of(heads: int, dim: int, plan: Plan) -> Net:
     layer = Layer(heads, dim, 2 * plan.width)
     return Net(plan.width, (layer,) * plan.depth, 64, 48, classes=10, patches=True)
@@ -186,8 +192,14 @@ def measured(result: dict[str, Any]) -> str:
         f"{result['width']}) {'; '.join(words)}. Width {result['base_width']} as ViT-B, before training: {base} "
         f"(trend {trend(result['base'], 'start'):+.2f}). {'; '.join(links).capitalize()}. Heads move all of these; "
         f"among seeds of equal heads it is {_points.said(within(result, 'after', 'accuracy'))} between the number "
-        f"after training and test accuracy.{_points.left_out(result)}"
+        f"after training and test accuracy.{rates(result)}{_points.left_out(result)}"
     )
+
+
+def rates(result: dict[str, Any]) -> str:
+    """A sentence on rates, where the lowest was best for all: lower ones might have moved models."""
+    found = {row["rate"] for row in [*result["split"], *result["grown"]]}
+    return f" All learned best at {min(found):g}, the lowest rate tried." if found == {min(RATES)} else ""
 
 
 def verdict(result: dict[str, Any]) -> str:

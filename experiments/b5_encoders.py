@@ -1,9 +1,11 @@
 """B5: does an encoder of 10 layers with twice the heads match one of 16 layers on GLUE?
 
-A scaled-down Crammed BERT pair (width 256 instead of 768, no biases) learns masked text, then each is fine-tuned on
-CoLA, SST-2, MRPC and RTE from every pretraining seed. Controls: the shorter model without the extra heads, and a narrow
-16-layer model with its parameters. Rates are chosen on examples taken from the training sets; scores are those of the
-development sets (Matthews correlation for CoLA, accuracy otherwise), averaged over tasks.
+A scaled-down Crammed BERT pair (width 256 instead of 768; rotary positions, RMS norms, gated MLP, no biases) learns
+masked text, then each is fine-tuned on CoLA, SST-2, MRPC and RTE from every pretraining seed. Controls: the shorter
+model without the extra heads, and a narrow 16-layer model with its parameters. The rate of pretraining is chosen by the
+same rule for all (`_rates`) with a seed that is used for nothing else, those of fine-tuning on examples taken from the
+training sets; scores are those of the development sets (Matthews correlation for CoLA, accuracy otherwise), averaged
+over tasks.
 
 Confirmed: the lean model's average is not significantly lower than the deep one's, and the interval of the difference
 lies within `MARGIN` points. With conditions: it is not significantly lower, but the interval is wider. Refuted: it is.
@@ -12,16 +14,17 @@ lies within `MARGIN` points. With conditions: it is not significantly lower, but
 from __future__ import annotations
 
 import math
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 
-from experiments import _data, _points
+from experiments import _data, _points, _rates
 from experiments._stack import Member, Net, Run, even, named, train, working
-from experiments._tasks import Effort, Masked, Sentences, best_rate, facts, learn
+from experiments._tasks import TUNING_SEED, Masked, Sentences, facts, learn_at
 from headwise.probes._watch import Track
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ SAYS = "Crammed BERT with 10 layers of 24 heads instead of 16 of 12 keeps its GL
 DEEP, LEAN = "deep", "lean"
 MARGIN = 2.0  # points of the average
 BEGUN = 0.7  # share of the loss of knowing nothing, above which pretraining has hardly begun
-RATES = (7e-4, 1.5e-3)
+LADDER = _rates.Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (5e-4, 1e-3, 2e-3))
 TUNE_RATES = (1e-4, 3e-4)
 
 
@@ -44,24 +47,28 @@ class Plan(NamedTuple):
     shapes: dict[str, tuple[int, int, int, int]]
     length: int
     batch: int
-    effort: Effort
+    steps: int
+    seeds: tuple[int, ...]
+    ladder: _rates.Ladder
     valid_rows: int
     tasks: dict[str, tuple[int, int]]
     tune_batch: int
 
 
 SHAPES = {
-    DEEP: (16, 4, 256, 1024),
-    LEAN: (10, 8, 256, 1024),
-    "lean, 4 heads": (10, 4, 256, 1024),
-    "narrow deep": (16, 4, 208, 832),
+    DEEP: (16, 4, 256, 704),
+    LEAN: (10, 8, 256, 704),
+    "lean, 4 heads": (10, 4, 256, 704),
+    "narrow deep": (16, 4, 208, 544),  # the lean model's parameters
 }
 PLANS = {
     "tiny": Plan(
         {DEEP: (2, 2, 16, 32), LEAN: (1, 4, 16, 32)},
         16,
         4,
-        Effort(5, 5, (0, 1), RATES[:1]),
+        5,
+        (0, 1),
+        _rates.Ladder((1e-3,), (1e-3,)),
         8,
         {"CoLA": (5, 8), "RTE": (5, 16)},
         4,
@@ -70,7 +77,9 @@ PLANS = {
         {name: (depth // 4, heads, width // 4, mlp // 4) for name, (depth, heads, width, mlp) in SHAPES.items()},
         64,
         16,
-        Effort(150, 50, (0, 1, 2), RATES),
+        150,
+        (0, 1, 2),
+        LADDER,
         64,
         {"CoLA": (60, 32), "RTE": (40, 64)},
         16,
@@ -78,8 +87,10 @@ PLANS = {
     "full": Plan(
         SHAPES,
         128,
-        128,
-        Effort(800, 200, (0, 1, 2), RATES),
+        32,
+        3000,
+        (0, 1, 2),
+        LADDER,
         512,
         {"CoLA": (700, 40), "SST-2": (1000, 56), "MRPC": (400, 128), "RTE": (280, 128)},
         32,
@@ -96,18 +107,28 @@ def run(
     texts = _data.texts("text", size, assets, where)
     pretraining = Masked(texts, plan.length, plan.batch, plan.valid_rows)
     tasks = {name: sentences(name, size, assets, where, plan) for name in plan.tasks}
-    jobs = {}
+    left = []
     for name, shape in plan.shapes.items():
-        net = even(*shape, length=plan.length, symbols=texts.vocabulary)
-        jobs[name] = lambda net=net: measure(net, pretraining, tasks, plan)
-    left = _points.work(jobs, parts, track, "encoders", (DEEP, LEAN))
+        net = even(*shape, length=plan.length, symbols=texts.vocabulary, rotary=True)
+        left += _rates.search({name: partial(attempt, net, pretraining, plan)}, plan.ladder, parts, track, name)
+        if (found := _rates.best(name, plan.ladder, parts)) is not None:
+            job = partial(measure, net, pretraining, tasks, plan, found["rate"])
+            left += _points.work({name: job}, parts, track, name)
+    _points.need([name for name in (DEEP, LEAN) if name not in parts])
     return {
-        "seeds": list(plan.effort.seeds),
-        "tokens": plan.effort.steps * plan.batch * plan.length,
+        "seeds": list(plan.seeds),
+        "tokens": plan.steps * plan.batch * plan.length,
         "tasks": list(plan.tasks),
-        "models": {name: parts[name] for name in jobs if name in parts},
+        "models": {name: _rates.best(name, plan.ladder, parts) | parts[name] for name in plan.shapes if name in parts},
         "left_out": left,
     }
+
+
+def basis(size: str) -> list[Any]:
+    """What a trained model rests on; models and rates may be added."""
+    plan = PLANS[size]
+    settings = plan._replace(shapes={}, ladder=LADDER._replace(rates=(), first=()))
+    return [attempt, sentences, measure, fine_tune, matthews, TUNE_RATES, settings]
 
 
 def sentences(name: str, size: str, assets: Path | None, device: torch.device, plan: Plan) -> Sentences:
@@ -117,21 +138,26 @@ def sentences(name: str, size: str, assets: Path | None, device: torch.device, p
     return Sentences(examples.rows(slice(0, border)), examples.rows(slice(border, None)), dev, plan.tune_batch)
 
 
-def measure(net: Net, pretraining: Masked, tasks: dict[str, Sentences], plan: Plan) -> dict[str, Any]:
+def attempt(net: Net, task: Masked, plan: Plan, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """Masked losses at some rates, of a seed that only chooses among them."""
+    runs = learn_at(net, task, [TUNING_SEED], plan.steps, rates)
+    return [{"tried": _points.column(task.score(run), "loss")[0]} for run in runs]
+
+
+def measure(net: Net, pretraining: Masked, tasks: dict[str, Sentences], plan: Plan, rate: float) -> dict[str, Any]:
     """One model: pretrained with every seed, each of them fine-tuned on every task."""
-    chosen = best_rate(net, pretraining, plan.effort)
-    trained = learn(net, pretraining, plan.effort, chosen["rate"])
+    (trained,) = learn_at(net, pretraining, plan.seeds, plan.steps, [rate])
     return {
         "masked_loss": _points.column(pretraining.score(trained), "loss"),
         "glue": {name: fine_tune(trained, task, plan.tasks[name][0], plan) for name, task in tasks.items()},
-        **chosen,
-        **facts(net, trained, plan.effort.steps, pretraining.batch),
+        "rate": rate,
+        **facts(net, trained, plan.steps, pretraining.batch),
     }
 
 
 def fine_tune(pretrained: Run, task: Sentences, steps: int, plan: Plan) -> dict[str, Any]:
     """Scores per seed on the development set, at the rate that is best on held-out training examples."""
-    net, seeds = pretrained.net._replace(classes=2), list(plan.effort.seeds)
+    net, seeds = pretrained.net._replace(classes=2), list(plan.seeds)
     members = [Member(seed, rate) for rate in TUNE_RATES for seed in seeds]
     rng = torch.Generator().manual_seed(0)
     answer = (torch.randn(1, net.width * 2, generator=rng) * 0.02).to(task.device).expand(len(members), -1)
@@ -197,7 +223,7 @@ def measured(result: dict[str, Any]) -> str:
         f" A masked loss of {deep:.1f}, where knowing nothing costs {chance:.1f}, says that pretraining had hardly "
         "begun: this pair compares encoders at the start of their training."
         * (deep > BEGUN * chance)
-        + _points.edges(list(models.values()))
+        + _points.edges(models)
         + _points.left_out(result)
     )
     return f"{seeds} seeds, {tokens:,} tokens of pretraining: {table}. Against deep: {told}.{ends}"

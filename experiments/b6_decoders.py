@@ -4,7 +4,8 @@ Decoders in the manner of GPT-2 (learned positions, GELU, tied embedding; no bia
 and film reviews. Beside the paper's pair stand the controls it lacks: the lean shape with the deep one's heads (is it
 the heads?), a wide lean model with the deep one's parameters, a narrow deep model with the lean one's, and the lean
 model trained for as many FLOPs and for as many seconds as the deep one. All have the same optimiser, the same data in
-the same order, a rate chosen by the same rule, and several seeds.
+the same order, a rate chosen by the same rule (`_rates`: the mean over seeds, on the rows that are reported), and
+several seeds.
 
 Confirmed: the lean model's held-out loss is significantly lower at equal tokens. With conditions: it is not, but it is
 at equal FLOPs or at equal time. Refuted: it is lower in none of the three.
@@ -12,15 +13,16 @@ at equal FLOPs or at equal time. Refuted: it is lower in none of the three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from experiments import _data, _points
-from experiments._stack import Net, even, step_seconds
-from experiments._tasks import Effort, NextToken, best_rate, facts, learn
+from experiments import _data, _points, _rates
+from experiments._stack import Net, even
+from experiments._tasks import NextToken, facts, learn_at, times
 from headwise.plots import PALETTE
 from headwise.probes._watch import Track
 
@@ -31,8 +33,10 @@ CLAIM = "B6"
 TITLE = "Decoders: 4 layers of 16 heads against 12 of 12"
 SAYS = "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than one with 12 layers of 12 heads."
 
-RATES = (7e-4, 1.5e-3, 3e-3)
-DEEP, LEAN = "deep", "lean"
+LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (7e-4, 1.5e-3))
+DEEP, LEAN, WIDE = "deep", "lean", "wide lean"
+SHORT = 0.02  # by which a longer training may fall short
+TIMES = 3  # as many tokens, for a last look at the pair of equal parameters
 
 
 class Plan(NamedTuple):
@@ -41,25 +45,33 @@ class Plan(NamedTuple):
     shapes: dict[str, tuple[int, int, int, int]]
     length: int
     batch: int
-    effort: Effort
+    steps: int
+    seeds: tuple[int, ...]
     valid_rows: int
     timing_steps: int
+    ladder: _rates.Ladder = LADDER
 
 
 SHAPES = {
     DEEP: (12, 12, 384, 1536),
     LEAN: (4, 16, 384, 1536),
+    WIDE: (4, 16, 640, 2560),  # the deep model's parameters
     "narrow deep": (12, 14, 224, 896),  # the lean model's parameters
-    "wide lean": (4, 16, 640, 2560),  # the deep model's parameters
     "lean, 12 heads": (4, 12, 384, 1536),
     "deep, 16 heads": (12, 16, 384, 1536),
 }
-TINY = {DEEP: (3, 2, 16, 32), LEAN: (1, 4, 16, 32), "narrow deep": (3, 2, 8, 16), "lean, 12 heads": (1, 2, 16, 32)}
+TINY = {
+    DEEP: (3, 2, 16, 32),
+    LEAN: (1, 4, 16, 32),
+    WIDE: (1, 4, 24, 48),
+    "narrow deep": (3, 2, 8, 16),
+    "lean, 12 heads": (1, 2, 16, 32),
+}
 SMALL = {name: (depth, heads // 2, 2 * (width // 4), mlp // 2) for name, (depth, heads, width, mlp) in SHAPES.items()}
 PLANS = {
-    "tiny": Plan(TINY, 16, 4, Effort(6, 5, (0, 1), RATES[:2]), 8, 4),
-    "small": Plan(SMALL, 128, 8, Effort(150, 50, (0, 1, 2), RATES[1:]), 64, 6),
-    "full": Plan(SHAPES, 256, 32, Effort(1200, 400, (0, 1, 2), RATES), 512, 40),
+    "tiny": Plan(TINY, 16, 4, 6, (0, 1), 8, 4, _rates.Ladder((3e-4, 7e-4), (3e-4, 7e-4))),
+    "small": Plan(SMALL, 128, 8, 150, (0, 1, 2), 64, 6),
+    "full": Plan(SHAPES, 256, 32, 1200, (0, 1, 2), 512, 40),
 }
 LONGER = {"lean, equal FLOPs": "flops", "lean, equal time": "seconds"}
 
@@ -76,42 +88,99 @@ def run(
         name: even(*shape, length=plan.length, symbols=texts.vocabulary, causal=True)
         for name, shape in plan.shapes.items()
     }
-    jobs: dict[str, Callable[[], Any]] = {
-        name: (lambda net=nets[name]: measure(net, task, plan)) for name in (DEEP, LEAN)
+    timing = f"times of {len(nets)}"
+    left = _points.work({timing: lambda: times(nets, task, plan.timing_steps)}, parts, track, "times")
+    attempts = {name: partial(attempt, net, task, plan, plan.steps) for name, net in nets.items()}
+    first = {name: attempts.pop(name) for name in (DEEP, LEAN)}
+    left += _rates.search(first, plan.ladder, parts, track, "deep and lean")
+    models = gathered(first, plan, parts, timing)
+    _points.need([name for name in first if name not in models])
+    longer = {
+        name: (LEAN, round(plan.steps * models[DEEP][field] / models[LEAN][field])) for name, field in LONGER.items()
     }
-    for name, field in LONGER.items():
-        jobs[name] = lambda field=field: longer(nets[LEAN], task, plan, parts, field)
-    jobs |= {name: (lambda net=net: measure(net, task, plan)) for name, net in nets.items() if name not in jobs}
-    left = _points.work(jobs, parts, track, "decoders", (DEEP, LEAN))
+    left += train_longer(longer, models, nets, task, plan, parts, track)
+    left += _rates.search(attempts, plan.ladder, parts, track, "controls")
+    models |= gathered(attempts, plan, parts, timing)
+    patient = {f"{name}, {TIMES} times the tokens": (name, TIMES * plan.steps) for name in (DEEP, WIDE)}
+    left += train_longer(patient, models, nets, task, plan, parts, track)
     return {
-        "seeds": list(plan.effort.seeds),
-        "tokens": plan.effort.steps * plan.batch * plan.length,
-        "models": {name: parts[name] for name in jobs if name in parts},
+        "seeds": list(plan.seeds),
+        "tokens": plan.steps * plan.batch * plan.length,
+        "models": models,
+        "timed_alone": timing in parts,
         "left_out": left,
     }
 
 
-def measure(net: Net, task: NextToken, plan: Plan) -> dict[str, Any]:
-    """Choose the rate of a model, train it with every seed, and time one model alone."""
-    chosen = best_rate(net, task, plan.effort)
-    trained = learn(net, task, plan.effort, chosen["rate"])
-    alone = step_seconds(net, task.loss(net, [0], plan.timing_steps), task.device, plan.timing_steps)
-    scores = [score["loss"] for score in task.score(trained)]
-    return {
-        "loss": scores,
-        **chosen,
-        **facts(net, trained, plan.effort.steps, task.batch),
-        "alone_seconds": alone * plan.effort.steps,
+def train_longer(
+    wanted: dict[str, tuple[str, int]],
+    models: dict[str, dict[str, Any]],
+    nets: dict[str, Net],
+    task: NextToken,
+    plan: Plan,
+    parts: MutableMapping[str, Any],
+    track: Track,
+) -> list[str]:
+    """Train models of `models` for other numbers of steps, at the rates they have, and add what was found there."""
+    able = {name: pair for name, pair in wanted.items() if pair[0] in models}
+    jobs = {
+        longer_key(of, steps, models[of]["rate"]): partial(at_one_rate, nets[of], task, plan, steps, models[of]["rate"])
+        for of, steps in able.values()
     }
+    left = _points.work(jobs, parts, track, "longer")
+    for name, (of, steps) in able.items():
+        if (found := trained_longer(of, steps, models[of]["rate"], plan, parts)) is not None:
+            models[name] = found | {"seconds": models[of]["seconds"] * found["steps"] / plan.steps}
+    return left
 
 
-def longer(net: Net, task: NextToken, plan: Plan, parts: MutableMapping[str, Any], field: str) -> dict[str, Any]:
-    """The lean model with as many steps as the deep one's FLOPs or seconds pay for; its rate is the lean model's."""
-    deep, lean = parts[DEEP], parts[LEAN]
-    steps = max(plan.effort.steps, round(plan.effort.steps * deep[field] / lean[field]))
-    trained = learn(net, task, plan.effort._replace(steps=steps), lean["rate"])
-    scores = [score["loss"] for score in task.score(trained)]
-    return {"loss": scores, "rate": lean["rate"], **facts(net, trained, steps, task.batch)}
+def longer_key(name: str, steps: int, rate: float) -> str:
+    """The part of a model that was trained for so many steps."""
+    return f"{name}, {steps} steps, rate {rate:g}"
+
+
+def trained_longer(
+    name: str, steps: int, rate: float, plan: Plan, parts: MutableMapping[str, Any]
+) -> dict[str, Any] | None:
+    """A model after so many steps or a little fewer, at its best rate or, before that was trained, at another."""
+    for each in sorted(plan.ladder.rates, key=lambda other: other != rate):
+        for count in range(steps, round(steps * (1 - SHORT)) - 1, -1):
+            if (found := parts.get(longer_key(name, count, each))) is not None:
+                kept = {field: value for field, value in found.items() if field != "tried"}
+                return {**kept, "rate": each, "settled": each == rate and count == steps}
+    return None
+
+
+def at_one_rate(net: Net, task: NextToken, plan: Plan, steps: int, rate: float) -> dict[str, Any]:
+    """All seeds of one model at one rate."""
+    return attempt(net, task, plan, steps, [rate])[0]
+
+
+def basis(size: str) -> list[Any]:
+    """What a trained model rests on; models and rates may be added."""
+    plan = PLANS[size]
+    return [attempt, plan.length, plan.batch, plan.steps, plan.seeds, plan.valid_rows]
+
+
+def attempt(net: Net, task: NextToken, plan: Plan, steps: int, rates: Sequence[float]) -> list[dict[str, Any]]:
+    """All seeds of one model at some rates."""
+    found = []
+    for trained in learn_at(net, task, plan.seeds, steps, rates):
+        losses = _points.column(task.score(trained), "loss")
+        found.append({"tried": _points.mean(losses).mean, "loss": losses, **facts(net, trained, steps, task.batch)})
+    return found
+
+
+def gathered(
+    names: Iterable[str], plan: Plan, parts: MutableMapping[str, Any], timing: str
+) -> dict[str, dict[str, Any]]:
+    """Models at their best rate, with their time alone where that was measured."""
+    models = {name: model for name in names if (model := _rates.best(name, plan.ladder, parts)) is not None}
+    for name, model in models.items():
+        model["losses"] = {rate: parts[_rates.key(name, float(rate))]["loss"] for rate in model["rates"]}
+        if name in parts.get(timing, {}):
+            model["seconds"] = parts[timing][name] * plan.steps
+    return models
 
 
 def against(result: dict[str, Any], name: str, other: str = DEEP) -> _points.Mean | None:
@@ -120,35 +189,69 @@ def against(result: dict[str, Any], name: str, other: str = DEEP) -> _points.Mea
     return _points.difference(models[name]["loss"], models[other]["loss"]) if {name, other} <= set(models) else None
 
 
+def clear(result: dict[str, Any], name: str, other: str = DEEP) -> bool:
+    """Whether a difference stands, whatever rates are still to be tried: those of the worse model are settled."""
+    found = against(result, name, other)
+    if found is None or found.low <= 0 <= found.high:
+        return False
+    return bool(result["models"][other if found.high < 0 else name].get("settled", True))
+
+
+def told(result: dict[str, Any], name: str, other: str = DEEP, unit: str = "") -> str:
+    """The difference in words; while rates are not settled and might turn it, also at a rate that both had."""
+    pair = [result["models"][each] for each in (name, other)]
+    found, text = _points.difference(*(model["loss"] for model in pair)), ""
+    ends = [
+        f"{each} at {m['rate']:g}" for each, m in zip((name, other), pair, strict=True) if not m.get("settled", True)
+    ]
+    if ends and not clear(result, name, other) and (rates := common(*pair)):
+        rate = min(rates, key=lambda each: sum(_points.mean(model["losses"][each]).mean for model in pair))
+        same = _points.difference(*(model["losses"][rate] for model in pair))
+        if {float(rate)} != {float(model["rate"]) for model in pair}:
+            text = f"{same.signed()}{unit} with both at rate {float(rate):g}, at the best rates so far "
+    return f"{text}{found.signed()}{unit}" + (f" (rates not settled: {', '.join(ends)})" if ends else "")
+
+
+def common(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """Rates that both models were trained at."""
+    return [rate for rate in one.get("losses", {}) if rate in other.get("losses", {})]
+
+
 def measured(result: dict[str, Any]) -> str:
     """Losses, the pair at equal tokens, FLOPs and time, and what the controls say."""
     models = result["models"]
+    alone = "alone" if result.get("timed_alone") else "per model in a stack"
     table = "; ".join(
         f"{name} ({m['depth']} layers, {m['heads']} heads, width {m['width']}, {m['parameters'] / 1e6:.1f}M, "
-        f"{m['flops'] / 1e15:.2g} PFLOP, {m['seconds']:.1f} s per model in a stack): "
+        f"{m['flops'] / 1e15:.2g} PFLOP, {m['seconds']:.1f} s {alone}): "
         f"{_points.mean(m['loss']).spelled()}"
         for name, m in models.items()
     )
+    long = f", {TIMES} times the tokens"
     pairs = (
         (LEAN, DEEP, "lean against deep at equal tokens"),
         ("lean, equal FLOPs", DEEP, "at equal FLOPs"),
         ("lean, equal time", DEEP, "at equal time"),
         (LEAN, "narrow deep", "against the deep model of its own parameters"),
-        ("wide lean", DEEP, "a lean model of the deep one's parameters against deep"),
+        (WIDE, DEEP, "a lean model of the deep one's parameters and FLOPs against deep"),
+        (WIDE + long, DEEP + long, f"the same with {TIMES} times the tokens"),
         (LEAN, "lean, 12 heads", "16 heads against 12 in 4 layers"),
         ("deep, 16 heads", DEEP, "16 heads against 12 in 12 layers"),
     )
-    told = [f"{words} {found.signed()}" for a, b, words in pairs if (found := against(result, a, b)) is not None]
+    found = [f"{words} {told(result, a, b)}" for a, b, words in pairs if {a, b} <= set(models)]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
-        f"Differences of loss, seed by seed: {'; '.join(told)}."
-        f"{_points.edges(list(models.values()))}{_points.left_out(result)}"
+        f"Differences of loss, seed by seed: {'; '.join(found)}. Rates were chosen on the same held-out rows."
+        f"{_points.edges(models)}{_points.left_out(result)}"
     )
 
 
 def verdict(result: dict[str, Any]) -> str:
-    """By significance of the lean model's advantage."""
-    lower = [(found := against(result, name)) is not None and found.high < 0 for name in (LEAN, *LONGER)]
+    """By significance of the lean model's advantage, where no rate still to be tried can undo it."""
+    lower = [
+        (found := against(result, name)) is not None and found.high < 0 and clear(result, name)
+        for name in (LEAN, *LONGER)
+    ]
     if lower[0]:
         return "confirmed"
     return "confirmed with conditions" if any(lower[1:]) else "refuted"

@@ -2,25 +2,26 @@
 
 Designs of every strategy for 70% and, where the paper's rule is concerned, 50% of the baseline's parameters learn the
 embedded model's corpus (Python source) beside the baseline: Llama's block, the same data in the same order, a rate each
-by the same rule, several seeds. Confirmed: some design of at most 70% is within `MARGIN` of the baseline's loss with
-its whole interval. With conditions: its mean is, but the interval reaches further; or a model whose layers differ
-trains at less than `PACE` of the uniform model's speed per FLOP, measured on models of stock size that the runtime
-builds from the designs' configurations. Refuted: no mean is.
+by the same rule (`_rates`, on rows of its own), several seeds, more of them at the best rate. Confirmed: some design of
+at most 70% is within `MARGIN` of the baseline's loss with its whole interval. With conditions: its mean is, but the
+interval reaches further; or a model whose layers differ trains at less than `PACE` of the uniform model's speed per
+FLOP, measured on models of stock size that the runtime builds from the designs' configurations. Refuted: no mean is.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from experiments import _data, _points
+from experiments import _data, _points, _rates
 from experiments._stack import Layer, Net
-from experiments._tasks import Effort, NextToken, best_rate, facts, learn
+from experiments._tasks import NextToken, facts, learn_at, times
 from headwise import budgets, cost
 from headwise.designs import configs, shapes
 from headwise.plots import PALETTE
@@ -37,7 +38,7 @@ SAYS = "A model designed for a budget reaches a uniform 12-layer model's loss wi
 BASE = "baseline"
 MARGIN = 0.01  # nats per token
 PACE = 0.9
-RATES = (1e-3, 2e-3, 4e-3)
+LADDER = _rates.Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (1e-3, 2e-3))
 
 
 class Wanted(NamedTuple):
@@ -55,8 +56,12 @@ class Plan(NamedTuple):
     designs: dict[str, Wanted]
     length: int
     batch: int
-    effort: Effort
+    steps: int
+    seeds: tuple[int, ...]
+    more: tuple[int, ...]  # seeds that are trained at the best rate only
+    ladder: _rates.Ladder
     valid_rows: int
+    timing_steps: int
     large: str  # budget of the models whose speed is compared
     vocabulary: int
     rows: tuple[int, int]  # of their batch: rows and tokens of a row
@@ -64,14 +69,17 @@ class Plan(NamedTuple):
 
 
 def _designs(depth: int) -> dict[str, Wanted]:
+    """In order of interest: each is finished before the next is begun."""
     return {
-        f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
         f"leaner, {depth // 3} layers": Wanted("leaner", 70, depth // 3),
-        f"taper, {depth} layers": Wanted("taper", 70, depth),
+        f"leaner, {depth // 4} layers": Wanted("leaner", 70, depth // 4),
         f"uniform, {depth} layers": Wanted("uniform", 70, depth),
+        f"leaner, {depth // 6} layers": Wanted("leaner", 70, depth // 6),
+        f"taper, {depth} layers": Wanted("taper", 70, depth),
+        f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
+        f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
         "mix": Wanted("mix", 70, depth // 2),
         f"bound, {depth} layers": Wanted("bound", 70, depth),
-        f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
     }
 
 
@@ -80,15 +88,15 @@ PLANS = {
     "tiny": Plan(
         shapes.Sketch(128, 3, 2, 64, 352),
         {name: _designs(3)[name] for name in ("leaner, 1 layers", "taper, 3 layers")},
-        16, 4, Effort(5, 5, (0, 1), RATES[:1]), 8, "params=1M", 64, (2, 16), 2,
+        16, 4, 5, (0, 1), (2,), _rates.Ladder((1e-3,), (1e-3,)), 8, 4, "params=1M", 64, (2, 16), 2,
     ),
     "small": Plan(
         BASELINE._replace(width=128, heads=2, mlp=352),
-        _designs(12), 128, 8, Effort(150, 50, (0, 1, 2), RATES[1:]), 64, "params=10M", 4096, (2, 64), 3,
+        _designs(12), 128, 8, 150, (0, 1), (2, 3), LADDER, 64, 6, "params=10M", 4096, (2, 64), 3,
     ),
     "full": Plan(
         BASELINE,
-        _designs(12), 256, 32, Effort(900, 300, (0, 1, 2), RATES), 512, "params=300M", 32_000, (8, 1024), 12,
+        _designs(12), 256, 32, 900, (0, 1), (2, 3, 4), LADDER, 512, 25, "params=300M", 32_000, (8, 1024), 12,
     ),
 }  # fmt: skip
 
@@ -103,18 +111,50 @@ def run(
     task = NextToken(texts, plan.length, plan.batch, plan.valid_rows)
     maker = configs.Maker("llama", vocab=texts.vocabulary, length=plan.length)
     base = maker.make(plan.base)
-    jobs: dict[str, Callable[[], Any]] = {BASE: lambda: measure(base, task, plan)}
-    for name, wanted in plan.designs.items():
-        jobs[name] = lambda wanted=wanted: measure(designed(maker, base, wanted), task, plan)
-    jobs = {"speed": lambda: speed(plan, where)} | jobs
-    left = _points.work(jobs, parts, track, "designs", list(jobs)[1:3])
+    made = {BASE: base} | {name: designed(maker, base, wanted) for name, wanted in plan.designs.items()}
+    nets = {name: net_of(shape, plan.length) for name, shape in made.items()}
+    timing = f"times of {len(nets)}"
+    jobs: dict[str, Callable[[], Any]] = {
+        "speed": lambda: speed(plan, where),
+        timing: lambda: times(nets, task, plan.timing_steps),
+    }
+    left = _points.work(jobs, parts, track, "times")
+    for name, net in nets.items():
+        trying = partial(attempt, net, task, plan, plan.seeds)
+        left += _rates.search({name: trying}, plan.ladder, parts, track, name)
+        if (key := further(name, plan, parts)) is not None:
+            left += _points.work({key: partial(more_seeds, name, net, task, plan, parts)}, parts, track, name)
+    models = {name: model for name in nets if (model := gathered(name, plan, parts)) is not None}
+    _points.need([name for name in list(nets)[:2] if name not in models])
+    for name, model in models.items():
+        model |= described(made[name])
+        if timing in parts:
+            model["seconds"] = parts[timing][name] * plan.steps
     return {
-        "seeds": list(plan.effort.seeds),
-        "tokens": plan.effort.steps * plan.batch * plan.length,
-        "models": {name: parts[name] for name in jobs if name in parts and name != "speed"},
+        "seeds": list(plan.seeds + plan.more),
+        "tokens": plan.steps * plan.batch * plan.length,
+        "models": models,
         "speed": parts.get("speed"),
         "left_out": left,
     }
+
+
+def basis(size: str) -> list[Any]:
+    """What a trained design rests on, besides its shape; designs and rates may be added."""
+    plan = PLANS[size]
+    return [
+        attempt,
+        net_of,
+        speed,
+        shapes,
+        configs,
+        plan.base,
+        plan.length,
+        plan.batch,
+        plan.steps,
+        plan.seeds,
+        plan.valid_rows,
+    ]
 
 
 def designed(maker: configs.Maker, base: ModelShape, wanted: Wanted) -> ModelShape:
@@ -130,15 +170,43 @@ def net_of(shape: ModelShape, length: int) -> Net:
     return Net(shape.hidden_size, tuple(layers), length, shape.vocab_size, causal=True, rotary=True, head_dim=head_dim)
 
 
-def measure(shape: ModelShape, task: NextToken, plan: Plan) -> dict[str, Any]:
-    """One shape: its rate, its losses, what it costs."""
-    net = net_of(shape, plan.length)
-    chosen = best_rate(net, task, plan.effort)
-    trained = learn(net, task, plan.effort, chosen["rate"])
+def attempt(
+    net: Net, task: NextToken, plan: Plan, seeds: Sequence[int], rates: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Some seeds of one design at some rates: compared on held-out rows, reported on others."""
+    return [
+        {
+            "tried": _points.mean(_points.column(task.score(trained), "loss")).mean,
+            "loss": _points.column(task.score(trained, "test"), "loss"),
+            **facts(net, trained, plan.steps, task.batch),
+        }
+        for trained in learn_at(net, task, seeds, plan.steps, rates)
+    ]
+
+
+def further(name: str, plan: Plan, parts: MutableMapping[str, Any]) -> str | None:
+    """The part that has more seeds of a design at its best rate."""
+    found = _rates.best(name, plan.ladder, parts)
+    return None if found is None or not plan.more else f"{_rates.key(name, found['rate'])}, seeds {plan.more}"
+
+
+def more_seeds(name: str, net: Net, task: NextToken, plan: Plan, parts: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Train them."""
+    rate = _rates.best(name, plan.ladder, parts)["rate"]
+    return attempt(net, task, plan, plan.more, [rate])[0]
+
+
+def gathered(name: str, plan: Plan, parts: MutableMapping[str, Any]) -> dict[str, Any] | None:
+    """A design at its best rate, with all the seeds that were trained there."""
+    found = _rates.best(name, plan.ladder, parts)
+    if found is not None and (key := further(name, plan, parts)) in parts:
+        found["loss"] = found["loss"] + parts[str(key)]["loss"]
+    return found
+
+
+def described(shape: ModelShape) -> dict[str, Any]:
+    """What a design consists of."""
     return {
-        "loss": _points.column(task.score(trained), "loss"),
-        **chosen,
-        **facts(net, trained, plan.effort.steps, task.batch),
         "parameters": cost.parameters(shape),
         "layers": [[x.query_heads, x.qk_dim, x.v_dim, x.mlp_width] for x in shape.layers],
         "conditioning": shapes.log_conditioning(shape),
@@ -211,7 +279,13 @@ def against(result: dict[str, Any]) -> dict[str, _points.Mean]:
     """Every design's loss above the baseline's."""
     models = result["models"]
     rest = {name: model for name, model in models.items() if name != BASE}
-    return {name: _points.difference(model["loss"], models[BASE]["loss"]) for name, model in rest.items()}
+    return {name: paired(model, models[BASE]) for name, model in rest.items()}
+
+
+def paired(model: dict[str, Any], other: dict[str, Any]) -> _points.Mean:
+    """Loss above another's, over the seeds that both have."""
+    pairs = zip(model["loss"], other["loss"], strict=False)
+    return _points.mean([a - b for a, b in pairs])
 
 
 def reached(result: dict[str, Any]) -> list[str]:
@@ -231,7 +305,7 @@ def measured(result: dict[str, Any]) -> str:
     table = "; ".join(
         f"{name} ({models[name]['parameters'] / base['parameters']:.0%} of the parameters, {models[name]['depth']} "
         f"layers, width {models[name]['width']}, {base['seconds'] / models[name]['seconds']:.2f} times as fast) "
-        f"{found.signed()}"
+        f"{found.signed()} over {min(len(models[name]['loss']), len(base['loss']))} seeds"
         for name, found in against(result).items()
     )
     best = reached(result)
@@ -246,9 +320,9 @@ def measured(result: dict[str, Any]) -> str:
             f"FLOPs per second ({pace['uniform']['flops_per_second'] / 1e12:.3g} TFLOP/s)."
         )
     return (
-        f"Held-out loss, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: baseline ({base['depth']} layers, "
+        f"Held-out loss, {result['tokens']:,} tokens: baseline ({base['depth']} layers, "
         f"width {base['width']}, {base['parameters'] / 1e6:.1f}M) {_points.mean(base['loss']).spelled()}. Designs, "
-        f"loss above it: {table}. {ends}{told}{_points.edges(list(models.values()))}{_points.left_out(result)}"
+        f"loss above it: {table}. {ends}{told}{_points.edges(models)}{_points.left_out(result)}"
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _rules, _stack, _tasks, b8_design  # noqa: E402
+from experiments import _data, _lab, _listops, _points, _rates, _rules, _stack, _tasks, b3_grid, b6_decoders, b8_design  # noqa: E402
 
 import headwise  # noqa: E402
 from headwise.errors import DataError, HeadwiseError  # noqa: E402
@@ -132,10 +134,11 @@ def test_nothing_is_said_without_what_it_rests_on(tmp_path: Path) -> None:
 
 def test_rates_at_the_edge_are_told() -> None:
     model = {"rate": 0.1, "rates": {"0.1": 2.0, "0.2": 3.0}}
-    assert "Of 2 models 1 learned best at the lowest rate tried and 1 at the highest" in _points.edges(
-        [model, model | {"rate": 0.2}]
-    )
-    assert not _points.edges([{"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}])
+    found = _points.edges({"a": model, "b": model | {"rate": 0.2}, "c": {"rate": 0.1, "rates": {"0.1": 2.0}}})
+    assert "Of 3 models, best rates were 1 at the lowest rate tried (a), 1 at the highest (b), 1 at the only" in found
+    inside = {"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}
+    assert not _points.edges({"a": inside | {"settled": True}})
+    assert "chosen in a shorter training" in _points.edges({"a": inside})
 
 
 def test_rules_without_results_say_what_to_run() -> None:
@@ -154,3 +157,74 @@ def test_rules_follow_the_numbers() -> None:
 
     assert "fewer and wider is better. Spend on width before depth." in answer(2.5)
     assert "more and narrower is better. Spend on depth before width." in answer(3.5)
+
+
+def test_a_rate_is_found_between_worse_ones_and_added_rates_keep_what_is_done() -> None:
+    best, asked = {"low": 0.25, "high": 8.0}, []
+
+    def attempt(name: str) -> _rates.Attempt:
+        def train(rates: Sequence[float]) -> list[dict[str, Any]]:
+            asked.extend((name, rate) for rate in rates)
+            return [{"tried": abs(math.log(rate / best[name])), "loss": [rate]} for rate in rates]
+
+        return train
+
+    parts: dict[str, Any] = {}
+    attempts = {name: attempt(name) for name in best}
+    short, long = _rates.Ladder((0.5, 1.0, 2.0), (1.0, 2.0)), _rates.Ladder((0.125, 0.25, 0.5, 1.0, 2.0), (1.0, 2.0))
+    assert not _rates.search(attempts, short, parts, lambda items, _: items, "rates")
+    assert asked == [("low", 1.0), ("low", 2.0), ("high", 1.0), ("high", 2.0), ("low", 0.5)]
+    assert not _rates.search(attempts, long, parts, lambda items, _: items, "rates")
+    assert asked[5:] == [("low", 0.25), ("low", 0.125)], "only what is new is trained"
+    found = _rates.best("low", long, parts)
+    assert found is not None and found["rate"] == 0.25 and found["loss"] == [0.25] and len(found["rates"]) == 5
+    assert _rates.best("other", long, parts) is None
+
+
+def test_parts_outlive_added_cells_but_not_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = b3_grid.PLANS["tiny"]
+    known = _lab.digest("b3_grid", "tiny")
+    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(depths=(1, 2, 3), ladder=_rates.Ladder((1.0,), (1.0,))))
+    assert _lab.digest("b3_grid", "tiny") == known
+    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(steps=plan.steps + 1))
+    assert _lab.digest("b3_grid", "tiny") != known
+
+
+def test_the_grids_rival_is_chosen_without_the_test_set() -> None:
+    def cell(depth: int, held: float, accuracy: float) -> dict[str, Any]:
+        sizes = {"depth": depth, "heads": 3, "mlp": 8, "parameters": depth, "flops": depth, "seconds": depth}
+        return {**sizes, "accuracy": [accuracy, accuracy + 0.001], "rate": 0.1, "rates": {"0.1": held}}
+
+    def judged(chosen: float, other: float) -> str:
+        cells = {"deep": cell(12, 1.0, 0.6), "chosen": cell(8, 0.8, chosen), "lucky": cell(4, 0.9, other)}
+        return b3_grid.verdict({"original": "deep", "cells": cells})
+
+    assert judged(0.7, 0.5) == "confirmed with conditions", "better, but nothing is known of heads and MLP width"
+    assert judged(0.5, 0.7) == "refuted", "what only the test set prefers does not count"
+
+
+def test_designs_are_compared_over_the_seeds_that_both_have() -> None:
+    found = b8_design.paired({"loss": [3.0, 3.5]}, {"loss": [2.0, 2.5, 9.0]})
+    assert found == _points.Mean(1.0, 1.0, 1.0)
+
+
+def test_a_decoders_lead_counts_only_if_no_other_rate_can_undo_it() -> None:
+    def models(settled_deep: bool, settled_lean: bool) -> dict[str, Any]:
+        deep = {"loss": [3.0, 3.01], "rate": 0.1, "settled": settled_deep}
+        return {"models": {"deep": deep, "lean": {"loss": [2.0, 2.01], "rate": 0.1, "settled": settled_lean}}}
+
+    assert b6_decoders.verdict(models(True, False)) == "confirmed", "the better model can only gain"
+    assert b6_decoders.verdict(models(False, True)) == "refuted", "the worse one might catch up"
+    unsure = models(False, True)
+    assert "rates not settled: deep at 0.1" in b6_decoders.told(unsure, "lean")
+    unsure["models"]["deep"]["losses"] = {"0.1": [3.0, 3.01], "0.2": [2.5, 2.51]}
+    unsure["models"]["lean"]["losses"] = {"0.2": [2.75, 2.76]}
+    assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.told(unsure, "lean")
+
+
+def test_a_longer_training_is_found_again_at_another_rate_or_a_little_shorter() -> None:
+    plan = b6_decoders.PLANS["full"]
+    parts = {"lean, 990 steps, rate 0.0007": {"loss": [1.0], "tried": 1.0, "steps": 990}}
+    found = b6_decoders.trained_longer("lean", 1000, 1.5e-3, plan, parts)
+    assert found == {"loss": [1.0], "steps": 990, "rate": 7e-4, "settled": False}
+    assert b6_decoders.trained_longer("lean", 1100, 1.5e-3, plan, parts) is None
