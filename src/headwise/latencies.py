@@ -10,12 +10,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
 from torch import nn
 
+from headwise import budgets as prices
 from headwise import processes, steps
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families import Family
@@ -23,8 +26,10 @@ from headwise.probes import latency
 from headwise.probes._stacks import Stacks
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder
-from headwise.types import LatencyTable, ModelShape, Workload, write_atomically
-from headwise.types._record import VERSION
+from headwise.types import VERSION, Budget, LatencyTable, ModelShape, Plan, Workload, write_atomically
+
+CLOSE = 0.01  # by which a plan may take longer than its limit before it is made anew
+TRIES = 3
 
 
 def cache_folder() -> Path:
@@ -60,6 +65,48 @@ def tables(
             raise BudgetError(f"{work} was not measured; several processes need a run folder that all of them see.")
         found.append(table)
     return tuple(found)
+
+
+def confirmed(
+    plan_for: Callable[[tuple[Budget, ...]], Plan],
+    budgets: tuple[Budget, ...],
+    source: ModelShape,
+    clock_for: Callable[[Workload], latency.Clock],
+) -> Plan:
+    """The plan for these budgets, looked at on the device before it is built.
+
+    A solver finds whatever was timed too short. So the whole plan is timed beside the whole source, and where it takes
+    longer than it may, the limit is tightened by as much and solved again. The plan states the user's limits.
+    """
+    limits = budgets
+    clocks = [(budget, clock_for(budget.workload)) for budget in budgets if budget.workload is not None]
+    plan = plan_for(limits)
+    for _ in range(TRIES if clocks else 0):
+        over = {budget.key: _over(plan, source, budget, clock) for budget, clock in clocks}
+        if max(over.values()) <= 1 + CLOSE:
+            break
+        tighter = tuple(replace(b, limit=b.limit / max(1.0, over.get(b.key, 1.0))) for b in limits)
+        try:
+            plan, limits = plan_for(tighter), tighter
+        except BudgetError:  # out of reach: the certificate says by how much this one misses
+            break
+    return replace(plan, budgets=budgets)
+
+
+def _over(plan: Plan, source: ModelShape, budget: Budget, clock: latency.Clock) -> float:
+    """How much longer a plan takes than it may, both as shares of the source's time; 1 where it cannot be timed."""
+    target = tuple(layer for layer in plan.target.layers if not layer.gone)
+    try:
+        before, after = clock([source.layers, target])
+    except BudgetError:  # whole models may not fit where stacks of a few layers did
+        return 1.0
+    share = statistics.median(b / a for a, b in zip(before, after, strict=True))
+    return share * prices.price(budget, source) / budget.limit
+
+
+def clock_of(family: Family, model: nn.Module) -> Callable[[Workload], latency.Clock]:
+    """What times models like this one."""
+    return lambda work: Stacks(family, model, work, repeats=7)
 
 
 def _refuse(family: Family, model: nn.Module, shape: ModelShape, work: Workload) -> None:

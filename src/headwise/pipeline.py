@@ -179,14 +179,7 @@ def fit(
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
         readings, moments = look(number, model)
-        step = plan or strategies.allocate(
-            readings,
-            rounds.budgets_of_round(budgets, shape, number, settings.rounds),
-            settings.strategy,
-            settings.allow,
-            settings.portable,
-            settings.seed,
-        )
+        step = plan or _allocated(settings, bench, readings, budgets, number)
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         if strategies.blind(step.strategy):
@@ -201,6 +194,23 @@ def fit(
         raise PlanError("there is nothing to build.")
     rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
     return Fitted(model, total, healings, rehearsal.expected_damage())
+
+
+def _allocated(
+    settings: Settings, bench: Workbench, readings: Readings, budgets: tuple[Budget, ...], number: int
+) -> Plan:
+    """The plan of a round; the last one is looked at on the device where time is limited."""
+    shape = bench.family.shape_of(bench.source.config)
+
+    def plan_for(limits: tuple[Budget, ...]) -> Plan:
+        return strategies.allocate(
+            readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed
+        )
+
+    limits = rounds.budgets_of_round(budgets, shape, number, settings.rounds)
+    if number < settings.rounds or processes.index() > 0:
+        return plan_for(limits)
+    return latencies.confirmed(plan_for, limits, shape, latencies.clock_of(bench.family, bench.source))
 
 
 def build(
