@@ -54,6 +54,7 @@ class FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.keys: torch.Tensor = keys
         self.values: torch.Tensor = values
         self.length = length
+        self.is_sliding = keys.shape[-2] < length  # masks are made for each kind of layer
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
