@@ -33,7 +33,7 @@ from headwise.types import PHASES, LatencyTable, ModelShape, Plan, Reading, Read
 RESULT = Path(__file__).parent / "results" / "latency.json"
 ALLOW = ("qk", "v", "mlp")
 ASKED = {
-    "cpu": {"decode,1k,b8": (80, 60), "prefill,512,b1": (80,)},
+    "cpu": {"decode,1k,b8": (80, 60), "prefill,256,b1": (80,)},
     "cuda": {"decode,32k,b8": (80, 60), "prefill,8k,b2": (80, 60)},
 }
 LLAMA_1B = dict(

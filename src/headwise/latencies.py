@@ -26,10 +26,10 @@ from headwise.probes import latency
 from headwise.probes._stacks import Stacks
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder
-from headwise.types import VERSION, Budget, LatencyTable, ModelShape, Plan, Workload, write_atomically
+from headwise.types import VERSION, Budget, LatencyTable, LayerShape, ModelShape, Plan, Workload, write_atomically
 
 CLOSE = 0.01  # by which a plan may take longer than its limit before it is made anew
-TRIES = 3
+TRIES = 6
 
 
 def cache_folder() -> Path:
@@ -72,25 +72,39 @@ def confirmed(
     budgets: tuple[Budget, ...],
     source: ModelShape,
     clock_for: Callable[[Workload], latency.Clock],
+    keep: Callable[[LatencyTable], None] = lambda table: None,
 ) -> Plan:
     """The plan for these budgets, looked at on the device before it is built.
 
-    A solver finds whatever was timed too short. So the whole plan is timed beside the whole source, and where it takes
-    longer than it may, the limit is tightened by as much and solved again. The plan states the user's limits.
+    A solver finds whatever was timed too short. So the layers that it chose are timed again, and it is asked again
+    where they were; then the whole plan is timed beside the whole source, and where it takes longer than it may, the
+    limit is tightened by as much. The plan states the user's limits; `keep` is given the tables as they became.
     """
-    limits = budgets
-    clocks = [(budget, clock_for(budget.workload)) for budget in budgets if budget.workload is not None]
-    plan = plan_for(limits)
+    clocks = {budget.key: clock_for(budget.workload) for budget in budgets if budget.workload is not None}
+    limits, plan, seen = budgets, plan_for(budgets), set[LayerShape]()
     for _ in range(TRIES if clocks else 0):
-        over = {budget.key: _over(plan, source, budget, clock) for budget, clock in clocks}
-        if max(over.values()) <= 1 + CLOSE:
-            break
-        tighter = tuple(replace(b, limit=b.limit / max(1.0, over.get(b.key, 1.0))) for b in limits)
+        fresh, seen = set(plan.target.layers) - seen, seen | set(plan.target.layers)
+        limits = tuple(_timed_again(b, fresh, source, clocks[b.key]) if b.key in clocks else b for b in limits)
+        over = {b.key: prices.price(b, plan.target) / b.limit for b in limits if b.key in clocks}
+        if max(over.values()) <= 1 + 1e-9:
+            over = {b.key: _over(plan, source, b, clocks[b.key]) for b in budgets if b.key in clocks}
+            if max(over.values()) <= 1 + CLOSE:
+                break
+            limits = tuple(replace(b, limit=b.limit / max(1.0, over.get(b.key, 1.0))) for b in limits)
         try:
-            plan, limits = plan_for(tighter), tighter
+            plan = plan_for(limits)
         except BudgetError:  # out of reach: the certificate says by how much this one misses
             break
-    return replace(plan, budgets=budgets)
+    stated = tuple(replace(b, table=found.table) for b, found in zip(budgets, limits, strict=True))
+    for table in (b.table for b in stated if b.table is not None):
+        keep(table)
+    return replace(plan, budgets=stated, spent={b.key: prices.price(b, plan.target) for b in stated})
+
+
+def _timed_again(budget: Budget, layers: set[LayerShape], source: ModelShape, clock: latency.Clock) -> Budget:
+    if budget.table is None or not layers:
+        return budget
+    return replace(budget, table=latency.again(clock, budget.table, sorted(layers, key=str), source))
 
 
 def _over(plan: Plan, source: ModelShape, budget: Budget, clock: latency.Clock) -> float:
@@ -182,6 +196,11 @@ def _keep(path: Path, table: LatencyTable) -> None:
         _write(path, table)
     except OSError:
         return
+
+
+def keep_in(folder: RunFolder | None) -> Callable[[LatencyTable], None]:
+    """What writes a table into a run folder."""
+    return lambda table: None if folder is None else _write(folder.table_file(table.workload), table)
 
 
 def _write(path: Path, table: LatencyTable) -> None:

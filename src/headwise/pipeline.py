@@ -179,7 +179,7 @@ def fit(
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
         readings, moments = look(number, model)
-        step = plan or _allocated(settings, bench, readings, budgets, number)
+        step = plan or _allocated(settings, bench, readings, budgets, number, folder)
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         if strategies.blind(step.strategy):
@@ -197,7 +197,12 @@ def fit(
 
 
 def _allocated(
-    settings: Settings, bench: Workbench, readings: Readings, budgets: tuple[Budget, ...], number: int
+    settings: Settings,
+    bench: Workbench,
+    readings: Readings,
+    budgets: tuple[Budget, ...],
+    number: int,
+    folder: RunFolder | None,
 ) -> Plan:
     """The plan of a round; the last one is looked at on the device where time is limited."""
     shape = bench.family.shape_of(bench.source.config)
@@ -210,7 +215,8 @@ def _allocated(
     limits = rounds.budgets_of_round(budgets, shape, number, settings.rounds)
     if number < settings.rounds or processes.index() > 0:
         return plan_for(limits)
-    return latencies.confirmed(plan_for, limits, shape, latencies.clock_of(bench.family, bench.source))
+    clock_for = latencies.clock_of(bench.family, bench.source)
+    return latencies.confirmed(plan_for, limits, shape, clock_for, latencies.keep_in(folder))
 
 
 def build(

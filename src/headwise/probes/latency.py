@@ -44,7 +44,7 @@ def measure(
 ) -> LatencyTable:
     """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
     base, allowed = base_of(source), frozenset(allow)
-    start = LatencyTable(device, facts or {}, work, base, 0.0, ())
+    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain)
     book = Book(clock, start, chain, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
@@ -56,6 +56,25 @@ def measure(
     table = replace(table, held_out=(*book.checks, *_mixed(book, table, source, chain, seed)))
     keep(table)
     return table
+
+
+def again(clock: Clock, table: LatencyTable, layers: Iterable[LayerShape], source: ModelShape) -> LatencyTable:
+    """The table with the times of these layers measured once more, those of the source's sizes left as they are.
+
+    Of many times a solver chooses those that came out too short: a second look is not chosen.
+    """
+    base, left = table.base, {part for layer in source.layers for part in parts(layer, table.base)}
+    shapes = [part for layer in layers if not layer.gone for part in parts(layer, base) if part not in left]
+    book = Book(clock, table, table.chain, table, lambda table: None, silently)
+    for shape in shapes:
+        book.times.pop(shape, None)
+    book.need(shapes, "")
+    return book.table()
+
+
+def parts(layer: LayerShape, base: LayerShape) -> tuple[LayerShape, LayerShape]:
+    """What is timed of a layer: its attention beside the base's MLP, and its MLP beside the base's attention."""
+    return replace(layer, mlp_width=base.mlp_width), replace(base, mlp_width=layer.mlp_width)
 
 
 def base_of(source: ModelShape) -> LayerShape:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -121,7 +121,8 @@ class LatencyTable(Record):
     times: tuple[LayerTime, ...]
     lattices: tuple[Lattice, ...] = ()
     mlp: tuple[int, ...] = ()  # measured widths, rising
-    held_out: tuple[HeldOut, ...] = field(default=())
+    held_out: tuple[HeldOut, ...] = ()
+    chain: int = 4  # layers in the stacks that were timed
 
     @cached_property
     def _known(self) -> dict[LayerShape, float]:
