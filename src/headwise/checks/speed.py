@@ -107,7 +107,12 @@ def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, 
             seen = f"planned on {budget.device}, this is {here}: verify there"
             checks.append(Check(f"measured {budget.text}", False, seen, f"at most {budget.limit:.4g} ms"))
             continue
-        took = side_by_side(source, cut, budget.workload)
+        try:
+            took = side_by_side(source, cut, budget.workload)
+        except torch.cuda.OutOfMemoryError:
+            seen = "source and cut do not fit side by side: use a smaller batch or length"
+            checks.append(Check(f"measured {budget.text}", False, seen, f"at most {budget.limit:.4g} ms"))
+            continue
         stem = f"{budget.workload.phase}_ms_at_{budget.workload.length}_batch_{budget.workload.batch}"
         predicted = {"after": plan.spent[budget.key]}
         if budget.table is not None:

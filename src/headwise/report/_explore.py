@@ -60,7 +60,9 @@ def price_list(plan: Plan) -> tuple[Price, ...]:
             budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
             full = rivals.priced(budget, plan.source)
             if full is not None:
-                found.append(Price(budget, str(module.MEANING), full))
+                found.append(
+                    Price(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
+                )
         except (HeadwiseError, AttributeError):
             continue
     return tuple(found)
