@@ -177,7 +177,7 @@ def test_a_width_between_is_never_priced_too_low():
 def test_what_is_outside_the_table_is_refused_with_what_to_do():
     table = table_of(allow=("v",))
     for layer in (replace(LAYER, query_heads=8), replace(LAYER, mlp_width=512), replace(LAYER, qk_dim=32)):
-        with pytest.raises(BudgetError, match="outside the table that was measured for decode,1k,b4; measure more"):
+        with pytest.raises(BudgetError, match="outside the table that was measured for decode,1k,b4; measure it too"):
             table.layer_ms(layer)
 
 
