@@ -174,6 +174,12 @@ def test_a_width_between_is_never_priced_too_low():
     assert table.layer_ms(between) >= smooth(between)
 
 
+def test_a_source_whose_layers_differ_already_is_priced_layer_by_layer():
+    layers = (LAYER, replace(LAYER, qk_dim=40), replace(LAYER, qk_dim=32, qk_width=48, v_dim=24, mlp_width=512))
+    table = table_of(stepped, MODEL.with_layers(layers))
+    assert table.model_ms(MODEL.with_layers(layers)) == pytest.approx(2.0 + sum(map(stepped, layers)))
+
+
 def test_what_is_outside_the_table_is_refused_with_what_to_do():
     table = table_of(allow=("v",))
     for layer in (replace(LAYER, query_heads=8), replace(LAYER, mlp_width=512), replace(LAYER, qk_dim=32)):

@@ -185,8 +185,8 @@ class LatencyTable(Record):
 
     def _outside(self, what: str) -> BudgetError:
         return BudgetError(
-            f"{what} is outside the table that was measured for {self.workload}; measure it too, with the same --allow: "
-            f"headwise probe MODEL --latency {self.workload} --allow UNITS --out FOLDER"
+            f"{what} is outside the table that was measured for {self.workload}; measure it too, with the same "
+            f"--allow: headwise probe MODEL --latency {self.workload} --allow UNITS --out FOLDER"
         )
 
 
