@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments",
+    "processes", "moments", "steps",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
@@ -33,14 +33,16 @@ ALLOWED: dict[str, set[str]] = {
     "runtime": set(),  # copied into saved models
     "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
-    "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
+    "steps": {"errors", "types", "families"},  # a model run for its time
+    "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
+    | {"runtime", "steps"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "moments": {"cuts"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
     "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"},
-    "checks": {"errors", "types", "cost", "families", "tasks"},
+    "checks": {"errors", "types", "cost", "families", "tasks", "steps"},
     "train": {"errors", "processes", "types", "cost", "families", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
@@ -49,7 +51,8 @@ ALLOWED: dict[str, set[str]] = {
     "runfolder": CORE | {"report", "frontier"},
     "planning": CORE | {"runfolder", "report"},
     "workbench": CORE | TORCH | RUN,
-    "pipeline": CORE | TORCH | RUN | {"workbench"},
+    "latencies": CORE | TORCH | RUN,  # tables of measured times
+    "pipeline": CORE | TORCH | RUN | {"workbench", "latencies"},
     "api": CORE | TORCH | RUN | {"pipeline"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},

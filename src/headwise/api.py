@@ -32,13 +32,25 @@ def run(
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 
-def probe(model: str, out: Path | str, track: Track = silently, overwrite: bool = False, **settings: Any) -> Readings:
-    """Measure a model into a new run folder."""
+def probe(
+    model: str,
+    out: Path | str,
+    track: Track = silently,
+    overwrite: bool = False,
+    latency: str | Sequence[str] = (),
+    **settings: Any,
+) -> Readings:
+    """Measure a model into a new run folder.
+
+    `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
+    """
     asked, folder = Settings(model=model, **settings), RunFolder(out)
     processes.begin(asked.device)
-    processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
-    bench = pipeline.workbench(asked, track)
-    return pipeline.probed(asked, folder, bench, bench.source, track)[0]
+    if latency and not overwrite and folder.readings_file.exists() and folder.require().model == model:
+        asked = replace(folder.require(), device=asked.device, allow=asked.allow)
+    else:
+        processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
+    return pipeline.looked_at(asked, folder, _texts(latency), track)
 
 
 def allocate(

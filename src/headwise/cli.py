@@ -33,7 +33,10 @@ Folder = Annotated[Path, typer.Argument(help="A run folder.")]
 Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
 Budgets = Annotated[
     list[str],
-    typer.Option("--budget", help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%; repeatable."),
+    typer.Option(
+        "--budget",
+        help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%, latency=80%@decode,32k,b8; repeatable.",
+    ),
 ]
 Data = Annotated[
     str | None,
@@ -134,6 +137,10 @@ def probe(
     model: Model,
     out: Out,
     budget: Annotated[list[str] | None, typer.Option("--budget", help="Probe only what these budgets need.")] = None,
+    latency: Annotated[
+        list[str] | None,
+        typer.Option(help="Also time layers on this device: decode or prefill, length, batch, as in decode,32k,b8."),
+    ] = None,
     data: Data = None,
     task: Task = None,
     allow: Allow = ALLOW,
@@ -154,7 +161,7 @@ def probe(
         swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     with Bars() as track:
-        readings = api.probe(model, out, track, overwrite, **settings)
+        readings = api.probe(model, out, track, overwrite, latency or (), **settings)
     _say(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json", as_json)
 
 

@@ -30,8 +30,9 @@ METHOD = 1  # raised when the solver would answer otherwise to the same question
 def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
     """Of everything that the answers depend on; the first budget's own limit is not among it, as all are answered."""
     curves = [reading.to_json() for reading in readings.curves if reading.kind.startswith("damage.")]
-    first = [(budget.name, budget.length) for budget in plan.budgets[:1]]
+    first = [(budget.key, budget.length) for budget in plan.budgets[:1]]
     budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
+    budgets += [budget.table.to_json() for budget in plan.budgets if budget.table is not None]
     text = json.dumps([METHOD, readings.shape, curves, readings.depth, budgets, allow], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -116,7 +117,8 @@ def limits(first: Budget, least: float, shape: ModelShape) -> dict[str, float]:
         if len(grid) >= LEAST:
             break
     texts = [f"{first.name}={percent:g}%{at}" for percent in grid]
-    wanted = {text: prices.parse(text, shape).limit for text in texts}
+    tables = () if first.table is None else (first.table,)
+    wanted = {text: prices.parse(text, shape, tables).limit for text in texts}
     if first.limit <= full and first.limit not in wanted.values():
         wanted[first.text] = first.limit
     return dict(sorted(wanted.items(), key=lambda pair: -pair[1]))

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from headwise import data, families, heal, processes, rounds, strategies
+from headwise import budgets as prices
+from headwise import data, families, heal, latencies, processes, rounds, strategies
 from headwise.checks import exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, OutputError, PlanError
@@ -22,7 +23,7 @@ from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
-from headwise.types import GONE, Dossier, LayerShape, Plan, Reading, Readings, Verdict
+from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.workbench import Workbench as Workbench
 from headwise.workbench import workbench as workbench
 
@@ -130,6 +131,23 @@ def probed(
     return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
 
 
+def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], track: Track = silently) -> Readings:
+    """The probe stage alone: readings, and tables of what is to be timed."""
+    if not (latency and folder.readings_file.exists()):
+        bench = workbench(settings, track)
+        family, source = bench.family, bench.source
+        readings, _ = probed(settings, folder, bench, source, track)
+    else:
+        source, _ = families.load(settings.model, processes.begin(settings.device), settings.trust_remote_code)
+        family, readings = families.family_of(source.config), Readings.read(folder.readings_file)
+        source = family.tailor(source)
+    shape = family.shape_of(source.config)
+    asked = [prices.workload(text, shape) for text in latency]
+    works = tuple(dict.fromkeys((*prices.workloads(settings.budgets, shape), *asked)))
+    latencies.tables(works, family, source, settings.allow, folder, track)
+    return readings
+
+
 class Fitted(NamedTuple):
     """A model that meets its budgets, the plan from the source to it, and what each healing did."""
 
@@ -153,18 +171,15 @@ def fit(
     healings that take long keep their work there.
     """
     shape = bench.family.shape_of(bench.source.config)
-    budgets = budgets_for(settings, shape)
+    budgets: tuple[Budget, ...] = ()
+    if plan is None:
+        works = prices.workloads(settings.budgets, shape)
+        times = latencies.tables(works, bench.family, bench.source, settings.allow, folder, track)
+        budgets = budgets_for(settings, shape, times)
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
         readings, moments = look(number, model)
-        step = plan or strategies.allocate(
-            readings,
-            rounds.budgets_of_round(budgets, shape, number, settings.rounds),
-            settings.strategy,
-            settings.allow,
-            settings.portable,
-            settings.seed,
-        )
+        step = plan or _allocated(settings, bench, readings, budgets, number, folder)
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         if strategies.blind(step.strategy):
@@ -179,6 +194,29 @@ def fit(
         raise PlanError("there is nothing to build.")
     rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
     return Fitted(model, total, healings, rehearsal.expected_damage())
+
+
+def _allocated(
+    settings: Settings,
+    bench: Workbench,
+    readings: Readings,
+    budgets: tuple[Budget, ...],
+    number: int,
+    folder: RunFolder | None,
+) -> Plan:
+    """The plan of a round; the last one is looked at on the device where time is limited."""
+    shape = bench.family.shape_of(bench.source.config)
+
+    def plan_for(limits: tuple[Budget, ...]) -> Plan:
+        return strategies.allocate(
+            readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed
+        )
+
+    limits = rounds.budgets_of_round(budgets, shape, number, settings.rounds)
+    if number < settings.rounds or processes.index() > 0:
+        return plan_for(limits)
+    clock_for = latencies.clock_of(bench.family, bench.source)
+    return latencies.confirmed(plan_for, limits, shape, clock_for, latencies.keep_in(folder))
 
 
 def build(
@@ -213,7 +251,7 @@ def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitt
 
 def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
-    plan, settings = Plan.read(folder.plan_file), folder.require()
+    plan, settings = folder.read_plan(), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
         raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
     stock, _ = families.load(str(folder.model), str(bench.source.device))
@@ -227,16 +265,17 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
     checks = exactness.count_checks(cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+    took, kept = speed.latencies(bench.source, cut, plan)
     verdict = Verdict(
         quality=found.summary(settings.seed),
         size=exactness.sizes(cut, plan.source),
-        speed=speed.measure(bench.source, cut),
+        speed={**speed.measure(bench.source, cut), **took},
         damage={
             "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
             "sum_of_prices": plan.predicted_damage,
             **found.damage(settings.seed),
         },
-        checks=tuple(checks),
+        checks=(*checks, *kept),
         samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation) if bench.task.generates else (),
         evaluation=bench.described,
         tokens=data.count_tokens(bench.evaluation, bench.task.row_tokens),

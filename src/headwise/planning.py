@@ -27,7 +27,8 @@ def allocate_in(
         )
     readings = Readings.read(folder.readings_file)
     shape = ModelShape.from_json(readings.shape, "readings.shape")
-    plan = strategies.allocate(readings, tuple(parse(t, shape) for t in budgets), strategy, allow, portable, seed)
+    limits = tuple(parse(text, shape, folder.tables()) for text in budgets)
+    plan = strategies.allocate(readings, limits, strategy, allow, portable, seed)
     folder.write_plan(plan)
     return plan
 

@@ -19,11 +19,13 @@ from headwise.types import (
     VERSION,
     Budget,
     Dossier,
+    LatencyTable,
     ModelShape,
     Plan,
     Readings,
     Record,
     Verdict,
+    Workload,
     write_atomically,
 )
 
@@ -125,6 +127,28 @@ class RunFolder:
             )
         return Settings.read(self.settings_file)
 
+    def table_file(self, work: Workload) -> Path:
+        """Where the measured times of a workload lie."""
+        return self.path / f"latency-{work.phase}-{work.length}-b{work.batch}.json"
+
+    def table(self, work: Workload) -> LatencyTable | None:
+        """The measured times of a workload, if they are here."""
+        path = self.table_file(work)
+        return LatencyTable.read(path) if path.exists() else None
+
+    def tables(self) -> tuple[LatencyTable, ...]:
+        """All measured times."""
+        return tuple(LatencyTable.read(path) for path in sorted(self.path.glob("latency-*.json")))
+
+    def read_plan(self) -> Plan:
+        """The plan, with the tables that price it."""
+        plan = Plan.read(self.plan_file)
+        if all(budget.workload is None for budget in plan.budgets):
+            return plan
+        known = {(table.workload, table.device): table for table in self.tables()}
+        attached = (replace(b, table=known.get((b.workload, b.device))) if b.workload else b for b in plan.budgets)
+        return replace(plan, budgets=tuple(attached))
+
     def write_plan(self, plan: Plan) -> None:
         """Write the plan; an older one is kept beside it."""
         if self.plan_file.exists() and Plan.read(self.plan_file) != plan:
@@ -139,7 +163,7 @@ class RunFolder:
         """Everything in the folder; stages that have not run are None."""
         settings = self.require()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
-        plan = Plan.read(self.plan_file) if self.plan_file.exists() else None
+        plan = self.read_plan() if self.plan_file.exists() else None
         healing = json.loads(self.heal_file.read_text()) if self.heal_file.exists() else None
         verdict = Verdict.read(self.verdict_file) if self.verdict_file.exists() else None
         rivals = _baselines(readings, plan, settings) if readings and plan else ()
@@ -167,11 +191,11 @@ def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict
     return tuple(found)
 
 
-def budgets_for(settings: Settings, shape: ModelShape) -> tuple[Budget, ...]:
+def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
     """The settings' budgets, read against the source's shape."""
     from headwise.budgets import parse
 
-    return tuple(parse(text, shape) for text in settings.budgets)
+    return tuple(parse(text, shape, tables) for text in settings.budgets)
 
 
 def write_report(folder: RunFolder) -> Dossier:

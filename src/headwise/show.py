@@ -109,9 +109,9 @@ def _others(plan: Plan) -> int:
 def _plan_words(plan: Plan, console: Console) -> None:
     """Budgets, damage, and the frontier as a line of blocks."""
     for budget in plan.budgets:
-        spent = plan.spent[budget.name]
+        spent, form = plan.spent[budget.key], ",.0f" if budget.limit >= 1000 else ".4g"
         met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
-        console.print(Text(f"{met} {budget.text}: {spent:,.0f} of {budget.limit:,.0f} {budget.unit}"))
+        console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
     gap = f"gap to the proven bound {plan.gap:.1e}"
     console.print(Text(f"predicted damage {plan.predicted_damage:.4f}, {gap}"))
     if len(plan.frontier) > 1:

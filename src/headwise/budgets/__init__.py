@@ -3,37 +3,37 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from headwise.errors import BudgetError
 from headwise.registry import find, names
-from headwise.types import Budget, LayerShape, ModelShape
+from headwise.types import Budget, LatencyTable, LayerShape, ModelShape, Workload
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
 EXAMPLES = "kv=75%, kv=2GiB@32k, params=20M, params=90%, flops=80%@8k"
 
 
-def parse(text: str, source: ModelShape) -> Budget:
-    """Read a budget such as `kv=50%`, `kv=2GiB@32k`, `params=20M` or `flops=80%@8k`.
+def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) -> Budget:
+    """Read a budget such as `kv=50%`, `kv=2GiB@32k`, `params=20M`, `flops=80%@8k` or `latency=80%@decode,32k,b8`.
 
-    A percentage is of the source model; `@` gives the context length at which the price is meant.
+    A percentage is of the source model; `@` gives the context length at which the price is meant. A latency is priced
+    by the one of the measured `tables` that belongs to its phase, length and batch.
     """
-    match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([0-9.]+[kK]?))?\s*", text)
-    if not match:
+    match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*", text)
+    if match and match[1] == "latency":
+        return _latency(text, match[2], match[3], match[4] or "", source, tables)
+    if not match or not re.fullmatch(r"[0-9.]+[kK]?", (match[4] or "0").strip()):
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, at = match.groups()
     price = find("headwise.budgets", name)
     if name == "kv" and not source.cached:
         raise BudgetError(f"{text}: {source.family} models keep no cache; use params, flops or attention.")
-    length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
-    try:
-        amount = float(number)
-    except ValueError:
-        raise BudgetError(f"'{number}' in the budget '{text}' is not a number. Examples: {EXAMPLES}.") from None
+    length = _length(at.strip(), text) if at else source.row_tokens or DEFAULT_LENGTH
+    amount = _amount(number, suffix, text)
     if suffix == "%":
-        if not 0 < amount <= 100:
-            raise BudgetError(f"{text}: a percentage of the source lies above 0 and at most at 100.")
         limit = amount / 100 * price.model_cost(source, length)
     else:
         units = BYTES if price.UNIT.startswith("bytes") else SUFFIXES
@@ -49,6 +49,49 @@ def parse(text: str, source: ModelShape) -> Budget:
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""))
 
 
+def _amount(number: str, suffix: str, text: str) -> float:
+    try:
+        amount = float(number)
+    except ValueError:
+        raise BudgetError(f"'{number}' in the budget '{text}' is not a number. Examples: {EXAMPLES}.") from None
+    if suffix == "%" and not 0 < amount <= 100:
+        raise BudgetError(f"{text}: a percentage of the source lies above 0 and at most at 100.")
+    return amount
+
+
+def _latency(
+    text: str, number: str, suffix: str, at: str, source: ModelShape, tables: Sequence[LatencyTable]
+) -> Budget:
+    """A limit on time: milliseconds, or a percentage of the source's as the table has it."""
+    amount, work = _amount(number, suffix, text), workload(at, source)
+    if suffix != "%" and suffix.lower() not in TIMES:
+        raise BudgetError(f"{text}: '{suffix}' is no unit of latency; known: %, {', '.join(TIMES)}.")
+    table = next((table for table in tables if table.workload == work), None)
+    if table is None:
+        raise BudgetError(
+            f"{text}: latency is measured on the device that the model will run on, and {work} was not yet; there: "
+            f"headwise probe MODEL --latency {work} --out FOLDER"
+        )
+    limit = amount / 100 * table.model_ms(source) if suffix == "%" else amount * TIMES[suffix.lower()]
+    return Budget("latency", "ms", limit, work.length, text.replace(" ", ""), work, table.device, table)
+
+
+def workload(at: str, source: ModelShape) -> Workload:
+    """What a latency is of, as `--budget` names it behind the `@`; models that keep no cache only read."""
+    work = Workload.parse(at, source.row_tokens or DEFAULT_LENGTH)
+    if not source.cached and "decode" in at:
+        raise BudgetError(f"{at}: {source.family} models do not write token by token; use prefill.")
+    return work if source.cached else Workload("prefill", work.length, work.batch)
+
+
+def workloads(texts: Sequence[str], source: ModelShape) -> tuple[Workload, ...]:
+    """What has to be timed before these budgets can be read."""
+    cut = [text.partition("=") for text in texts]
+    return tuple(
+        dict.fromkeys(workload(rest.partition("@")[2], source) for name, _, rest in cut if name.strip() == "latency")
+    )
+
+
 def _length(at: str, text: str) -> int:
     """Tokens of context: a k is 1,024 of them."""
     try:
@@ -62,12 +105,29 @@ def _length(at: str, text: str) -> int:
 
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
-    return float(find("headwise.budgets", budget.name).model_cost(model, budget.length))
+    return float(find("headwise.budgets", budget.name).model_cost(model, _at(budget)))
 
 
 def layer_price(budget: Budget, model: ModelShape, layer: LayerShape) -> float:
     """What one layer adds to that."""
-    return float(find("headwise.budgets", budget.name).layer_cost(model, layer, budget.length))
+    return float(find("headwise.budgets", budget.name).layer_cost(model, layer, _at(budget)))
+
+
+def joint(budget: Budget) -> bool:
+    """Whether a layer's price is more than a sum over its query/key and value sizes, as kernels want both to fit."""
+    return budget.name == "latency"
+
+
+def _at(budget: Budget) -> int | LatencyTable:
+    """What a price depends on beside the shape: a length, or a measured table."""
+    if budget.name != "latency":
+        return budget.length
+    if budget.table is None:
+        raise BudgetError(
+            f"{budget.text} was priced by a table of {budget.device or 'a device'} that is not here; put the run's "
+            f"latency-*.json beside the plan, or measure again: headwise probe MODEL --latency {budget.workload}."
+        )
+    return budget.table
 
 
 def known() -> tuple[str, ...]:

@@ -110,12 +110,17 @@ def budget_checks(plan: Plan) -> list[Check]:
     return [
         Check(
             f"budget {budget.text}",
-            plan.spent[budget.name] <= budget.limit * (1 + 1e-9),
-            f"{plan.spent[budget.name]:,.0f} {budget.unit}",
-            f"at most {budget.limit:,.0f}",
+            plan.spent[budget.key] <= budget.limit * (1 + 1e-9),
+            f"{_said(plan.spent[budget.key])} {budget.unit}" + (" predicted" if budget.workload else ""),
+            f"at most {_said(budget.limit)}",
         )
         for budget in plan.budgets
     ]
+
+
+def _said(amount: float) -> str:
+    """Whole numbers, but for what is counted in a few."""
+    return f"{amount:,.0f}" if amount >= 1000 or amount == int(amount) else f"{amount:.4g}"
 
 
 def _equal(name: str, observed: int, expected: int) -> Check:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -11,7 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise import families
+from headwise import families, steps
+from headwise.types import Budget, Check, Plan, Workload
 
 
 @torch.no_grad()
@@ -89,3 +92,54 @@ def machine(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+SLACK = 0.05  # by which a measured time may exceed its limit: times of the same model differ by about as much
+
+
+def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, float], list[Check]]:
+    """Time of source and cut under every limit on time, predicted and measured, and whether the limit is kept."""
+    found: dict[str, float] = {}
+    checks = []
+    for budget in (b for b in plan.budgets if b.workload is not None):
+        here = steps.device_name(source.device)
+        if budget.device != here:
+            seen = f"planned on {budget.device}, this is {here}: verify there"
+            checks.append(Check(f"measured {budget.text}", False, seen, f"at most {budget.limit:.4g} ms"))
+            continue
+        try:
+            took = side_by_side(source, cut, budget.workload)
+        except torch.cuda.OutOfMemoryError:
+            seen = "source and cut do not fit side by side: use a smaller batch or length"
+            checks.append(Check(f"measured {budget.text}", False, seen, f"at most {budget.limit:.4g} ms"))
+            continue
+        stem = f"{budget.workload.phase}_ms_at_{budget.workload.length}_batch_{budget.workload.batch}"
+        predicted = {"after": plan.spent[budget.key]}
+        if budget.table is not None:
+            predicted["before"] = budget.table.model_ms(plan.source)
+        found |= {f"{stem}_predicted_{end}": value for end, value in predicted.items()}
+        found |= {f"{stem}_{end}": value for end, value in took.items()}
+        checks.append(kept(budget, took))
+    return found, checks
+
+
+def kept(budget: Budget, took: dict[str, float]) -> Check:
+    """Whether a limit on time holds as measured: a percentage is of the source as measured beside it."""
+    percent = re.search(r"=([0-9.]+)%", budget.text)
+    limit = float(percent[1]) / 100 * took["before"] if percent else budget.limit
+    seen = f"{took['after']:.4g} ms, {took['after'] / took['before']:.1%} of the source's {took['before']:.4g}"
+    return Check(f"measured {budget.text}", took["after"] <= limit * (1 + SLACK), seen, f"at most {limit:.4g} ms + 5%")
+
+
+@torch.no_grad()
+def side_by_side(source: nn.Module, cut: nn.Module, work: Workload, repeats: int = 7) -> dict[str, float]:
+    """Milliseconds of both models under a workload, in the number format that they are meant to run in, in turns."""
+    family = families.family_of(source.config)
+    ready = []
+    for model in (source, cut):
+        copied = copy.deepcopy(model).to(steps.timed_dtype(model)) if steps.timed_dtype(model) != model.dtype else model
+        ready.append(steps.prepare(family, copied, work))
+    found = steps.timed(ready, source.device, repeats)
+    spreads = {name: steps.spread(times) for name, times in zip(("before", "after"), found, strict=True)}
+    ends = ("", "_low", "_high")
+    return {f"{name}{end}": value for name, row in spreads.items() for end, value in zip(ends, row, strict=True)}

@@ -44,7 +44,7 @@ def _run(name: str, dossier: Dossier) -> Run:
     pairs = {m.label: (m.before, m.after) for m in facts.measures(dossier) if m.label in (facts.CACHE, facts.SIZE)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
-        full, spent = rivals.priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.name)
+        full, spent = rivals.priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
         if budget.name not in ("kv", "params") and full and spent is not None:
             shares[budget.name] = spent / full
     return Run(name, dossier, last.value, last.low, last.high, last.name == "measured", shares)

@@ -50,17 +50,19 @@ class Price(NamedTuple):
 
 def price_list(plan: Plan) -> tuple[Price, ...]:
     """Every unit that applies to the model; those that the plan limits come first, at their own length."""
-    own = {budget.name: budget for budget in plan.budgets}
+    own = {budget.key: budget for budget in plan.budgets}
     found = []
     for name in dict.fromkeys((*own, *(name for name in FAMILIAR if name in prices.known()), *prices.known())):
         if name == "kv" and not plan.source.cached:
             continue
         try:
-            module = find("headwise.budgets", name)
+            module = find("headwise.budgets", name.partition("@")[0])
             budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
             full = rivals.priced(budget, plan.source)
             if full is not None:
-                found.append(Price(budget, str(module.MEANING), full))
+                found.append(
+                    Price(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
+                )
         except (HeadwiseError, AttributeError):
             continue
     return tuple(found)

@@ -198,7 +198,7 @@ def budget_rows(dossier: Dossier) -> Rows:
         return ()
     rows = []
     for budget in dossier.plan.budgets:
-        full, spent = priced(budget, dossier.plan.source), as_number(dossier.plan.spent.get(budget.name))
+        full, spent = priced(budget, dossier.plan.source), as_number(dossier.plan.spent.get(budget.key))
         share = f"{spent / full:.1%}" if full and spent is not None else MISSING
         met = MISSING if spent is None else "✓ met" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
         rows.append((budget.text, budget.unit, human(full), human(budget.limit), human(spent), share, met))

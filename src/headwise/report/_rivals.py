@@ -59,7 +59,7 @@ def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measur
     share = None
     if dossier.plan and dossier.plan.budgets:
         first = dossier.plan.budgets[0]
-        full, amount = priced(first, dossier.plan.source), amounts.get(first.name)
+        full, amount = priced(first, dossier.plan.source), amounts.get(first.key)
         share = amount / full if full and amount is not None else None
     text = ", ".join(f"{name} {human(amount)}" for name, amount in amounts.items()) or MISSING
     return Comparison(strategy, share, as_number(predicted), as_number(measured), text, chosen)

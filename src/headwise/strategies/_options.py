@@ -165,7 +165,7 @@ def finish(
         keep=keep,
         strategy=strategy,
         budgets=budgets,
-        spent={budget.name: prices.price(budget, target) for budget in budgets},
+        spent={budget.key: prices.price(budget, target) for budget in budgets},
         predicted_damage=damage,
         seed=seed,
         **more,  # type: ignore[arg-type]

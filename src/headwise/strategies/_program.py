@@ -1,7 +1,8 @@
 """One integer program over all layers and all units, solved with a proof of how good its answer is.
 
 A binary variable picks one head count per layer; under each head count one picks a query/key size and one a value
-size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately.
+size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately. Under a
+budget of measured time, where a kernel's price is no sum over the two sizes, one picks a pair of them.
 
 Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
 multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +25,9 @@ from scipy.sparse import csr_array, hstack
 
 from headwise import budgets as prices
 from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
-from headwise.types import Budget, LayerShape, ModelShape, Point
+from headwise.types import Budget, LayerShape, ModelShape
 
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
-FRONTIER_POINTS = 12
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
 NODE_LIMIT = 4000  # of one run of HiGHS: seconds; a plan that is not proven by then says so in its gap
@@ -35,6 +36,7 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Price = Callable[[LayerShape], Sequence[float]]  # what a layer costs in every budget
+Column = tuple[Choice, ...]  # what goes together: mostly one choice
 
 
 class Solution(NamedTuple):
@@ -55,7 +57,9 @@ class Case:
 
     def __init__(self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> None:
         self.source, self.budgets = source, budgets
-        self.program = build(source, offered, lambda layer: [prices.layer_price(b, source, layer) for b in budgets])
+        joint = any(map(prices.joint, budgets))
+        price: Price = lambda layer: [prices.layer_price(b, source, layer) for b in budgets]  # noqa: E731
+        self.program = build(source, offered, price, joint)
         self.full = np.array([prices.price(budget, source) for budget in budgets])
         layers = [sum(prices.layer_price(budget, source, layer) for layer in source.layers) for budget in budgets]
         self.fixed = self.full - layers
@@ -95,25 +99,12 @@ def solve(
     return found
 
 
-def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
-    """Least damage against the first budget's price, over cases with a damage of their own (layers already removed)."""
-    if not cases[0][0].budgets:
-        return ()
-    points: list[Point] = []
-    for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
-        damage = float("inf")
-        for case, lost in cases:
-            if lost < damage:  # else the removed layers alone do more
-                damage = min(damage, case.damage_at(float(share)) + lost)
-        if damage < float("inf"):
-            # A plan for less is a plan for more, so within the gap the better of the two counts.
-            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
-    return tuple(points)
-
-
 def chosen(program: Program, picked: list[int], layers: int) -> list[list[Choice]]:
     """The choices behind the picked columns, per layer."""
-    return [[program.meaning[i][1] for i in picked if program.meaning[i][0] == layer] for layer in range(layers)]
+    found: list[list[Choice]] = [[] for _ in range(layers)]
+    for i in picked:
+        found[program.meaning[i][0]] += program.meaning[i][1]
+    return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -124,7 +115,7 @@ class Program:
     price: Floats  # per budget and column; sizes below a head count hold what they change
     group: Indices  # per column
     parent: Indices  # per group
-    meaning: tuple[tuple[int, Choice], ...]  # per column: layer and choice
+    meaning: tuple[tuple[int, Column], ...]  # per column: layer and choices
     step: Floats  # per budget: the greatest common divisor of its prices, 0 where they are no whole numbers
 
     def reachable(self, limits: Floats) -> Floats:
@@ -152,10 +143,11 @@ class Program:
         return least, total
 
 
-def build(source: ModelShape, offered: list[LayerMenu], price_of: Price) -> Program:
+def build(source: ModelShape, offered: list[LayerMenu], price_of: Price, joint: bool = False) -> Program:
     """The program of a model; choices that another beats in damage and in every price are left out.
 
-    Prices must add up over units: a layer's price is that of its heads and sizes plus that of its MLP.
+    Prices must add up over units: a layer's price is that of its heads and sizes plus that of its MLP. Unless `joint`,
+    those of query/key and value sizes must add up too.
     """
     known: dict[tuple[object, ...], Floats] = {}
 
@@ -171,14 +163,23 @@ def build(source: ModelShape, offered: list[LayerMenu], price_of: Price) -> Prog
         if with_choices(shape, *only).gone:  # nothing to choose, and parts of a layer that is gone do not add up
             columns.add_one(layer, only, price(shape, *only))
             continue
-        tops = columns.add(layer, -1, list(menu.heads), [price(shape, heads) for heads in menu.heads])
+        tops = columns.add(layer, -1, [(heads,) for heads in menu.heads], [price(shape, heads) for heads in menu.heads])
+        kinds = _kinds(menu, joint)
         for top, heads in zip(tops, menu.heads, strict=True):
             whole = price(shape, heads)
-            for choices in (menu.qk, menu.v):
-                columns.add(layer, top, *_undominated(choices, [price(shape, heads, c) - whole for c in choices]))
+            for kind in kinds:
+                columns.add(layer, top, *_undominated(kind, [price(shape, heads, *c) - whole for c in kind]))
         base = price(shape)
-        columns.add(layer, -1, *_undominated(menu.mlp, [price(shape, c) - base for c in menu.mlp]))
+        widths: list[Column] = [(choice,) for choice in menu.mlp]
+        columns.add(layer, -1, *_undominated(widths, [price(shape, *c) - base for c in widths]))
     return columns.program()
+
+
+def _kinds(menu: LayerMenu, joint: bool) -> list[list[Column]]:
+    """What is picked under a head count: a query/key size and a value size, or a pair of both."""
+    if joint:
+        return [list(product(menu.qk, menu.v))]
+    return [[(choice,) for choice in menu.qk], [(choice,) for choice in menu.v]]
 
 
 class _Columns:
@@ -188,9 +189,9 @@ class _Columns:
         self.price: list[Floats] = []
         self.group: list[int] = []
         self.parent: list[int] = []
-        self.meaning: list[tuple[int, Choice]] = []
+        self.meaning: list[tuple[int, Column]] = []
 
-    def add(self, layer: int, parent: int, choices: list[Choice], price: list[Floats]) -> range:
+    def add(self, layer: int, parent: int, choices: list[Column], price: list[Floats]) -> range:
         """A new group; returns its columns."""
         start = len(self.meaning)
         self.price += price
@@ -201,14 +202,14 @@ class _Columns:
 
     def add_one(self, layer: int, only: tuple[Choice, ...], price: Floats) -> None:
         """A layer that has no choice."""
-        (top,) = self.add(layer, -1, [only[0]], [price])
+        (top,) = self.add(layer, -1, [only[:1]], [price])
         for choice, parent in zip(only[1:], (top, top, -1), strict=True):
-            self.add(layer, parent, [choice], [np.zeros_like(price)])
+            self.add(layer, parent, [(choice,)], [np.zeros_like(price)])
 
     def program(self) -> Program:
         """All that was gathered."""
         return Program(
-            damage=np.array([choice.damage for _, choice in self.meaning]),
+            damage=np.array([sum(choice.damage for choice in choices) for _, choices in self.meaning]),
             price=np.array(self.price).T,
             group=np.array(self.group),
             parent=np.array(self.parent),
@@ -226,9 +227,9 @@ def _divisor(price: Floats) -> float:
     return float(divisor) if largest / divisor < 1e8 else 0.0
 
 
-def _undominated(choices: tuple[Choice, ...], price: list[Floats]) -> tuple[list[Choice], list[Floats]]:
+def _undominated(choices: list[Column], price: list[Floats]) -> tuple[list[Column], list[Floats]]:
     """The choices that no other beats or equals in damage and in every price; of equals the first."""
-    table = np.array([[choice.damage, *row] for choice, row in zip(choices, price, strict=True)])
+    table = np.array([[sum(c.damage for c in one), *row] for one, row in zip(choices, price, strict=True)])
     order = np.lexsort(table.T[::-1])
     table = table[order]
     beats = np.triu((table[:, None] <= table[None]).all(-1), k=1)  # earlier in the order, nowhere worse

@@ -5,15 +5,18 @@ Whole layers go in the one order that was measured jointly; for every number of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
+import numpy as np
+
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
-from headwise.strategies._program import Case, frontier
-from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
+from headwise.strategies._program import Case
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Point, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
+FRONTIER_POINTS = 12
 
 
 def allocate(
@@ -33,6 +36,22 @@ def allocate(
         raise refuse(source, budgets, least, allow)
     points = frontier(cases)
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
+
+
+def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
+    """Least damage against the first budget's price, over cases with a damage of their own (layers already removed)."""
+    if not cases[0][0].budgets:
+        return ()
+    points: list[Point] = []
+    for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
+        damage = float("inf")
+        for case, lost in cases:
+            if lost < damage:  # else the removed layers alone do more
+                damage = min(damage, case.damage_at(float(share)) + lost)
+        if damage < float("inf"):
+            # A plan for less is a plan for more, so within the gap the better of the two counts.
+            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
+    return tuple(points)
 
 
 Answerer = Callable[[float, float], tuple[float, float, list[LayerShape]] | None]

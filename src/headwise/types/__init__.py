@@ -1,6 +1,7 @@
 """The nouns of Headwise: frozen, JSON both ways, no torch."""
 
 from headwise.types._record import VERSION, Record, write_atomically
+from headwise.types.latency import PHASES, HeldOut, LatencyTable, Lattice, LayerTime, Workload
 from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, Point
 from headwise.types.reading import Reading, Readings
 from headwise.types.shape import GONE, ROLES, Grain, LayerShape, ModelShape
@@ -10,6 +11,7 @@ from headwise.types.verdict import Check, Dossier, Sample, Verdict
 __all__ = [
     "DEFAULT_UNITS",
     "GONE",
+    "PHASES",
     "ROLES",
     "UNITS",
     "VERSION",
@@ -18,8 +20,12 @@ __all__ = [
     "Check",
     "Dossier",
     "Grain",
+    "HeldOut",
+    "LatencyTable",
+    "Lattice",
     "LayerKeep",
     "LayerShape",
+    "LayerTime",
     "ModelShape",
     "Plan",
     "Point",
@@ -29,5 +35,6 @@ __all__ = [
     "Sample",
     "Sweep",
     "Verdict",
+    "Workload",
     "write_atomically",
 ]

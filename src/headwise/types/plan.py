@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
+from headwise.types.latency import LatencyTable, Workload
 from headwise.types.shape import SIZES, LayerShape, ModelShape
 
 UNITS = ("qk", "v", "mlp", "heads", "kv_heads", "depth")  # what a plan may cut, as `--allow` names them
@@ -14,13 +16,32 @@ DEFAULT_UNITS = ("qk", "v", "mlp")
 
 @dataclass(frozen=True, slots=True)
 class Budget(Record):
-    """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at."""
+    """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at.
+
+    A limit on time says of which work, and brings the table that prices it. The table is a file of its own in the run
+    folder: a plan that is read alone says what it spends, and prices nothing else.
+    """
 
     name: str
     unit: str
     limit: float
     length: int
     text: str
+    workload: Workload | None = None
+    device: str = ""  # on which it was measured
+    table: LatencyTable | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def key(self) -> str:
+        """Under which a plan says what it spends: several limits on time may go together."""
+        return self.name if self.workload is None else f"{self.name}@{self.workload}"
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary, without the table; most budgets have no work to name either."""
+        found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
+        if self.workload is not None:
+            found |= {"workload": self.workload.to_json(), "device": self.device}
+        return found
 
 
 @dataclass(frozen=True, slots=True)

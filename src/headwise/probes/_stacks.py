@@ -1,0 +1,120 @@
+"""Models with random weights and any layers, to be timed: what a layer costs does not depend on what it has learned."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import steps
+from headwise.cost import layer_kv_bytes_per_token, layer_parameters
+from headwise.errors import BudgetError
+from headwise.families import Family, auto_class_of
+from headwise.families._config import NOT_COPIED
+from headwise.runtime.modeling_headwise import classes
+from headwise.types import GONE, LayerShape, Workload
+
+Stack = tuple[LayerShape, ...]
+CHAIN = {("cuda", "decode"): 16, ("cuda", "prefill"): 4, ("cpu", "decode"): 4, ("cpu", "prefill"): 4}  # layers at most
+
+
+class Stacks:
+    """Builds models of one family and workload with given layers, and times them in turns."""
+
+    def __init__(self, family: Family, like: nn.Module, work: Workload, repeats: int = 5) -> None:
+        self.family, self.like, self.work, self.repeats = family, like, work, repeats
+        self.device, self.dtype = next(like.parameters()).device, steps.timed_dtype(like)
+        self.shape = family.shape_of(like.config)
+        self.chain = self._chain()
+        self.shared: dict[str, torch.Tensor] = {}  # what is not in layers: embeddings and the head are large
+        self.kept: tuple[Stack, steps.Step] | None = None  # the first stack, which comes again with every call
+
+    def _chain(self) -> int:
+        """Layers in a stack: enough that caches and weights do not stay near the processor, as far as they fit."""
+        most = min(len(self.shape.layers), CHAIN[self.device.type, self.work.phase])
+        if self.device.type == "cuda":
+            free = torch.cuda.mem_get_info(self.device)[0]
+            each = max(self._bytes(layer) for layer in self.shape.layers)
+            most = min(most, max(1, int(free / 8 / each)))
+        return most
+
+    def _bytes(self, layer: LayerShape) -> int:
+        cache = layer_kv_bytes_per_token(self.shape, layer) // self.shape.element_bytes
+        tokens = self.work.batch * self.work.length
+        return int(self.dtype.itemsize * (layer_parameters(self.shape, layer) + cache * tokens))
+
+    @torch.no_grad()
+    def __call__(self, stacks: Sequence[Stack]) -> list[list[float]]:
+        """Milliseconds of every stack, once per repeat."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+        try:
+            return steps.timed(
+                [self._step(stack, not at) for at, stack in enumerate(stacks)], self.device, self.repeats
+            )
+        except torch.cuda.OutOfMemoryError:
+            raise BudgetError(
+                f"{self.work} does not fit on {steps.device_name(self.device)}; use a smaller batch or length."
+            ) from None
+
+    def _step(self, stack: Stack, first: bool) -> steps.Step:
+        if self.kept is not None and self.kept[0] == stack:
+            return self.kept[1]
+        step = steps.prepare(self.family, self.model(stack), self.work)
+        if first:
+            self.kept = stack, step
+        return step
+
+    def model(self, stack: Stack) -> nn.Module:
+        """A random model with these layers, its other parts as in the source; kinds of layers are spread evenly."""
+        family, like, count = self.family, self.like, len(self.shape.layers)
+        config: Any = like.config
+        places = [place * count // len(stack) for place in range(len(stack))]
+        settings = {k: v for k, v in config.to_dict().items() if k not in NOT_COPIED}
+        if len(stack) < count:
+            there = tuple(self.shape.layers[i] if i in places else GONE for i in range(count))
+            settings = family._shortened(settings, there)
+        settings["headwise"] = {
+            "version": 1,
+            "layers": [layer.to_json() for layer in stack],
+            "kept": places,
+            **family.noted(like),
+        }
+        made = classes(family.kind(config))
+        new = family.configured(made["AutoConfig"], settings)
+        new._attn_implementation = config._attn_implementation
+        with torch.device("meta"):
+            model: nn.Module = made[auto_class_of(like)](new)
+        family._copy_unsaved(like, model)
+        self._fill(model)
+        return model.eval()
+
+    def _fill(self, model: nn.Module) -> None:
+        """Random numbers for all weights; indices of kept pairs may all be the same."""
+        layers = family_prefix(self.family, model)
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if not tensor.is_meta:
+                continue
+            ours = self.shared.get(name)
+            if ours is None:
+                ours = torch.zeros(tensor.shape, dtype=tensor.dtype, device=self.device)
+                if tensor.is_floating_point():
+                    ours = ours.to(self.dtype).normal_(0.0, 0.02)
+                if not name.startswith(layers):
+                    self.shared[name] = ours
+            parent, _, last = name.rpartition(".")
+            owner = model.get_submodule(parent)
+            if last in owner._parameters:
+                owner._parameters[last] = nn.Parameter(ours, requires_grad=False)
+            else:
+                owner._buffers[last] = ours
+        model.tie_weights()
+
+
+def family_prefix(family: Family, model: nn.Module) -> str:
+    """How names of tensors of layers begin."""
+    return family._prefix(model.config, 0).removesuffix("0.")

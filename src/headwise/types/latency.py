@@ -1,0 +1,207 @@
+"""How long a model takes on one device: what it is asked to do, and a table of measured layers that prices others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+
+from headwise.errors import BudgetError
+from headwise.types._record import Record
+from headwise.types.shape import LayerShape, ModelShape
+
+PHASES = ("decode", "prefill")
+LENGTH = 2048  # tokens, where nothing is said
+
+
+@dataclass(frozen=True, slots=True)
+class Workload(Record):
+    """What is timed. decode: one more token for each of `batch` texts of `length`. prefill: reading such a batch."""
+
+    phase: str = PHASES[0]
+    length: int = LENGTH
+    batch: int = 1
+
+    def __str__(self) -> str:
+        long = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
+        return f"{self.phase},{long},b{self.batch}"
+
+    @classmethod
+    def parse(cls, text: str, length: int = LENGTH) -> Workload:
+        """Read `decode,32k,b8`: phase, length and batch in any order, each with a default.
+
+        >>> Workload.parse("b8,32k")
+        Workload(phase='decode', length=32768, batch=8)
+        """
+        found: dict[str, str | int] = {}
+        for part in filter(None, (part.strip().lower() for part in text.split(","))):
+            if part in PHASES:
+                new: tuple[str, str | int] = ("phase", part)
+            elif re.fullmatch(r"b[0-9]+", part):
+                new = ("batch", int(part[1:]))
+            elif re.fullmatch(r"[0-9]+(\.[0-9]+)?k?", part):
+                new = ("length", int(float(part.rstrip("k")) * (1024 if part.endswith("k") else 1)))
+            else:
+                new = ("", part)
+            if new[0] in ("", *found) or new[1] == 0:
+                raise BudgetError(
+                    f"'{part}' in '{text}' is no phase ({' or '.join(PHASES)}), length (32k) or batch (b8), or one too "
+                    "many. Write it like decode,32k,b8."
+                )
+            found[new[0]] = new[1]
+        return cls(**{"length": length, **found})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime(Record):
+    """The median time of one layer over repeats, and the least and most."""
+
+    shape: LayerShape
+    ms: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut(Record):
+    """Something that was predicted from the rest of the table, and then measured."""
+
+    what: str
+    predicted: float
+    measured: float
+    refined: bool = False  # whether it was too far off, so that more was measured there
+
+    @property
+    def error(self) -> float:
+        """Relative to what was measured."""
+        return abs(self.predicted / self.measured - 1) if self.measured else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Lattice(Record):
+    """Sizes of attention of which every combination was measured; `width` 0: queries are computed at `qk` itself."""
+
+    width: int
+    kv_heads: tuple[int, ...]
+    sharing: tuple[int, ...]  # query heads per key/value head
+    qk: tuple[int, ...]
+    v: tuple[int, ...]
+
+    @property
+    def axes(self) -> tuple[tuple[int, ...], ...]:
+        """Sizes, in the order of `shape`'s arguments."""
+        return self.kv_heads, self.sharing, self.qk, self.v
+
+    def shape(self, base: LayerShape, kv_heads: int, sharing: int, qk: int, v: int) -> LayerShape:
+        """The layer with these sizes and the MLP of `base`."""
+        return replace(
+            base, query_heads=kv_heads * sharing, kv_heads=kv_heads, qk_dim=qk, v_dim=v, qk_width=self.width or qk
+        )
+
+    def shapes(self, base: LayerShape) -> list[LayerShape]:
+        """Every combination."""
+        return [self.shape(base, *sizes) for sizes in product(*self.axes)]
+
+
+@dataclass(frozen=True)
+class LatencyTable(Record):
+    """Measured times of layers, and of the rest of the model, under one workload on one device.
+
+    A layer's time is that of its attention beside the base's MLP, plus what its MLP changes beside the base's
+    attention. Sizes between measured ones lie on the line between these.
+    """
+
+    device: str
+    facts: dict[str, str]  # whatever else times depend on: dtype, versions, the model's fixed sizes
+    workload: Workload
+    base: LayerShape
+    rest_ms: float  # embeddings, last norm and head
+    times: tuple[LayerTime, ...]
+    lattices: tuple[Lattice, ...] = ()
+    mlp: tuple[int, ...] = ()  # measured widths, rising
+    held_out: tuple[HeldOut, ...] = ()
+    chain: int = 4  # layers in the stacks that were timed
+
+    @cached_property
+    def _known(self) -> dict[LayerShape, float]:
+        return {time.shape: time.ms for time in self.times}
+
+    @cached_property
+    def _priced(self) -> dict[LayerShape, float]:
+        return {}
+
+    @property
+    def error(self) -> float:
+        """The largest that is left of the checks."""
+        return max((check.error for check in self.held_out if not check.refined), default=0.0)
+
+    def model_ms(self, model: ModelShape) -> float:
+        """The time of a whole model."""
+        return self.rest_ms + sum(self.layer_ms(layer) for layer in model.layers)
+
+    def layer_ms(self, layer: LayerShape) -> float:
+        """The time of a layer; one outside the table is refused."""
+        if layer.gone:
+            return 0.0
+        if layer not in self._priced:
+            attention = self._attention_ms(replace(layer, mlp_width=self.base.mlp_width))
+            self._priced[layer] = max(0.0, attention + self._mlp_ms(layer.mlp_width) - self._known[self.base])
+        return self._priced[layer]
+
+    def _mlp_ms(self, width: int) -> float:
+        ends = bracket(self.mlp, width)
+        if ends is None:
+            raise self._outside(f"an MLP of width {width}")
+        return sum(part * self._known[replace(self.base, mlp_width=size)] for size, part in ends)
+
+    def _attention_ms(self, layer: LayerShape) -> float:
+        if layer in self._known:
+            return self._known[layer]
+        for lattice in self._fitting(layer):
+            sizes = (layer.kv_heads, layer.queries_per_group, layer.qk_dim, layer.v_dim)
+            ends = [bracket(axis, size) for axis, size in zip(lattice.axes, sizes, strict=True)]
+            if all(ends):
+                return self._between(lattice, [end for end in ends if end])
+        heads = f"{layer.query_heads} heads on {layer.kv_heads}"
+        raise self._outside(f"attention of {heads}, qk {layer.qk_dim} of {layer.qk_width}, v {layer.v_dim}")
+
+    def _fitting(self, layer: LayerShape) -> Iterable[Lattice]:
+        """Lattices that price the layer; one whose queries are computed at a larger width never asks too little."""
+        if not layer.projected:
+            return [lattice for lattice in self.lattices if not lattice.width]
+        wide = [lattice for lattice in self.lattices if lattice.width >= layer.qk_width]
+        return sorted(wide, key=lambda lattice: lattice.width)
+
+    def _between(self, lattice: Lattice, ends: Sequence[tuple[tuple[int, float], ...]]) -> float:
+        total = 0.0
+        for corner in product(*ends):
+            share = 1.0
+            for _, part in corner:
+                share *= part
+            total += share * self._known[lattice.shape(self.base, *(size for size, _ in corner))]
+        return total
+
+    def _outside(self, what: str) -> BudgetError:
+        return BudgetError(
+            f"{what} is outside the table that was measured for {self.workload}; measure it too, with the same "
+            f"--allow: headwise probe MODEL --latency {self.workload} --allow UNITS --out FOLDER"
+        )
+
+
+def bracket(sizes: Sequence[int], size: int) -> tuple[tuple[int, float], ...] | None:
+    """The measured sizes (rising) around one, and what each counts; None outside.
+
+    >>> bracket((16, 32, 64), 40)
+    ((32, 0.75), (64, 0.25))
+    """
+    if size in sizes:
+        return ((size, 1.0),)
+    below = [s for s in sizes if s < size]
+    above = [s for s in sizes if s > size]
+    if not below or not above:
+        return None
+    low, high = below[-1], above[0]
+    part = (size - low) / (high - low)
+    return (low, 1 - part), (high, part)
