@@ -58,7 +58,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     length = min(settings.length, family.longest(model.config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
-    asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and "self" not in source else None
+    writes = "self" not in source or model.device.type == "cuda"  # a CPU would write for hours what a healing reads
+    asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and writes else None
     extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
