@@ -1,0 +1,216 @@
+"""Attention kernels against the ideal, by sizes of heads: decode against copying bytes, prefill against a product.
+
+python benchmarks/attention.py            # on a CUDA device; writes benchmarks/results/attention.json
+python benchmarks/attention.py --sweep    # tries how our kernel may be built
+
+Decode: 32 rows of 32k places; prefill: 4 rows of 8k tokens; 32 query heads share 8 key/value heads, bfloat16.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise.fast.paths import TILES, Seen, _split, decode_paths, prefill_paths
+
+RESULT = Path(__file__).parent / "results" / "attention.json"
+EQUAL = (128, 120, 112, 104, 96, 88, 80, 72, 64, 56, 48)
+SIZES = [(d, d) for d in EQUAL] + [(64, 128), (128, 64), (96, 48), (48, 96), (80, 48), (56, 72)]
+HEADS, GROUPS, DTYPE = 32, 8, torch.bfloat16
+DECODE, PREFILL = (32, 32768), (4, 8192)  # rows, places
+REPEATS = 5
+
+
+def clock(work: Any, calls: int, captured: bool = False) -> dict[str, float]:
+    """Milliseconds per call: median, low and high over repeats."""
+    work()
+    torch.cuda.synchronize()
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                work()
+        run = graph.replay
+    else:
+
+        def run() -> None:
+            for _ in range(calls):
+                work()
+
+    run()
+    times = []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(begin.elapsed_time(end) / calls)
+    return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
+
+
+def ideal() -> dict[str, float]:
+    """What the device does at best: bytes per second of a copy (read and written), and products per second."""
+    x = torch.empty(2**32, dtype=torch.uint8, device="cuda")
+    y = torch.empty_like(x)
+    copy = clock(lambda: y.copy_(x), 5)["low"]
+    del x, y
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
+    product = clock(lambda: a @ b, 10)["low"]
+    return {"copy_bytes_per_s": 2 * 2**32 / copy * 1e3, "product_flops_per_s": 2 * 8192**3 / product * 1e3}
+
+
+def drawn(rows: int, places: int, tokens: int, qk_dim: int, v_dim: int) -> tuple[Any, Any, Any, Seen]:
+    made = partial(torch.randn, device="cuda", dtype=DTYPE)
+    q, k, v = (
+        made(rows, h, t, d) for h, t, d in ((HEADS, tokens, qk_dim), (GROUPS, places, qk_dim), (GROUPS, places, v_dim))
+    )
+    ends = torch.full((rows,), places, dtype=torch.int32, device="cuda")
+    return q, k, v, Seen(ends, ends * 0, None if tokens == 1 else places, scaling=qk_dim**-0.5)
+
+
+def decode(qk_dim: int, v_dim: int, names: list[str] | None = None) -> dict[str, Any]:
+    """Every path on one size; a path that refuses is left out."""
+    q, k, v, seen = drawn(*DECODE, 1, qk_dim, v_dim)
+    found = {}
+    for name, path in decode_paths(q.device, qk_dim, v_dim).items():
+        if name == "eager" or (names and name not in names):
+            continue
+        try:
+            found[name] = clock(partial(path, q, k, v, seen), 5, captured=True)
+        except RuntimeError as error:
+            print(f"  {name}: {str(error)[:90]}", flush=True)
+    full = Seen(seen.ends_B, seen.starts_B, DECODE[1], scaling=seen.scaling)
+    for name in ("cudnn", "flash"):  # without a mask, as if all rows were full: the rivals at their best
+        try:
+            found[f"{name}-unmasked"] = clock(partial(decode_paths(q.device, qk_dim, v_dim)[name], q, k, v, full), 5)
+        except RuntimeError:
+            continue
+    return found
+
+
+def prefill(qk_dim: int, v_dim: int) -> dict[str, Any]:
+    """The same for a prompt."""
+    q, k, v, seen = drawn(*PREFILL, PREFILL[1], qk_dim, v_dim)
+    found = {}
+    for name, path in prefill_paths(q.device, qk_dim, v_dim).items():
+        if name == "eager" or "efficient" in name:
+            continue
+        try:
+            found[name] = clock(partial(path, q, k, v, seen), 3)
+        except RuntimeError as error:
+            print(f"  {name}: {str(error)[:90]}", flush=True)
+    return found
+
+
+def kv_bytes(qk_dim: int, v_dim: int) -> int:
+    return DECODE[0] * DECODE[1] * GROUPS * (qk_dim + v_dim) * 2
+
+
+def flops(qk_dim: int, v_dim: int) -> float:
+    return PREFILL[0] * HEADS * PREFILL[1] ** 2 * (qk_dim + v_dim)  # causal: half of 2 * 2
+
+
+def compile_one(size: tuple[int, int], tile: dict[str, Any]) -> None:
+    """Build our kernel for a size, in a process of its own; Triton keeps it on disk."""
+    q, k, v, seen = drawn(1, 8192, 1, *size)
+    _split(
+        q.expand(DECODE[0], -1, -1, -1), k.expand(DECODE[0], -1, -1, -1), v.expand(DECODE[0], -1, -1, -1), seen, **tile
+    )
+
+
+def _quietly(job: Any) -> None:
+    try:
+        compile_one(*job)
+    except Exception as error:
+        print(f"  {job}: {str(error)[:200]}", flush=True)
+
+
+def compile_all(jobs: list[Any]) -> None:
+    with multiprocessing.get_context("spawn").Pool(12) as pool:
+        pool.map(_quietly, jobs, chunksize=4)
+
+
+def sweep() -> None:
+    """Times of our kernel by how it is built, as shares of copying."""
+    sizes = [(128, 128), (96, 96), (72, 72), (64, 64), (48, 48), (64, 128)]
+    shapes = [
+        (64, 4, 2),
+        (64, 4, 3),
+        (64, 4, 4),
+        (128, 4, 2),
+        (128, 4, 3),
+        (128, 8, 3),
+        (32, 4, 4),
+        (32, 2, 4),
+        (64, 2, 3),
+    ]
+    tiles = [dict(places=n, warps=w, stages=s, programs=p, cut=c)
+             for (n, w, s), c, p in itertools.product(shapes, (True, False), (8,))]  # fmt: skip
+    tiles += [dict(places=64, warps=4, stages=3, programs=p, cut=True) for p in (2, 4, 16, 32)]
+    start = time.time()
+    compile_all(
+        [
+            (size, tile)
+            for size in sizes
+            for tile in tiles
+            if tile["cut"] or size not in ((128, 128), (64, 64), (64, 128))
+        ]
+    )
+    print(f"compiled in {time.time() - start:.0f} s", flush=True)
+    copy = ideal()["copy_bytes_per_s"]
+    for size in sizes:
+        q, k, v, seen = drawn(*DECODE, 1, *size)
+        rows = []
+        for tile in tiles:
+            if not tile["cut"] and size in ((128, 128), (64, 64), (64, 128)):
+                continue
+            try:
+                ms = clock(partial(_split, q, k, v, seen, **tile), 3)["ms"]
+            except Exception as error:
+                print(size, tile, str(error)[:80])
+                continue
+            rows.append((kv_bytes(*size) / ms * 1e3 / copy, tile))
+        for share, tile in sorted(rows, key=lambda row: -row[0])[:7]:
+            print(size, f"{share:.3f}", tile, flush=True)
+
+
+def main() -> None:
+    """Measure, print, write after every size."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    if asked.sweep:
+        return sweep()
+    compile_all([(size, tile) for size in SIZES for tile in TILES.values()])
+    result: dict[str, Any] = {
+        "hardware": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "settings": {"decode": DECODE, "prefill": PREFILL, "query_heads": HEADS, "kv_heads": GROUPS,
+                     "dtype": "bfloat16", "repeats": REPEATS},
+        "ideal": ideal(),
+        "rows": [],
+    }  # fmt: skip
+    for qk_dim, v_dim in SIZES:
+        row = {"qk_dim": qk_dim, "v_dim": v_dim, "decode": decode(qk_dim, v_dim), "prefill": prefill(qk_dim, v_dim)}
+        result["rows"].append(row)
+        share = kv_bytes(qk_dim, v_dim) / result["ideal"]["copy_bytes_per_s"] * 1e3
+        print(qk_dim, v_dim, {n: f"{t['ms']:.3f} ({share / t['ms']:.2f})" for n, t in row["decode"].items()},
+              {n: f"{t['ms']:.2f}" for n, t in row["prefill"].items()}, flush=True)  # fmt: skip
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
