@@ -62,7 +62,7 @@ def ideal() -> dict[str, float]:
     """What the device does at best: bytes per second of a copy (read and written), and products per second."""
     x = torch.empty(2**32, dtype=torch.uint8, device="cuda")
     y = torch.empty_like(x)
-    copy = clock(lambda: y.copy_(x), 5)["low"]
+    copy = clock(partial(y.copy_, x), 5)["low"]
     del x, y
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=DTYPE) for _ in range(2))
     product = clock(lambda: a @ b, 10)["low"]

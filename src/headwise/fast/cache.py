@@ -57,8 +57,6 @@ class FastLayer(CacheLayerMixin):
         """Places that there are."""
         return self.capacity
 
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
     def reset(self) -> None:
         """Forget; what lies beyond the length is masked, so that it may stay."""
         self.length = 0
@@ -92,8 +90,8 @@ class FastCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write; returns what attention reads: everything filled, or the whole buffers if the place is on the device."""
-        layer: FastLayer = self.layers[layer_idx]
+        """Write; returns what attention reads: all that is filled, or whole buffers if the place is on the device."""
+        layer: Any = self.layers[layer_idx]
         if self.seen is None:
             return layer.update(key_states, value_states)
         if not layer.is_initialized:

@@ -140,7 +140,8 @@ def measured(case: Case) -> dict[str, float]:
 
 def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
     """What plain attention in float32 gives for the last tokens."""
-    return eager(*(x.float() for x in (q[:, :, -CHECKED:], k, v)), seen.at(seen.window, seen.scaling, seen.softcap))
+    q, k, v = (x.float() for x in (q[:, :, -CHECKED:], k, v))
+    return eager(q, k, v, seen.at(seen.window, seen.scaling, seen.softcap))
 
 
 def clock(work: Callable[[], object], case: Case, least: float = 4e-3) -> float:

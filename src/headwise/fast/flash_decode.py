@@ -6,6 +6,7 @@ serves all of them. Imported only where Triton is. Source of the split: Dao et a
 Shape suffixes: B rows, H query heads, G key/value heads, L places, K and V widths, S splits.
 """
 
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 from __future__ import annotations
 
 from typing import Any, NamedTuple
@@ -14,16 +15,14 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2E = 1.4426950408889634
-
 
 class Tile(NamedTuple):
-    """How the kernel is built: places per step, warps, steps in flight, programs per multiprocessor, blocks of widths."""
+    """How the kernel is built."""
 
-    places: int = 64
+    places: int = 64  # read at once
     warps: int = 4
-    stages: int = 3
-    programs: int = 8
+    stages: int = 3  # reads in flight
+    programs: int = 8  # per multiprocessor, about
     cut: bool = True  # widths into two blocks; otherwise one, rounded up to a power of two
 
 
@@ -38,12 +37,12 @@ def blocks(width: int, cut: bool) -> tuple[int, int]:
 
 
 @triton.jit
-def _capped(s, cap):  # type: ignore[no-untyped-def]
+def _capped(s, cap):
     return cap * (1.0 - 2.0 / (1.0 + tl.exp(2.0 * s / cap)))
 
 
 @triton.jit
-def _attend(  # type: ignore[no-untyped-def]
+def _attend(
     q, k, v, part, top, lengths, starts, scaling, cap,
     q_row, q_head, k_row, k_head, v_row, v_head,
     G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
@@ -111,7 +110,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _combine(part, top, out, S: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _combine(part, top, out, S: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)

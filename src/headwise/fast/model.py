@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.cache_utils import DynamicCache
-from transformers.generation import GenerationMode
+from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwise.errors import ModelError
@@ -23,6 +22,7 @@ from headwise.runtime.modeling_headwise import TailoredAttention
 TOKENS = 2**15  # of a prompt, at once
 CELLS = 2**28  # of a mask, or of logits where they are all made
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+OURS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 COUNTING = ("dynamic", "longrope")  # rotary tables that look at positions on the host: such a step is not captured
 
 
@@ -58,7 +58,7 @@ class Fast:
         self.pool = None
 
 
-def optimise(model: nn.Module) -> nn.Module:
+def optimise(model: Any) -> Any:
     """Make a decoder on our runtime fast, in place: the same model, whose `generate` takes the quick way."""
     layers: list[Any] = [module for module in model.modules() if isinstance(module, TailoredAttention)]
     if not layers or not hasattr(model, "generate") or getattr(model.config, "is_encoder_decoder", False):
@@ -97,12 +97,10 @@ def _hooked(base: type) -> type:
     ) -> Any:
         done = inner._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kw)
         mode = next((x for x in (*args, *kw.values()) if isinstance(x, GenerationMode)), None)
-        if type(model_kwargs.get("past_key_values")) is DynamicCache and mode in (
-            GenerationMode.GREEDY_SEARCH,
-            GenerationMode.SAMPLE,
-        ):
-            if (cache := _for_generation(self, generation_config, model_kwargs, *args, **kw)) is not None:
-                model_kwargs["past_key_values"] = cache
+        if mode in OURS and type(model_kwargs.get("past_key_values")) is DynamicCache:
+            batch = next((x for x in (*args, *kw.values()) if type(x) is int), 1)
+            cache = _for_generation(self, generation_config, batch)
+            model_kwargs["past_key_values"] = cache or model_kwargs["past_key_values"]
         return done
 
     space = {"forward": forward, "_prepare_cache_for_generation": _prepare_cache_for_generation}
@@ -110,12 +108,11 @@ def _hooked(base: type) -> type:
     return type(base)(base.__name__, (base,), {**space, **names})
 
 
-def _for_generation(model: Any, config: Any, given: dict[str, Any], *args: Any, **kwargs: Any) -> FastCache | None:
+def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
     """Our cache, if a text of the asked length fits into memory; one that the user gets to keep is not used again."""
     fast: Fast = model.headwise_fast
     if config.max_length is None or config.cache_implementation not in (None, "dynamic"):
         return None
-    batch = next((x for x in (*args, *kwargs.values()) if type(x) is int), 1)
     rows = batch * int(config.num_return_sequences or 1)
     if model.device.type == "cuda" and not _fits(model, rows, config.max_length):
         return None
@@ -200,7 +197,7 @@ def decode_step(model: Any, cache: FastCache) -> DecodeStep:
     if cache.captured is None:
         base = functools.partial(type(model).__base__.forward, model)  # its own, under our hook
         logits = functools.partial(_logits, base, cache, keep=1)
-        device = cache.starts_B.device  # type: ignore[union-attr]
+        device = cache.starts_B.device
         cache.captured = DecodeStep(logits, cache, cache.batch, device, model.headwise_fast.capture)
     found: DecodeStep = cache.captured
     return found
@@ -223,7 +220,8 @@ def _part(base: Any, cache: FastCache, rows: slice, tokens: int, ids: Any, posit
 def _prefill(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> Any:
     """Read a prompt, long ones in parts; of the last token's logits alone, nothing else is made."""
     logits = []
-    for rows, tokens in parts(model.headwise_fast, cache, *ids.shape, whole=not (isinstance(keep, int) and keep == 1)):
+    whole = not (isinstance(keep, int) and keep == 1)
+    for rows, tokens in parts(model.headwise_fast, cache, ids.shape[0], ids.shape[1], whole):
         here = (rows, tokens)
         found = _part(base, cache, rows, tokens.stop - tokens.start, ids[here], positions[here], keep)
         if tokens.stop == ids.shape[1]:

@@ -69,7 +69,7 @@ class DecodeStep:
         self.tokens.index_copy_(1, self.place, token)
 
     def _capture(self) -> None:
-        """Runs the step before, so that kernels are chosen and compiled; it only writes what the replay writes again."""
+        """Run once before, so that kernels are chosen and compiled: that only writes what the replay writes again."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
