@@ -12,7 +12,7 @@ from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
 SIZES += [(64, 128), (128, 64), (96, 48), (48, 96), (56, 72), (256, 256)]
-OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 4e-2}
 
 
 def drawn(rows, heads, groups, tokens, places, qk_dim, v_dim, dtype):

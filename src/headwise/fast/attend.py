@@ -9,14 +9,20 @@ import torch
 
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import Case, quickest, rounded
-from headwise.fast.paths import Seen
+from headwise.fast.paths import Path, Seen
 from headwise.runtime.modeling_headwise import SoftmaxAttention
 
 
 class Switch:
-    """Shared by all layers of a model: the cache of the fast step that is under way, if one is."""
+    """Shared by all layers of a model: the cache of the fast step that is under way, if one is, and paths found."""
 
-    cache: FastCache | None = None
+    def __init__(self) -> None:
+        self.cache: FastCache | None = None
+        self.paths: dict[Any, dict[Any, Path]] = {}  # layer -> what was asked before -> the quickest
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        memo[id(self)] = made = Switch()
+        return made
 
 
 class FastAttend(SoftmaxAttention):
@@ -34,10 +40,15 @@ class FastAttend(SoftmaxAttention):
         seen = cache.seen.at(self.sliding_window, float(self.scaling), self.softcap)
         if q_BHTK.shape[2] == 1:
             k_BGTK, v_BGTV, seen = _in_window(k_BGTK, v_BGTV, seen)
-        path = quickest(self._case(q_BHTK, k_BGTK, v_BGTV, seen))
+        plain = seen.end is not None and seen.plain() and (q_BHTK.shape[2] == 1 or k_BGTK.shape[2] == q_BHTK.shape[2])
+        known = (len(q_BHTK), q_BHTK.shape[2] == 1, rounded(k_BGTK.shape[2]), plain, q_BHTK.dtype, q_BHTK.device)
+        path = self.switch.paths.setdefault(self.layer_idx, {}).get(known)
+        if path is None:
+            path = quickest(self._case(q_BHTK, k_BGTK, v_BGTV, seen, plain))
+            self.switch.paths[self.layer_idx][known] = path
         return path(q_BHTK, k_BGTK, v_BGTV, seen), None
 
-    def _case(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Case:
+    def _case(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, plain: bool) -> Case:
         decode = q.shape[2] == 1
         known = seen.end is not None
         return Case(
@@ -50,7 +61,7 @@ class FastAttend(SoftmaxAttention):
             v_dim=v.shape[3],
             places=rounded(k.shape[2]),
             rows=rounded(len(q)),
-            masked=known and not (seen.plain(q.shape[2]) and (decode or k.shape[2] == q.shape[2])),
+            masked=known and not plain,
             capped=seen.softcap is not None,
             window=seen.window if decode and not known else None,
         )

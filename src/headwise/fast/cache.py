@@ -96,18 +96,21 @@ class FastCache(Cache):
             return layer.update(key_states, value_states)
         if not layer.is_initialized:
             layer.allocate(self.batch, key_states, value_states)
-        keys, values = layer.keys[self.rows], layer.values[self.rows]
+        keys, values = layer.keys, layer.values
+        if self.rows.stop - self.rows.start < self.batch:
+            keys, values = keys[self.rows], values[self.rows]
         if self.place is not None:
             keys.index_copy_(2, self.place, key_states)
             values.index_copy_(2, self.place, value_states)
             return keys, values
         end = self.seen.end
         assert end is not None
-        start = end - key_states.shape[2]
-        keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
-        if start == 0:
+        tokens = key_states.shape[2]
+        keys.narrow(2, end - tokens, tokens).copy_(key_states)
+        values.narrow(2, end - tokens, tokens).copy_(value_states)
+        if end == tokens:
             return key_states, value_states
-        return keys[:, :, :end], values[:, :, :end]
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def advance(self, tokens: int) -> None:
         """Count new tokens, after a fast step."""

@@ -12,7 +12,9 @@ from headwise.fast.table import Table
 
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
-    clear: Annotated[bool, typer.Option("--clear", help="Forget all measurements; they are made anew when needed.")] = False,
+    clear: Annotated[
+        bool, typer.Option("--clear", help="Forget all measurements; they are made anew when needed.")
+    ] = False,
 ) -> None:
     """Show which attention kernels fast inference has measured and chosen on this machine."""
     table = Table()

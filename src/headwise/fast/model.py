@@ -13,8 +13,9 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwise.errors import ModelError
-from headwise.fast.attend import FastAttend, Switch
+from headwise.fast.attend import Switch
 from headwise.fast.cache import STEP, FastCache
+from headwise.fast.fused import fuse
 from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep
 from headwise.runtime.modeling_headwise import TailoredAttention
@@ -66,8 +67,7 @@ def optimise(model: Any) -> Any:
     if hasattr(model, "headwise_fast") or getattr(model.config, "use_bidirectional_attention", None):
         return model
     switch = Switch()
-    for layer in layers:
-        layer.attend.__class__, layer.attend.switch = FastAttend, switch
+    fuse(model, switch)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
     model.__class__ = _hooked(type(model))
     return model.eval()

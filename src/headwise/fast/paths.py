@@ -8,6 +8,7 @@ Shape suffixes: B rows, H query heads, G key/value heads, T new tokens, L places
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -44,7 +45,7 @@ class Seen:
             self.ends_B, self.starts_B, self.end, self.padded, window, scaling, softcap, self.masks
         )  # fmt: skip
 
-    def plain(self, tokens: int) -> bool:
+    def plain(self) -> bool:
         """Whether everything up to itself is seen by each token, and no place behind the last is there."""
         windowed = self.window is not None and (self.end is None or self.end > self.window)
         return self.end is not None and not self.padded and not windowed
@@ -69,10 +70,10 @@ class Seen:
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
     """Plain products in order, keys never repeated: works everywhere, and is what the others are compared with."""
     (B, H, T, K), G = q.shape, k.shape[1]
-    logits = (q.reshape(B, G, H // G * T, K) @ k.mT * seen.scaling).view(B, G, H // G, T, -1)
+    logits = ((q * seen.scaling).reshape(B, G, H // G * T, K) @ k.mT).view(B, G, H // G, T, -1)
     if seen.softcap is not None:
         logits = torch.tanh(logits / seen.softcap) * seen.softcap
-    if not (T == 1 and seen.plain(1)):
+    if not (T == 1 and seen.plain()):
         logits = logits.masked_fill(~seen.mask(T, k.shape[2])[:, :, None], float("-inf"))
     weights = logits.softmax(-1, dtype=torch.float32).to(v.dtype)
     z = weights.view(B, G, H // G * T, -1) @ v
@@ -84,7 +85,7 @@ def _sdpa(
     k: torch.Tensor,
     v: torch.Tensor,
     seen: Seen,
-    backend: SDPBackend,
+    backend: SDPBackend | None = None,  # on a CPU torch takes the fused one by itself
     widen: bool = False,
     repeat: bool = False,
 ) -> torch.Tensor:
@@ -92,8 +93,8 @@ def _sdpa(
     if seen.softcap is not None:
         raise ValueError("no fused kernel caps logits")
     (B, H, T, K), G, V = q.shape, k.shape[1], v.shape[3]
-    causal = T > 1 and seen.plain(T) and k.shape[2] == T
-    mask = None if causal or (T == 1 and seen.plain(1)) else seen.mask(T, k.shape[2])
+    causal = T > 1 and seen.plain() and k.shape[2] == T
+    mask = None if causal or (T == 1 and seen.plain()) else seen.mask(T, k.shape[2])
     if widen:  # zeros at the end of the smaller width change nothing
         width = -(-max(K, V) // 8) * 8
         q, k, v = (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
@@ -103,7 +104,7 @@ def _sdpa(
         mask = mask if mask is None else mask.expand(-1, -1, H // G, -1)
     elif repeat:
         k, v = (x.repeat_interleave(H // G, dim=1) for x in (k, v))
-    with sdpa_kernel(backend):
+    with nullcontext() if backend is None else sdpa_kernel(backend):
         z = scaled_dot_product_attention(
             q, k, v, mask, is_causal=causal, scale=seen.scaling, enable_gqa=not (together or repeat) and G < H
         )
@@ -119,8 +120,10 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile
 
 
 TILES: dict[str, dict[str, Any]] = {  # of our kernel
-    "split": dict(places=64, warps=4, stages=3),
-    "split-wide": dict(places=128, warps=4, stages=3),
+    "split": dict(places=64, warps=4, stages=3, programs=16),
+    "split-128": dict(places=128, warps=4, stages=3),
+    "split-64x2": dict(places=64, warps=2, stages=3),
+    "split-32x2": dict(places=32, warps=2, stages=4),
 }
 
 
@@ -132,7 +135,7 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
             found |= {name: partial(_split, **tile) for name, tile in TILES.items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}
     if qk_dim == v_dim:
-        found["fused"] = partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)
+        found["fused"] = _sdpa
     return found
 
 
@@ -142,7 +145,7 @@ def prefill_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pa
     uneven = qk_dim != v_dim or qk_dim % 8 > 0
     if device.type != "cuda":
         name = "fused-padded" if qk_dim != v_dim else "fused"
-        return found | {name: partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION, widen=qk_dim != v_dim)}
+        return found | {name: partial(_sdpa, widen=qk_dim != v_dim)}
     for name, kind in BACKENDS.items():
         repeat = name == "efficient"  # which knows no shared keys
         found[name] = partial(_sdpa, backend=kind, repeat=repeat)
