@@ -9,12 +9,12 @@ Decode: 32 rows of 32k places; prefill: 4 rows of 8k tokens; 32 query heads shar
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import multiprocessing
 import statistics
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +123,8 @@ def flops(qk_dim: int, v_dim: int) -> float:
 def compile_one(size: tuple[int, int], tile: dict[str, Any]) -> None:
     """Build our kernel for a size, in a process of its own; Triton keeps it on disk."""
     q, k, v, seen = drawn(1, 8192, 1, *size)
-    _split(
-        q.expand(DECODE[0], -1, -1, -1), k.expand(DECODE[0], -1, -1, -1), v.expand(DECODE[0], -1, -1, -1), seen, **tile
-    )
+    q, k, v = (x.expand(DECODE[0], -1, -1, -1) for x in (q, k, v))
+    _split(q, k, v, Seen(*(x.repeat(DECODE[0]) for x in (seen.ends_B, seen.starts_B)), scaling=seen.scaling), **tile)
 
 
 def _quietly(job: Any) -> None:
@@ -141,42 +140,33 @@ def compile_all(jobs: list[Any]) -> None:
 
 
 def sweep() -> None:
-    """Times of our kernel by how it is built, as shares of copying."""
-    sizes = [(128, 128), (96, 96), (72, 72), (64, 64), (48, 48), (64, 128)]
+    """Shares of copying that our kernel reaches by how it is built."""
+    sizes = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (128, 64), (48, 96)]
     shapes = [
-        (64, 4, 2),
         (64, 4, 3),
         (64, 4, 4),
-        (128, 4, 2),
         (128, 4, 3),
-        (128, 8, 3),
-        (32, 4, 4),
         (32, 2, 4),
+        (32, 2, 6),
+        (32, 1, 4),
         (64, 2, 3),
+        (64, 2, 4),
+        (16, 1, 6),
     ]
-    tiles = [dict(places=n, warps=w, stages=s, programs=p, cut=c)
-             for (n, w, s), c, p in itertools.product(shapes, (True, False), (8,))]  # fmt: skip
-    tiles += [dict(places=64, warps=4, stages=3, programs=p, cut=True) for p in (2, 4, 16, 32)]
+    tiles = [dict(places=n, warps=w, stages=s, programs=p, cut=True) for (n, w, s), p in product(shapes, (8, 16))]
+    tiles += [dict(places=n, warps=w, stages=s, programs=16, cut=False) for n, w, s in shapes[:4]]
+    jobs = [(size, tile) for size in sizes for tile in tiles if tile["cut"] or any(d & (d - 1) for d in size)]
     start = time.time()
-    compile_all(
-        [
-            (size, tile)
-            for size in sizes
-            for tile in tiles
-            if tile["cut"] or size not in ((128, 128), (64, 64), (64, 128))
-        ]
-    )
+    compile_all(jobs)
     print(f"compiled in {time.time() - start:.0f} s", flush=True)
     copy = ideal()["copy_bytes_per_s"]
     for size in sizes:
         q, k, v, seen = drawn(*DECODE, 1, *size)
         rows = []
-        for tile in tiles:
-            if not tile["cut"] and size in ((128, 128), (64, 64), (64, 128)):
-                continue
+        for tile in (tile for one, tile in jobs if one == size):
             try:
                 ms = clock(partial(_split, q, k, v, seen, **tile), 3)["ms"]
-            except Exception as error:
+            except Exception as error:  # too large for the device
                 print(size, tile, str(error)[:80])
                 continue
             rows.append((kv_bytes(*size) / ms * 1e3 / copy, tile))

@@ -29,6 +29,7 @@ from transformers import StaticCache
 from headwise import families
 from headwise.fast.cache import FastCache
 from headwise.fast.decode import replayed
+from headwise.fast.fused import joined
 from headwise.fast.model import optimise
 from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 
@@ -60,6 +61,9 @@ def stock_model(name: str) -> Any:
             model = made[CAUSAL](made["AutoConfig"](**sizes, dtype="bfloat16", attn_implementation="sdpa"))
     finally:
         torch.set_default_dtype(torch.float32)
+    for layer in model.model.layers:  # joined as ours will be, so that the rivals can share them
+        joined([layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj])
+        joined([layer.mlp.gate_proj, layer.mlp.up_proj])
     return model.eval()
 
 

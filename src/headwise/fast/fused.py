@@ -162,7 +162,7 @@ def fuse(model: Any, switch: Switch) -> None:
     modules: list[Any] = list(model.modules())
     for module in modules:
         name = type(module).__name__
-        if type(module) is TailoredAttention:
+        if isinstance(module, TailoredAttention):
             module.attend.__class__, module.attend.switch = FastAttend, switch
             module.__class__ = FusedAttention
             module.fuse(switch)
