@@ -158,11 +158,10 @@ def _fused_norm(base: type) -> type:
 def fuse(model: Any, switch: Switch) -> None:
     """Put fused parts in the place of a model's own, as far as we know them."""
     on_cuda = next(model.parameters()).is_cuda and find_spec("triton") is not None
-    module: Any
     modules: list[Any] = list(model.modules())
     for module in modules:
         name = type(module).__name__
-        if isinstance(module, TailoredAttention):
+        if name == "TailoredAttention":
             module.attend.__class__, module.attend.switch = FastAttend, switch
             module.__class__ = FusedAttention
             module.fuse(switch)
