@@ -23,7 +23,7 @@ def greedy(
     if not hasattr(model, "headwise_fast"):
         raise ModelError("only a model loaded with optimise=True writes this way.")
     rows, tokens = ids.shape
-    cache = cache or model.headwise_fast.cache(rows, tokens + steps)
+    cache = cache or model.headwise_fast.cache(model, rows, tokens + steps)
     given: dict[str, Any] = {}
     if attention_mask is not None:
         given = {"attention_mask": attention_mask, "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)}

@@ -44,12 +44,14 @@ class Fast:
         made.switch, made.pool = copy.deepcopy(self.switch, memo), None
         return made
 
-    def cache(self, rows: int, length: int) -> FastCache:
+    def cache(self, model: Any, rows: int, length: int) -> FastCache:
         """A cache for so many tokens per row: the last one if it fits, with its captured step."""
         last = self.pool
         if last is not None and last.batch == rows and length <= last.capacity <= 2 * length + STEP:
-            last.reset()
-            return last
+            kind = [(layer.dtype, layer.device) for layer in last.layers if layer.is_initialized]
+            if set(kind) == {(model.dtype, model.device)}:
+                last.reset()
+                return last
         self.pool = last = None  # its memory may be needed
         self.pool = FastCache(self.layers, length)
         return self.pool
@@ -118,7 +120,7 @@ def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
         return None
     if config.return_dict_in_generate:
         return FastCache(fast.layers, config.max_length)
-    return fast.cache(rows, config.max_length)
+    return fast.cache(model, rows, config.max_length)
 
 
 def _fits(model: Any, rows: int, length: int) -> bool:
