@@ -174,6 +174,41 @@ def sweep() -> None:
             print(size, f"{share:.3f}", tile, flush=True)
 
 
+def best(times: dict[str, Any]) -> tuple[str, dict[str, float]]:
+    """The quickest path that fast inference may take: one that also works where rows end at different places."""
+    return min(((n, t) for n, t in times.items() if "unmasked" not in n), key=lambda item: item[1]["ms"])
+
+
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    copy, product_rate = result["ideal"]["copy_bytes_per_s"], result["ideal"]["product_flops_per_s"]
+    how, made = result["settings"], f"torch {result['versions']['torch']}"
+    (rows, places), (prompts, tokens) = how["decode"], how["prefill"]
+    full = next(row for row in result["rows"] if (row["qk_dim"], row["v_dim"]) == (128, 128))
+    lines = []
+    for row in result["rows"]:
+        (name, ours), (read, prompt) = best(row["decode"]), best(row["prefill"])
+        sizes = (row["qk_dim"], row["v_dim"])
+        faster = best(full["decode"])[1]["ms"] / ours["ms"]
+        lines.append(
+            f"| {sizes[0]} / {sizes[1]} | {sum(sizes) / 256:.0%} | {ours['ms']:.3f} ({ours['low']:.3f} to "
+            f"{ours['high']:.3f}) | {name} | {kv_bytes(*sizes) / ours['ms'] * 1e3 / copy:.0%} | {faster:.2f} | "
+            f"{prompt['ms']:.2f} ({prompt['low']:.2f} to {prompt['high']:.2f}) | {read} | "
+            f"{flops(*sizes) / prompt['ms'] * 1e3 / product_rate:.0%} |"
+        )
+    return f"""## Attention kernels
+
+`python benchmarks/attention.py`, {result["hardware"]}, {result["date"]}, {made}; bfloat16, {how["query_heads"]} query heads
+share {how["kv_heads"]} key/value heads. Decode: {rows} rows of {places} places; prefill: {prompts} rows of {tokens} tokens.
+The quickest of the paths that fast inference measures; low and high over {how["repeats"]} repeats. The ideal of decode is a copy of as many bytes ({copy / 1e12:.2f} TB/s read and written), that of prefill a large product
+({product_rate / 1e12:.0f} TFLOP/s).
+
+| queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path | of ideal |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(lines)}
+"""
+
+
 def main() -> None:
     """Measure, print, write after every size."""
     parser = argparse.ArgumentParser()

@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +127,7 @@ def ours(model: Any, rows: int, context: int, steps: int) -> tuple[list[float], 
         start = _now()
         replayed(model, cache, token, places, steps)
         times.append((_now() - start) / steps * 1e3)
-    taken = torch.cuda.max_memory_allocated() - before
-    del cache
-    return times, taken
+    return times, torch.cuda.max_memory_allocated() - before
 
 
 @torch.no_grad()
@@ -145,10 +144,12 @@ def stocks(model: Any, rows: int, context: int, steps: int) -> tuple[list[float]
         layer.cumulative_length.fill_(context)
     token = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
 
+    step = partial(model, past_key_values=cache, use_cache=True, logits_to_keep=1)
+
     def run(count: int) -> None:
         nonlocal token
         for _ in range(count):
-            token = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+            token = step(token).logits[:, -1:].argmax(-1)
 
     run(1)
     times = []
@@ -156,9 +157,7 @@ def stocks(model: Any, rows: int, context: int, steps: int) -> tuple[list[float]
         start = _now()
         run(steps)
         times.append((_now() - start) / steps * 1e3)
-    taken = torch.cuda.max_memory_allocated() - before
-    del cache
-    return times, taken
+    return times, torch.cuda.max_memory_allocated() - before
 
 
 def _now() -> float:
@@ -210,6 +209,29 @@ def measure(name: str, grid: list[tuple[int, int]], rounds: int) -> Iterator[dic
             }  # fmt: skip
 
 
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    stock = {(r["model"], r["batch"], r["context"]): r for r in result["rows"] if r["rival"] == "stock"}
+    made, lines = ", ".join(f"{name} {version}" for name, version in result["versions"].items()), []
+    for row in result["rows"]:
+        rival = stock[row["model"], row["batch"], row["context"]]
+        lines.append(
+            f"| {row['model']} | {row['batch']} x {row['context'] // 1024}k | {row['rival']} | {row['ms']:.2f} "
+            f"({row['low']:.2f} to {row['high']:.2f}) | {row['batch'] / row['ms'] * 1e3:.0f} | "
+            f"{rival['ms'] / row['ms']:.1f} | {row['ms'] / row['ideal_ms']:.2f} | {row['peak_bytes'] / 2**30:.1f} |"
+        )
+    return f"""## Decode steps
+
+`python benchmarks/generate.py`, {result["hardware"]}, {result["date"]}, {made};
+bfloat16, random weights, random keys and values for a context. Stock: an eager loop over a static cache. Others: our runtime with `optimise=True`, greedy. Low and high over all repeats, the rivals by turns. The ideal
+moves weights and filled cache once at the speed of a copy ({result["ideal"]["copy_bytes_per_s"] / 1e12:.2f} TB/s).
+
+| model | batch x context | | ms per step | tokens/s | times stock | times ideal | peak GiB |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+{chr(10).join(lines)}
+"""
+
+
 def main() -> None:
     """Measure, print, write after every row."""
     parser = argparse.ArgumentParser()
@@ -223,7 +245,7 @@ def main() -> None:
         "hardware": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "settings": {"dtype": "bfloat16", "weights": "random", "context": "random keys and values", "rounds": asked.rounds},
+        "settings": {"dtype": "bfloat16", "context": "random keys and values", "rounds": asked.rounds},
         "ideal": ideal(),
         "rows": [],
     }  # fmt: skip
@@ -233,8 +255,11 @@ def main() -> None:
             row["ideal_ms"] = least
             result["rows"].append(row)
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
-            print(f"{name} {row['rival']} {row['batch']}x{row['context']}: {row['ms']:.2f} ms ({row['low']:.2f} to "
-                  f"{row['high']:.2f}), {row['ms'] / least:.2f} of ideal, {row['peak_bytes'] / 2**30:.1f} GiB", flush=True)  # fmt: skip
+            print(
+                f"{name} {row['rival']} {row['batch']}x{row['context']}: {row['ms']:.2f} ms ({row['low']:.2f} to "
+                f"{row['high']:.2f}), {row['ms'] / least:.2f} of ideal, {row['peak_bytes'] / 2**30:.1f} GiB",
+                flush=True,
+            )
         gc.collect()
         torch.cuda.empty_cache()
 
