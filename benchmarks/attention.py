@@ -196,17 +196,17 @@ def section(result: dict[str, Any]) -> str:
             f"{prompt['ms']:.2f} ({prompt['low']:.2f} to {prompt['high']:.2f}) | {read} | "
             f"{flops(*sizes) / prompt['ms'] * 1e3 / product_rate:.0%} |"
         )
-    return f"""## Attention kernels
-
-`python benchmarks/attention.py`, {result["hardware"]}, {result["date"]}, {made}; bfloat16, {how["query_heads"]} query heads
-share {how["kv_heads"]} key/value heads. Decode: {rows} rows of {places} places; prefill: {prompts} rows of {tokens} tokens.
-The quickest of the paths that fast inference measures; low and high over {how["repeats"]} repeats. The ideal of decode is a copy of as many bytes ({copy / 1e12:.2f} TB/s read and written), that of prefill a large product
-({product_rate / 1e12:.0f} TFLOP/s).
-
-| queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path | of ideal |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
-{chr(10).join(lines)}
-"""
+    told = [
+        f"`python benchmarks/attention.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
+        f"{how['query_heads']} query heads share {how['kv_heads']} key/value heads. Decode: {rows} rows of {places}",
+        f"places; prefill: {prompts} rows of {tokens} tokens. The quickest of the paths that fast inference measures;",
+        f"low and high over {how['repeats']} repeats. The ideal of decode is a copy of as many bytes",
+        f"({copy / 1e12:.2f} TB/s read and written), that of prefill a large product",
+        f"({product_rate / 1e12:.0f} TFLOP/s).",
+    ]
+    head = "queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path | of ideal"
+    table = [f"| {head} |", "| " + " | ".join(["---"] * 9) + " |", *lines]
+    return "\n".join(["## Attention kernels", "", *told, "", *table]) + "\n"
 
 
 def main() -> None:
