@@ -204,8 +204,8 @@ def section(result: dict[str, Any]) -> str:
         f"({copy / 1e12:.2f} TB/s read and written), that of prefill a large product",
         f"({product_rate / 1e12:.0f} TFLOP/s).",
     ]
-    head = "queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path | of ideal"
-    table = [f"| {head} |", "| " + " | ".join(["---"] * 9) + " |", *lines]
+    head = "queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path"
+    table = [f"| {head} | of ideal |", "| " + " | ".join(["---"] * 9) + " |", *lines]
     return "\n".join(["## Attention kernels", "", *told, "", *table]) + "\n"
 
 

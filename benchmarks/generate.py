@@ -221,10 +221,10 @@ def section(result: dict[str, Any]) -> str:
             f"{rival['ms'] / row['ms']:.1f} | {row['ms'] / row['ideal_ms']:.2f} | {row['peak_bytes'] / 2**30:.1f} |"
         )
     told = [
-        f"`python benchmarks/generate.py`, {result['hardware']}, {result['date']}, {made}; bfloat16, random",
-        "weights, random keys and values for a context. Stock: an eager loop over a static cache. Others: our runtime with",
-        "`optimise=True`, greedy. Low and high over all repeats, the rivals by turns. The ideal moves weights and filled",
-        f"cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
+        f"`python benchmarks/generate.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
+        "random weights, random keys and values for a context. Stock: an eager loop over a static cache. Others: our",
+        "runtime with `optimise=True`, greedy. Low and high over all repeats, the rivals by turns. The ideal moves",
+        f"weights and filled cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
     ]
     head = "model | batch x context | | ms per step | tokens/s | times stock | times ideal | peak GiB"
     table = [f"| {head} |", "| " + " | ".join(["---"] * 8) + " |", *lines]

@@ -14,7 +14,7 @@ from headwise.fast.paths import Path, Seen, decode_paths, eager, prefill_paths
 from headwise.fast.table import Table
 
 STEP = 256
-MOST_BYTES = 2**30  # of keys and values that are made for a measurement
+MOST_BYTES = 2**29  # of keys and values that are made for a measurement
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 CHECKED = 32  # last tokens of a prompt that are compared
 
@@ -95,10 +95,10 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
     if case.phase == "prefill":
         each *= 2 * case.query_heads // case.kv_heads
-    places = max(2, min(case.places, MOST_BYTES // each))
+    places, rows = max(2, min(case.places, MOST_BYTES // each // case.rows)), case.rows
     if case.phase == "prefill":
-        places = min(places, 4096 if case.device.type == "cuda" else 512)
-    rows = max(1, min(case.rows, MOST_BYTES // (each * places)))
+        places = max(2, min(case.places, 4096 if case.device.type == "cuda" else 512))
+        rows = max(1, min(case.rows, MOST_BYTES // (each * places)))
     if case.phase == "prefill" and case.device.type != "cuda":
         rows = 1
     made = torch.Generator(case.device).manual_seed(0)

@@ -43,11 +43,11 @@ def _capped(s, cap):
 
 @triton.jit
 def _attend(
-    q, k, v, part, top, lengths, starts, scaling, cap,
+    q, k, v, part, top, lengths, starts, scaling, cap, S,
     q_row, q_head, k_row, k_head, v_row, v_head,
     G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0)
@@ -110,7 +110,7 @@ def _attend(
 
 
 @triton.jit
-def _combine(part, top, out, S: tl.constexpr, SPLITS: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):
+def _combine(part, top, out, S, SPLITS: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
@@ -155,11 +155,11 @@ def flash_decode(
     (K1, K2), (V1, V2) = blocks(K, tile.cut), blocks(V, tile.cut)
     precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
     _attend[(B * G, S)](
-        q_BHK, k_BGLK, v_BGLV, part, top, lengths_B, starts_B, scaling, softcap or 1.0,
+        q_BHK, k_BGLK, v_BGLV, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
         q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1), v_BGLV.stride(0), v_BGLV.stride(1),
         G=G, SHARE=share, K=K, V=V, K1=K1, K2=K2, V1=V1, V2=V2, M=max(16, triton.next_power_of_2(share)),
-        N=tile.places, S=S, WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise,
+        N=tile.places, WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    _combine[(B * H,)](part, top, out, S=S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
+    _combine[(B * H,)](part, top, out, S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
     return out
