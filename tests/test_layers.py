@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
-    "fast": {"errors", "runtime"},  # fast inference, never needed
+    "fast": {"errors", "types", "runtime"},  # fast inference, never needed
     "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
     "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks"},

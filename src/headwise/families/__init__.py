@@ -143,9 +143,9 @@ def load(
     task: str | None = None,
     dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, Any]:
-    """A model for inference, computed in float32 unless said ("auto": as in the file), and what reads for it: its tokenizer, or its image processor.
+    """A model for inference, computed in float32 unless `dtype` says otherwise ("auto": as in the file).
 
-    `config.dtype` stays that of the file. Reads safetensors or GGUF only; missing or mismatched tensors are an error,
+    Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads safetensors or GGUF only; missing or mismatched tensors are an error,
     never filled in. `task` is one of `TASKS` and chooses the head; if not given, the model's own.
     `config.architectures` names the class that was loaded.
     """

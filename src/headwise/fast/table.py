@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 import warnings
 from pathlib import Path
 from typing import Any
+
+from headwise.types import write_atomically
 
 VERSION = 1
 
@@ -50,11 +51,8 @@ class Table:
             warnings.simplefilter("ignore")  # about a broken file it was warned already
             self.rows = {**self._read(), **self.rows, key: row}
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(dir=self.file.parent, prefix=self.file.name)
-            with os.fdopen(handle, "w") as out:
-                json.dump({"version": VERSION, "rows": self.rows}, out, indent=1, sort_keys=True)
-            os.replace(name, self.file)
+            found = {"version": VERSION, "rows": self.rows}
+            write_atomically(self.file, json.dumps(found, indent=1, sort_keys=True) + "\n")
         except OSError as error:
             warnings.warn(f"{self.file} cannot be written ({error}); kernels are measured again.", stacklevel=2)
 
