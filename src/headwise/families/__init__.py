@@ -146,8 +146,8 @@ def load(
     """A model for inference, computed in float32 unless `dtype` says otherwise ("auto": as in the file).
 
     Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads
-    safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of `TASKS` and chooses the head; if not given, the model's own.
-    `config.architectures` names the class that was loaded.
+    safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
+    `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     """
     from transformers import AutoConfig, AutoTokenizer
 
