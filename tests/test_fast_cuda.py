@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+
 import pytest
 import torch
 from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
 
 from headwise.fast.decode import greedy
+from headwise.fast.model import optimise
 from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -94,8 +98,6 @@ def test_prefill(qk_dim, v_dim, padded):
 @pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
 def test_replayed_steps_write_the_same_text(name, kind, changes, cutting):
     model, _ = prepared(name, kind, changes, cutting)
-    from headwise.fast.model import optimise
-
     ids, mask = (x.cuda() for x in prompts())
     how = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, attention_mask=mask)
     want = model.cuda().generate(ids, **how)
@@ -109,3 +111,32 @@ def test_replayed_steps_write_the_same_text(name, kind, changes, cutting):
     assert (written == want[:, ids.shape[1] :]).float().mean() > 0.95
     sampled = fast.generate(ids, max_new_tokens=5, do_sample=True, num_return_sequences=2, pad_token_id=0)
     assert len(sampled) == 2 * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "qwen3"])
+@pytest.mark.parametrize("dtype", OFF, ids=str)
+def test_small_kernels_round_as_the_models_do(kind, dtype):
+    from headwise.fast.fused import _norm_kind
+    from headwise.fast.small import rms_norm, silu_gate
+
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    norm = next(getattr(module, name) for name in dir(module) if name.endswith("RMSNorm"))(72).to("cuda", dtype)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 3, 72, device="cuda").to(dtype)
+    close = dict(rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert torch.allclose(rms_norm(x, norm.weight, *_norm_kind(norm)), norm(x), **close)
+    gate, up = x.chunk(2, -1)
+    assert torch.allclose(silu_gate(x), torch.nn.functional.silu(gate) * up, **close)
+
+
+def test_a_text_after_a_longer_one_replays_the_same_step():
+    model, _ = prepared("llama", "llama", {}, True)
+    fast = optimise(copy.deepcopy(model).cuda())
+    model = model.cuda()
+    for rows, tokens in ((2, 30), (2, 12), (2, 25)):
+        ids, mask = (x.cuda() for x in prompts(rows, tokens))
+        how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, attention_mask=mask)
+        assert (fast.generate(ids, **how) == model.generate(ids, **how)).float().mean() > 0.95
+        step = fast.headwise_fast.pool.captured
+        assert step.graph is not None and step is getattr(fast, "first_step", step)
+        fast.first_step = step
