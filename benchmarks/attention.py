@@ -24,7 +24,7 @@ from headwise.fast.paths import TILES, Seen, _split, decode_paths, prefill_paths
 
 RESULT = Path(__file__).parent / "results" / "attention.json"
 EQUAL = (128, 120, 112, 104, 96, 88, 80, 72, 64, 56, 48)
-SIZES = [(d, d) for d in EQUAL] + [(64, 128), (128, 64), (96, 48), (48, 96), (80, 48), (56, 72)]
+SIZES = [(d, d) for d in EQUAL] + [(64, 128), (128, 64), (96, 48), (48, 96), (80, 48), (48, 80), (56, 72)]
 HEADS, GROUPS, DTYPE = 32, 8, torch.bfloat16
 DECODE, PREFILL = (32, 32768), (4, 8192)  # rows, places
 REPEATS = 5
@@ -179,6 +179,22 @@ def best(times: dict[str, Any]) -> tuple[str, dict[str, float]]:
     return min(((n, t) for n, t in times.items() if "unmasked" not in n), key=lambda item: item[1]["ms"])
 
 
+def findings(result: dict[str, Any]) -> list[str]:
+    """What the rows say as a whole, for better or worse."""
+    copy = result["ideal"]["copy_bytes_per_s"]
+    times = {(row["qk_dim"], row["v_dim"]): best(row["decode"])[1]["ms"] for row in result["rows"]}
+    shares = {size: kv_bytes(*size) / ms * 1e3 / copy for size, ms in times.items()}
+    worst = min(shares, key=lambda size: shares[size])
+    halves = {size: times[128, 128] / ms for size, ms in times.items() if sum(size) == 128}
+    equal = sorted(d for d, v in times if d == v)
+    slower = [f"{a}" for a, b in zip(equal, equal[1:], strict=False) if times[a, a] > 1.01 * times[b, b]]
+    return [
+        f"Half the cache: {min(halves.values()):.2f} to {max(halves.values()):.2f} times faster than 128 / 128. Least of",
+        f"the ideal: {shares[worst]:.0%}, at {worst[0]} / {worst[1]}. Equal sizes slower than the next larger, by more",
+        f"than 1%: {', '.join(slower) or 'none'}.",
+    ]
+
+
 def section(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     copy, product_rate = result["ideal"]["copy_bytes_per_s"], result["ideal"]["product_flops_per_s"]
@@ -203,6 +219,7 @@ def section(result: dict[str, Any]) -> str:
         f"low and high over {how['repeats']} repeats. The ideal of decode is a copy of as many bytes",
         f"({copy / 1e12:.2f} TB/s read and written), that of prefill a large product",
         f"({product_rate / 1e12:.0f} TFLOP/s).",
+        *findings(result),
     ]
     head = "queries and keys / values | cache | decode, ms | path | of ideal | times faster | prefill, ms | path"
     table = [f"| {head} | of ideal |", "| " + " | ".join(["---"] * 9) + " |", *lines]
