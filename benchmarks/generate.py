@@ -1,7 +1,7 @@
 """Decode steps end to end: stock transformers, our runtime uncut, and cut to half the key/value cache, by turns.
 
 python benchmarks/generate.py                              # on a CUDA device; writes benchmarks/results/generate.json
-python benchmarks/generate.py --model llama-3-8b --rows 16x32k
+python benchmarks/generate.py --model llama-3-8b --rows 16x32k --texts
 
 Shapes of known models with random bfloat16 weights. The context is written into the caches as random keys and values,
 not read by a prefill, for all alike. Stock: an eager loop over StaticCache with sdpa attention. Ours: greedy replays.
@@ -209,6 +209,23 @@ def measure(name: str, grid: list[tuple[int, int]], rounds: int) -> Iterator[dic
             }  # fmt: skip
 
 
+def texts(name: str, prompt: int = 2048, tokens: int = 64) -> Iterator[dict[str, Any]]:
+    """Whole texts by the models' own `generate`, prompt and all; the first one chooses kernels and captures."""
+    stock = stock_model(name)
+    rivals = {"stock": stock, **{cut: cut_model(stock, CUTS[cut]) for cut in ("uncut", "kv 50%")}}
+    ids = torch.randint(1, 1000, (1, prompt), device=DEVICE)
+    how = dict(attention_mask=torch.ones_like(ids), max_new_tokens=tokens, do_sample=False, eos_token_id=None)
+    times: dict[str, list[float]] = {rival: [] for rival in rivals}
+    for _ in range(4):
+        for rival, model in rivals.items():
+            start = _now()
+            model.generate(ids, **how)
+            times[rival].append(_now() - start)
+    for rival, (first, *more) in times.items():
+        found = {"s": statistics.median(more), "low": min(more), "high": max(more), "first_s": first}
+        yield {"model": name, "rival": rival, "prompt": prompt, "tokens": tokens, **found}
+
+
 def section(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     stock = {(r["model"], r["batch"], r["context"]): r for r in result["rows"] if r["rival"] == "stock"}
@@ -220,7 +237,8 @@ def section(result: dict[str, Any]) -> str:
         lines.append(
             f"| {row['model']} | {row['batch']} x {row['context'] // 1024}k | {row['rival']} | {row['ms']:.2f} "
             f"({row['low']:.2f} to {row['high']:.2f}) | {row['batch'] / row['ms'] * 1e3:.0f} | "
-            f"{stock[here]['ms'] / row['ms']:.1f} | {over:.2f} | {row['ms'] / row['ideal_ms']:.2f} | {row['peak_bytes'] / 2**30:.1f} |"
+            f"{stock[here]['ms'] / row['ms']:.1f} | {over:.2f} | {row['ms'] / row['ideal_ms']:.2f} | "
+            f"{row['peak_bytes'] / 2**30:.1f} |"
         )
     told = [
         f"`python benchmarks/generate.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
@@ -228,39 +246,71 @@ def section(result: dict[str, Any]) -> str:
         "runtime with `optimise=True`, greedy. Low and high over all repeats, the rivals by turns. The ideal moves",
         f"weights and cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
     ]
-    head = "model | batch x context | | ms per step | tokens/s | times faster than stock | than uncut | times ideal | peak GiB"
-    table = [f"| {head} |", "| " + " | ".join(["---"] * 9) + " |", *lines]
-    return "\n".join(["## Decode steps", "", *told, "", *table]) + "\n"
+    head = "model | batch x context | | ms per step | tokens/s | times stock's speed | times uncut's | times ideal time"
+    table = [f"| {head} | peak GiB |", "| " + " | ".join(["---"] * 9) + " |", *lines]
+    return "\n".join(["## Decode steps", "", *told, "", *table, *_texts_told(result.get("texts", []))]) + "\n"
 
 
-def main() -> None:
-    """Measure, print, write after every row."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
-    parser.add_argument("--rows", default="", help="such as 16x32k,1x2k; all if not given")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=RESULT)
-    asked = parser.parse_args()
-    grid = [(int(b), int(c.removesuffix("k")) * 1024) for b, c in (x.split("x") for x in asked.rows.split(",") if x)]
-    result: dict[str, Any] = {
+def _texts_told(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole texts in Markdown."""
+    if not rows:
+        return []
+    stock = {row["model"]: row["s"] for row in rows if row["rival"] == "stock"}
+    lines = [
+        f"| {row['model']} | {row['rival']} | {row['s']:.2f} ({row['low']:.2f} to {row['high']:.2f}) | "
+        f"{row['first_s']:.1f} | {stock[row['model']] / row['s']:.1f} |"
+        for row in rows
+    ]
+    told = (
+        f"Whole texts by `model.generate`: {rows[0]['tokens']} tokens after a prompt of {rows[0]['prompt']}, one row."
+    )
+    head = ["| model | | seconds | of the first call | times stock's speed |", "| --- | --- | --- | --- | --- |"]
+    return ["", told, "", *head, *lines]
+
+
+def begun(file: Path, rounds: int) -> dict[str, Any]:
+    """The result so far, of the same machine and versions, or a new one."""
+    new: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-        "settings": {"dtype": "bfloat16", "context": "random keys and values", "rounds": asked.rounds},
-        "ideal": ideal(),
-        "rows": [],
-    }  # fmt: skip
+        "settings": {"dtype": "bfloat16", "context": "random keys and values", "rounds": rounds},
+    }
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if all(found.get(key) == new[key] for key in ("hardware", "versions")):
+        return found
+    return {**new, "ideal": ideal(), "rows": [], "texts": []}
+
+
+def main() -> None:
+    """Measure, print, write after every row; rows that there are already are measured anew only if asked for."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", choices=[*MODELS, "all"], default="all")
+    parser.add_argument("--rows", default="", help="such as 16x32k,1x2k, or none; all if not given")
+    parser.add_argument("--texts", action="store_true", help="whole texts, too")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    sizes = [x.split("x") for x in asked.rows.split(",") if "x" in x]
+    grid = [(int(b), int(c.removesuffix("k")) * 1024) for b, c in sizes] or ([] if asked.rows else GRID)
+    result = begun(asked.out, asked.rounds)
     for name in MODELS if asked.model == "all" else (asked.model,):
-        for row in measure(name, grid or GRID, asked.rounds):
+        for row in measure(name, grid, asked.rounds) if grid else ():
             least = row["moved_bytes"] / result["ideal"]["copy_bytes_per_s"] * 1e3
             row["ideal_ms"] = least
-            result["rows"].append(row)
+            told = ("model", "rival", "batch", "context")
+            result["rows"] = [r for r in result["rows"] if any(r[k] != row[k] for k in told)] + [row]
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
             print(
                 f"{name} {row['rival']} {row['batch']}x{row['context']}: {row['ms']:.2f} ms ({row['low']:.2f} to "
                 f"{row['high']:.2f}), {row['ms'] / least:.2f} of ideal, {row['peak_bytes'] / 2**30:.1f} GiB",
                 flush=True,
             )
+        if asked.texts:
+            found = list(texts(name))
+            result["texts"] = [r for r in result.get("texts", []) if r["model"] != name] + found
+            asked.out.write_text(json.dumps(result, indent=1) + "\n")
+            print("\n".join(_texts_told(found)), flush=True)
         gc.collect()
         torch.cuda.empty_cache()
 
