@@ -43,9 +43,9 @@ CASES += [(*size, dtype, "window") for size in ((72, 72), (64, 128)) for dtype i
 
 @pytest.mark.parametrize(("qk_dim", "v_dim", "dtype", "kind"), CASES, ids=str)
 def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
-    q, k, v = drawn(3, 8, 2, 1, 777, qk_dim, v_dim, dtype)
-    ends = torch.tensor([777, 500, 1], dtype=torch.int32, device="cuda")
-    starts = torch.tensor([0, 130 if kind == "padded" else 0, 0], dtype=torch.int32, device="cuda")
+    q, k, v = drawn(3, 8, 2, 1, 778, qk_dim, v_dim, dtype)
+    ends = torch.tensor([777, 501, 1], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 131 if kind == "padded" else 0, 0], dtype=torch.int32, device="cuda")
     window, cap = 99 if kind == "window" else None, 5.0 if kind == "capped" else None
     expected = []
     for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
@@ -54,10 +54,12 @@ def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
         length = torch.tensor([end - start], device="cuda")
         expected.append(eager(*here, Seen(length, length * 0, end - start, scaling=qk_dim**-0.5, softcap=cap)))
     for x in (k, v):
-        x[1, :, 500:] = float("nan")  # what nobody filled is never read
+        x[1, :, 501:] = float("nan")  # what nobody filled is never read
     seen = Seen(ends, starts, window=window, scaling=qk_dim**-0.5, softcap=cap)
-    z = decode_paths(q.device, qk_dim, v_dim)["split"](q, k, v, seen)
-    assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype]
+    paths = decode_paths(q.device, qk_dim, v_dim)
+    for name in {"split", "split-pairs"} & set(paths):
+        z = paths[name](q, k, v, seen)
+        assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype], name
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 7), (24, 1), (14, 2)], ids=str)
