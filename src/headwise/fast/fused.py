@@ -8,6 +8,7 @@ device, say), the ordinary way is gone.
 from __future__ import annotations
 
 import functools
+import warnings
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,8 +46,8 @@ class FusedAttention(TailoredAttention):
 
     switch: Switch
 
-    def fuse(self, switch: Switch) -> None:
-        """Join what can be joined."""
+    def fuse(self, switch: Switch, small: bool) -> None:
+        """Join what can be joined; `small` kernels are used where they run."""
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts) and len({bias is None for bias in biases}) == 1
@@ -54,7 +55,7 @@ class FusedAttention(TailoredAttention):
         self.joint_bias = torch.cat([bias.detach() for bias in biases]) if plain and biases[0] is not None else None
         norms = [self.q_norm, self.k_norm]
         per_head = all(norm is None or norm.weight.numel() == self.qk_width for norm in norms)
-        self.placed = per_head and (norms[0] is None) == (norms[1] is None) and find_spec("triton") is not None
+        self.placed = per_head and (norms[0] is None) == (norms[1] is None) and small
         self.norms = self.columns_HW = None
         if self.rotary and self.qk_width < self.head_dim:
             pairs = self.pairs_GP.repeat_interleave(self.query_heads // self.kv_heads, 0)
@@ -155,24 +156,45 @@ def _fused_norm(base: type) -> type:
     return type(base)(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
 
 
+@functools.cache
+def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our small kernels can be built on a device; models do without them otherwise."""
+    if find_spec("triton") is None:
+        return False
+    x = torch.zeros(1, 1, 48, device=device, dtype=dtype)
+    keys, values = x.new_zeros(2, 1, 1, 1, 16)
+    try:
+        from headwise.fast.small import place_heads, rms_norm, silu_gate
+
+        rms_norm(x, x[0, 0], 1e-6, False)
+        silu_gate(x)
+        place = torch.zeros(1, dtype=torch.long, device=device)
+        place_heads(x, x, x, None, None, keys, values, place, 0.0, False, 16, False, 1, 16)
+    except Exception as error:  # what compiling may raise is not listed anywhere
+        warnings.warn(f"small kernels cannot be built here ({error}); models are slower without.", stacklevel=2)
+        return False
+    return True
+
+
 def fuse(model: Any, switch: Switch) -> None:
     """Put fused parts in the place of a model's own, as far as we know them."""
-    on_cuda = next(model.parameters()).is_cuda and find_spec("triton") is not None
+    some = next(model.parameters())
+    small = some.is_cuda and small_kernels_run(some.device, some.dtype)
     modules: list[Any] = list(model.modules())
     for module in modules:
         name = type(module).__name__
         if name == "TailoredAttention":
             module.attend.__class__, module.attend.switch = FastAttend, switch
             module.__class__ = FusedAttention
-            module.fuse(switch)
+            module.fuse(switch, small)
         elif name.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "act_fn")):
             parts = [module.gate_proj, module.up_proj]
             odd = any(type(part) is not nn.Linear or part.bias is not None for part in parts)
             if not odd and (joint := joined(parts)) is not None:
                 module.switch, module.joint, module.silu = switch, joint, "silu" in type(module.act_fn).__name__.lower()
-                module.silu = module.silu or module.act_fn is nn.functional.silu
+                module.silu = small and (module.silu or module.act_fn is nn.functional.silu)
                 module.__class__ = _fused_mlp(type(module))
-        elif on_cuda and name.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), torch.Tensor):
+        elif small and name.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), torch.Tensor):
             _fuse_norm(module, switch)
 
 
