@@ -126,6 +126,8 @@ TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split-32x2": dict(places=32, warps=2, stages=4),
     "split-pairs": dict(places=64, warps=4, stages=3, pairs=True),
     "split-pairs-64x2": dict(places=64, warps=2, stages=3, pairs=True),
+    "split-pairs-32x2": dict(places=32, warps=2, stages=4, pairs=True),
+    "split-pairs-128": dict(places=128, warps=4, stages=3, pairs=True),
 }
 
 
@@ -134,8 +136,9 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
         if find_spec("triton"):
-            odd = qk_dim % 16 > 0 or v_dim % 16 > 0
-            found |= {name: partial(_split, **tile) for name, tile in TILES.items() if odd or "pairs" not in tile}
+            odd = qk_dim % 16 > 0 or v_dim % 16 > 0  # rows that are no multiple of 32 bytes
+            tiles = {name: tile for name, tile in TILES.items() if name == "split" or odd == ("pairs" in tile)}
+            found |= {name: partial(_split, **tile) for name, tile in tiles.items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}
     if qk_dim == v_dim:
         found["fused"] = _sdpa
