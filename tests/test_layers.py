@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments", "steps",
+    "processes", "moments", "steps", "fast",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
+    "fast": {"errors", "types", "runtime"},  # fast inference, never needed
     "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
     "steps": {"errors", "types", "families"},  # a model run for its time
@@ -72,6 +73,7 @@ ALLOWED: dict[str, set[str]] = {
         "calculators",
         "reproduce",
         "designs",
+        "fast",
         "search",
         "train",
         "runfolder",

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
@@ -84,6 +85,23 @@ def verify(out: Path | str, track: Track = silently) -> Verdict:
     return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 
 
-def load(folder: Path | str, device: str = "cpu") -> nn.Module:
-    """A reshaped (or any supported) model, ready to generate."""
-    return families.load(str(folder), device)[0]
+def load(
+    folder: Path | str, device: str = "cpu", optimise: bool = False, dtype: torch.dtype | str | None = None
+) -> nn.Module:
+    """A reshaped (or any supported) model, ready to generate; with `optimise` its `generate` takes the fast way.
+
+    `dtype` is what it computes in, "auto" for that of the file. Without one: float32, but an optimised model on CUDA
+    computes in that of the file.
+    """
+    if not optimise:
+        return families.load(str(folder), device, dtype=dtype)[0]
+    from headwise.fast.model import optimise as make_fast
+
+    if dtype is None and torch.device(device).type == "cuda":
+        dtype = "auto"
+    model = families.load(str(folder), device, dtype=dtype)[0]
+    family = families.family_of(model.config)
+    if not family.is_tailored(model) and family.shape_of(model.config).cached:
+        tensors = family.apart(family.state_of(model, clone=False), model.config)  # shared, not copied
+        model = family.build(model, family.shape_of(model.config).layers, tensors)
+    return cast(nn.Module, make_fast(model))

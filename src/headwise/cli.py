@@ -15,6 +15,7 @@ from headwise import calculators, reproduce
 from headwise.bars import Bars, speaks
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
+from headwise.fast.command import command as kernels
 from headwise.runfolder import Settings
 from headwise.search.command import command as search
 from headwise.train import command as training
@@ -269,6 +270,7 @@ app.command("train", help=training.HELP)(training.command)
 app.command("design")(design)
 app.command("search")(search)
 app.command("reproduce")(reproduce.command)
+app.command("kernels")(kernels)
 
 
 def _units(text: str) -> tuple[str, ...]:

@@ -137,13 +137,17 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
 
 
 def load(
-    model: str, device: str = "cpu", trust_remote_code: bool = False, task: str | None = None
+    model: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    task: str | None = None,
+    dtype: torch.dtype | str | None = None,
 ) -> tuple[nn.Module, Any]:
-    """A model for inference, computed in float32, and what reads for it: its tokenizer, or its image processor.
+    """A model for inference, computed in float32 unless `dtype` says otherwise ("auto": as in the file).
 
-    `config.dtype` stays that of the file. Reads safetensors or GGUF only; missing or mismatched tensors are an error,
-    never filled in. `task` is one of `TASKS` and chooses the head; if not given, the model's own.
-    `config.architectures` names the class that was loaded.
+    Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads
+    safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
+    `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     """
     from transformers import AutoConfig, AutoTokenizer
 
@@ -157,7 +161,7 @@ def load(
         loader = {} if extra else {"use_safetensors": True}
         family = family_of(config)
         loaded: Any = family.stock_loader(config, auto).from_pretrained(
-            where, dtype=torch.float32, output_loading_info=True, **options, **loader
+            where, dtype=dtype or torch.float32, output_loading_info=True, **options, **loader
         )
         found, info = loaded
         special = family.images or family.audio

@@ -1,0 +1,128 @@
+"""A cache that is made once at its full length: new keys and values are written in place, none is ever copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from headwise.fast.paths import Seen
+
+STEP = 256  # capacities are multiples of this, so that texts of similar length share a cache and its captured step
+
+
+class FastLayer(CacheLayerMixin):
+    """Keys (B, G, L, K) and values (B, G, L, V) of one layer. Zeros at first: kernels read but mask unfilled places."""
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.length = capacity, 0
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for as many rows as the first keys have."""
+        self.allocate(len(key_states), key_states, value_states)
+
+    def allocate(self, rows: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Make room for rows like these."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        sizes = ((rows, x.shape[1], self.capacity, x.shape[3]) for x in (key_states, value_states))
+        self.keys, self.values = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ordinary way: append, and return everything so far."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.length + key_states.shape[2]
+        self.keys[:, :, self.length : end], self.values[:, :, self.length : end] = key_states, value_states
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As of a cache that grows."""
+        return self.length + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Places that are filled."""
+        return self.length
+
+    def get_max_length(self) -> int:
+        """Places that there are."""
+        return self.capacity
+
+    def reset(self) -> None:
+        """Forget; what lies beyond the length is masked, so that it may stay."""
+        self.length = 0
+
+
+class FastCache(Cache):
+    """The cache that fast models fill; it is also an ordinary one, so that any other code can use it.
+
+    While `seen` is set a fast step is under way: keys and values go to the places that it names, and attention is told
+    by it what it may see.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        super().__init__(layers=[FastLayer(-(-capacity // STEP) * STEP) for _ in range(layers)])
+        self.seen: Seen | None = None
+        self.rows = slice(0, 0)  # of the batch, that the step under way concerns
+        self.batch = 0  # rows of the whole batch
+        self.place: torch.Tensor | None = (
+            None  # on the device, of one new token; otherwise it is behind the filled ones
+        )
+        self.starts_B: torch.Tensor | None = None  # left padding
+        self.padded = self.irregular = False  # some padding; masks that only the ordinary path knows
+        self.captured: Any = None  # the decode step, once it was captured
+        self.pooled = True
+
+    @property
+    def capacity(self) -> int:
+        """Places that there are."""
+        return int(self.layers[0].capacity)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write; returns what attention reads: all that is filled, or whole buffers if the place is on the device."""
+        layer: Any = self.layers[layer_idx]
+        if self.seen is None:
+            return layer.update(key_states, value_states)
+        if not layer.is_initialized:
+            layer.allocate(self.batch, key_states, value_states)
+        keys, values = layer.keys, layer.values
+        if self.rows.stop - self.rows.start < self.batch:
+            keys, values = keys[self.rows], values[self.rows]
+        if self.place is not None:
+            keys.index_copy_(2, self.place, key_states)
+            values.index_copy_(2, self.place, value_states)
+            return keys, values
+        end = self.seen.end
+        assert end is not None
+        tokens = key_states.shape[2]
+        keys.narrow(2, end - tokens, tokens).copy_(key_states)
+        values.narrow(2, end - tokens, tokens).copy_(value_states)
+        if end == tokens:
+            return key_states, value_states
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
+
+    def advance(self, tokens: int) -> None:
+        """Count new tokens, after a fast step."""
+        for layer in self.layers:
+            layer.length += tokens
+
+    def reset(self) -> None:
+        """Empty, for another text; buffers and the captured step stay."""
+        super().reset()
+        self.padded = self.irregular = False
+
+    def nbytes(self) -> int:
+        """Of all buffers."""
+        made: Sequence[Any] = [layer for layer in self.layers if layer.is_initialized]
+        return sum(x.nbytes for layer in made for x in (layer.keys, layer.values))

@@ -1,0 +1,170 @@
+"""The quickest path for a case that gives the right answer: looked up, or measured for some milliseconds."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+
+import torch
+
+from headwise.fast.paths import Path, Seen, decode_paths, eager, prefill_paths
+from headwise.fast.table import Table
+
+STEP = 256
+MOST_BYTES = 2**29  # of keys and values that are made for a measurement
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
+CHECKED = 32  # last tokens of a prompt that are compared
+
+
+@dataclass(frozen=True)
+class Case:
+    """Everything that decides which kernel is quickest; lengths and batches by the next power of two."""
+
+    device: torch.device
+    dtype: torch.dtype
+    phase: str  # decode or prefill
+    query_heads: int
+    kv_heads: int
+    qk_dim: int
+    v_dim: int
+    places: int
+    rows: int
+    masked: bool = False  # of a prompt: left padding, a window, or something before it
+    capped: bool = False
+    window: int | None = None
+
+    @property
+    def key(self) -> str:
+        """As it is written in the table."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu-{threads()}"
+        heads = f"{self.query_heads}q-{self.kv_heads}kv-{self.qk_dim}qk-{self.v_dim}v"
+        kind = f"{'masked' if self.masked else 'plain'}{'-capped' if self.capped else ''}"
+        kind += f"-window{self.window}" if self.window else ""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{name}|{dtype}|{self.phase}|{heads}|{kind}|{self.places}x{self.rows}|torch-{torch.__version__}"
+
+    def paths(self) -> dict[str, Path]:
+        """What may be tried."""
+        every = decode_paths if self.phase == "decode" else prefill_paths
+        return every(self.device, self.qk_dim, self.v_dim)
+
+
+def threads() -> int:
+    """How many of the processor's cores torch uses."""
+    return torch.get_num_threads()
+
+
+def rounded(count: int) -> int:
+    """The next power of two."""
+    return 1 << (count - 1).bit_length()
+
+
+@lru_cache(maxsize=1)
+def _table() -> Table:
+    return Table()
+
+
+_found: dict[Case, Path] = {}
+
+
+def forget() -> None:
+    """Read the table anew when next needed."""
+    _found.clear()
+    _table.cache_clear()
+
+
+@torch.no_grad()
+def quickest(case: Case) -> Path:
+    """The path to take."""
+    if case not in _found:
+        paths, table = case.paths(), _table()
+        name = table.get(case.key)
+        if name not in paths:
+            times = measured(case)
+            name = min(times, key=lambda one: times[one])
+            table.put(case.key, name, {one: 1e3 * seconds for one, seconds in times.items()})
+        _found[case] = paths[name]
+    return _found[case]
+
+
+def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]:
+    """Random queries, keys and values as the case has them, if need be of fewer rows or a shorter text."""
+    each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
+    if case.phase == "prefill":
+        each *= 2 * case.query_heads // case.kv_heads
+    places, rows = max(2, min(case.places, MOST_BYTES // each // case.rows)), case.rows
+    if case.phase == "prefill":
+        places = max(2, min(case.places, 4096 if case.device.type == "cuda" else 512))
+        rows = max(1, min(case.rows, MOST_BYTES // (each * places)))
+    if case.phase == "prefill" and case.device.type != "cuda":
+        rows = 1
+    made = torch.Generator(case.device).manual_seed(0)
+
+    def draw(heads: int, count: int, dim: int) -> torch.Tensor:
+        size = (rows, heads, count, dim)
+        return torch.randn(size, generator=made, device=case.device, dtype=torch.float32).to(case.dtype)
+
+    tokens = 1 if case.phase == "decode" else max(2, places // 2 if case.masked else places)
+    q = draw(case.query_heads, tokens, case.qk_dim)
+    behind = STEP if case.phase == "decode" and case.device.type != "cuda" else 0  # a cache has places to spare
+    k, v = (draw(case.kv_heads, places + behind, dim)[:, :, :places] for dim in (case.qk_dim, case.v_dim))
+    ends = torch.full((rows,), places, dtype=torch.int32, device=case.device)
+    starts = torch.zeros_like(ends)
+    known = places if case.phase == "prefill" or case.device.type != "cuda" else None
+    seen = Seen(ends, starts, known, case.masked, case.window, case.qk_dim**-0.5, 30.0 if case.capped else None)
+    return q, k, v, seen
+
+
+def measured(case: Case) -> dict[str, float]:
+    """Seconds that each path takes, of those that can do the case and agree with plain attention."""
+    q, k, v, seen = example(case)
+    expected, found = _expected(q, k, v, seen), {}
+    for name, path in case.paths().items():
+        if name == "eager" and case.phase == "prefill" and case.device.type == "cuda" and case.places > 1024:
+            continue  # known to be slow, and its logits may not fit
+        work = partial(path, q, k, v, seen)
+        try:
+            with warnings.catch_warnings():  # torch warns of every kernel that does not do the case
+                warnings.simplefilter("ignore")
+                off = (work()[:, -expected.shape[1] :].float() - expected).abs().max().item()
+                seconds = clock(work, case)
+        except Exception:  # a kernel that does not do the case; what compiling may raise is not listed anywhere
+            continue
+        if off <= TOLERANCE.get(case.dtype, 1e-4):
+            found[name] = seconds
+        else:
+            warnings.warn(f"the {name} kernel is wrong by {off:.2g} for {case.key}; it is not used.", stacklevel=2)
+    return found or {"eager": 0.0}
+
+
+def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
+    """What plain attention in float32 gives for the last tokens."""
+    q, k, v = (x.float() for x in (q[:, :, -CHECKED:], k, v))
+    return eager(q, k, v, seen.at(seen.window, seen.scaling, seen.softcap))
+
+
+def clock(work: Callable[[], object], case: Case, least: float = 4e-3) -> float:
+    """Seconds per call, the best of some batches of calls; decode on CUDA is timed as it will run, in a graph."""
+
+    def batch(run: Callable[[], object], calls: int) -> float:
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+        start = time.perf_counter()
+        for _ in range(calls):
+            run()
+        if case.device.type == "cuda":
+            torch.cuda.synchronize(case.device)
+        return (time.perf_counter() - start) / calls
+
+    together = 1
+    if case.phase == "decode" and case.device.type == "cuda":
+        graph, together = torch.cuda.CUDAGraph(), 10
+        with torch.cuda.graph(graph):
+            for _ in range(together):
+                work()
+        work = graph.replay
+    calls = max(1, min(50, int(least / 4 / max(batch(work, 1), 1e-7))))
+    return min(batch(work, calls) for _ in range(3)) / together

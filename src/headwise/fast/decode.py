@@ -1,0 +1,55 @@
+"""A lean loop: greedy text without the ordinary one's work between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headwise.errors import ModelError
+from headwise.fast.cache import FastCache
+from headwise.fast.model import decode_step
+
+
+@torch.no_grad()
+def greedy(
+    model: Any,
+    ids: torch.Tensor,
+    steps: int,
+    attention_mask: torch.Tensor | None = None,
+    cache: FastCache | None = None,
+) -> torch.Tensor:
+    """The likeliest next tokens (B, steps) of a fast model; it does not stop at an end of text."""
+    if not hasattr(model, "headwise_fast"):
+        raise ModelError("only a model loaded with optimise=True writes this way.")
+    rows, tokens = ids.shape
+    cache = cache or model.headwise_fast.cache(model, rows, tokens + steps)
+    given: dict[str, Any] = {}
+    if attention_mask is not None:
+        given = {"attention_mask": attention_mask, "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)}
+    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+    token = out.logits[:, -1].argmax(-1, keepdim=True)
+    positions = given["position_ids"][:, -1:] + 1 if given else torch.full_like(token, cache.get_seq_length())
+    if ids.device.type == "cuda" and not cache.irregular:
+        return torch.cat((token, replayed(model, cache, token, positions, steps - 1)), 1)
+    written = [token]
+    for step in range(steps - 1):
+        out = model(input_ids=token, position_ids=positions + step, past_key_values=cache, use_cache=True)
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        written.append(token)
+    return torch.cat(written, 1)
+
+
+@torch.no_grad()
+def replayed(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor, steps: int) -> torch.Tensor:
+    """So many tokens after one, on CUDA: nothing but replays."""
+    model.headwise_fast.switch.cache = cache
+    try:
+        step = decode_step(model, cache)
+        step.set(token, positions)
+        first = cache.get_seq_length() + 1
+        for _ in range(steps):
+            step.run()
+        return step.tokens[:, first : first + steps].clone()
+    finally:
+        model.headwise_fast.switch.cache = None

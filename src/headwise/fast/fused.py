@@ -1,0 +1,211 @@
+"""Parts of a fast model that do in one go what lay apart: one product for q, k and v, one for gate and up, and so on.
+
+Each is put in the place of a part by changing its class, and does as that part did unless a fast step is under way.
+Joined weights are no copies: the parts' own become views of them. Where they are so no longer (after a move to another
+device, say), the ordinary way is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+from headwise.fast.attend import FastAttend, Switch
+from headwise.runtime.modeling_headwise import TailoredAttention, _turn
+
+
+@torch.no_grad()
+def joined(parts: list[Any]) -> torch.Tensor | None:
+    """The weights of some projections one behind the other, in memory that they share from then on."""
+    weights = [part.weight for part in parts]
+    first, columns = weights[0], weights[0].shape[1]
+    if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
+        return None
+    rows, adjacent, at = sum(len(weight) for weight in weights), True, first.data_ptr()
+    for weight in weights:
+        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        adjacent, at = adjacent and same and weight.is_contiguous() and weight.data_ptr() == at, at + weight.nbytes
+    if adjacent:
+        return first.detach().as_strided((rows, columns), (columns, 1), first.storage_offset())
+    whole, low = torch.cat([weight.detach() for weight in weights]), 0
+    for part in parts:
+        high = low + len(part.weight)
+        part.weight = nn.Parameter(whole[low:high], requires_grad=part.weight.requires_grad)
+        low = high
+    return whole
+
+
+class FusedAttention(TailoredAttention):
+    """One product for queries, keys and values; on CUDA one kernel from there to the cache."""
+
+    switch: Switch
+
+    def fuse(self, switch: Switch, small: bool) -> None:
+        """Join what can be joined; `small` kernels are used where they run."""
+        parts = [self.q_proj, self.k_proj, self.v_proj]
+        biases = [part.bias for part in parts]
+        plain = all(type(part) is nn.Linear for part in parts) and len({bias is None for bias in biases}) == 1
+        self.switch, self.joint = switch, joined(parts) if plain else None
+        self.joint_bias = torch.cat([bias.detach() for bias in biases]) if plain and biases[0] is not None else None
+        norms = [self.q_norm, self.k_norm]
+        per_head = all(norm is None or norm.weight.numel() == self.qk_width for norm in norms)
+        self.placed = per_head and (norms[0] is None) == (norms[1] is None) and small
+        self.norms = self.columns_HW = None
+        if self.rotary and self.qk_width < self.head_dim:
+            pairs = self.pairs_GP.repeat_interleave(self.query_heads // self.kv_heads, 0)
+            self.columns_HW = torch.cat((pairs, self.pairs_GP)).repeat(1, 2)
+        if per_head and norms[0] is not None:
+            self.norms = torch.stack([norm.weight.detach() for norm in norms])
+
+    def _whole(self) -> bool:
+        """Whether the joined weights are still the parts' own."""
+        return self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
+
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
+        """Queries, keys and values; queries and keys are turned together."""
+        if self.switch.cache is None or memory is not None or self.q_norm is not None or not self._whole():
+            return super().heads(hidden, position_embeddings, memory)
+        H, G = self.query_heads, self.kv_heads
+        both, v = linear(hidden, self.joint, self.joint_bias).split([(H + G) * self.qk_width, G * self.v_dim], -1)
+        x = both.view(*hidden.shape[:-1], H + G, self.qk_width).transpose(1, 2)
+        if self.rotary and position_embeddings is not None:
+            x = _turn(x, *(self._table(table) for table in position_embeddings))
+        return x[:, :H], x[:, H:], v.view(*hidden.shape[:-1], G, self.v_dim).transpose(1, 2)
+
+    def _table(self, table_BTW: torch.Tensor) -> torch.Tensor:
+        """Cosines or sines of all query heads, then all key heads."""
+        if self.qk_width == self.head_dim:
+            return table_BTW.unsqueeze(1)
+        return table_BTW[..., self.columns_HW.to(table_BTW.device)].transpose(1, 2)
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """As of what it replaces."""
+        cache = self.switch.cache
+        layer = cache.layers[self.layer_idx] if cache is not None and cache.place is not None else None
+        if layer is None or not layer.is_initialized or not self.placed or args[1:] or not self._whole():
+            return super().forward(hidden_states, *args, **kwargs)
+        q, keys, values = self._to_places(hidden_states, kwargs.get("position_embeddings"), layer)
+        z = self.attend(q, keys, values, None)[0].flatten(2)
+        z = self.o_proj(z) if hasattr(self, "o_proj") else z
+        return (z if self.resid_dropout is None else self.resid_dropout(z)), None
+
+    def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any) -> tuple[torch.Tensor, ...]:
+        """Queries, and the buffers of keys and values with the new ones in them."""
+        from headwise.fast.small import place_heads
+
+        place, aside = self.switch.cache.place, self.qk_dim < self.qk_width
+        qkv = linear(hidden, self.joint, self.joint_bias)
+        turning = bool(self.rotary) and positions is not None
+        cos, sin = positions if turning else (qkv, qkv)
+        pairs = self.pairs_GP if turning and self.qk_width < self.head_dim else None
+        turned = 0 if not turning else cos.shape[-1] if pairs is None else 2 * pairs.shape[1]
+        keys = layer.keys if not aside else layer.keys.new_empty(len(qkv), self.kv_heads, 1, self.qk_width)
+        eps, plus = _norm_kind(self.q_norm)
+        q = place_heads(
+            qkv, cos, sin, pairs, self.norms, keys, layer.values, place, eps, plus, turned, aside,
+            self.query_heads, self.qk_width,
+        )  # fmt: skip
+        if aside:
+            q, k = self.project(q, keys)
+            layer.keys.index_copy_(2, place, k)
+        return q, layer.keys, layer.values
+
+
+def _norm_kind(norm: Any) -> tuple[float, bool]:
+    """The small number under the root, and whether one is added to the weight."""
+    if norm is None:
+        return 0.0, False
+    return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))), "Gemma" in type(norm).__name__
+
+
+@functools.cache
+def _fused_mlp(base: type) -> type:
+    inner: Any = base
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if self.switch.cache is None or self.joint.data_ptr() != self.gate_proj.weight.data_ptr():
+            return inner.forward(self, x)
+        both = linear(x, self.joint)
+        if self.silu and x.is_cuda and x.shape[1] == 1:
+            from headwise.fast.small import silu_gate
+
+            return self.down_proj(silu_gate(both))
+        gate, up = both.chunk(2, -1)
+        return self.down_proj(self.act_fn(gate) * up)
+
+    return type(base)(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+@functools.cache
+def _fused_norm(base: type) -> type:
+    inner: Any = base
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        if self.switch.cache is None or self.switch.cache.place is None:
+            return inner.forward(self, x)
+        from headwise.fast.small import rms_norm
+
+        return rms_norm(x, self.weight, *self.kind)
+
+    return type(base)(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+
+
+@functools.cache
+def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our small kernels can be built on a device; models do without them otherwise."""
+    if find_spec("triton") is None:
+        return False
+    x = torch.zeros(1, 1, 48, device=device, dtype=dtype)
+    keys, values = x.new_zeros(2, 1, 1, 1, 16)
+    try:
+        from headwise.fast.small import place_heads, rms_norm, silu_gate
+
+        rms_norm(x, x[0, 0], 1e-6, False)
+        silu_gate(x)
+        place = torch.zeros(1, dtype=torch.long, device=device)
+        place_heads(x, x, x, None, None, keys, values, place, 0.0, False, 16, False, 1, 16)
+    except Exception as error:  # what compiling may raise is not listed anywhere
+        warnings.warn(f"small kernels cannot be built here ({error}); models are slower without.", stacklevel=2)
+        return False
+    return True
+
+
+def fuse(model: Any, switch: Switch) -> None:
+    """Put fused parts in the place of a model's own, as far as we know them."""
+    some = next(model.parameters())
+    small = some.is_cuda and small_kernels_run(some.device, some.dtype)
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        name = type(module).__name__
+        if name == "TailoredAttention":
+            module.attend.__class__, module.attend.switch = FastAttend, switch
+            module.__class__ = FusedAttention
+            module.fuse(switch, small)
+        elif name.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "act_fn")):
+            parts = [module.gate_proj, module.up_proj]
+            odd = any(type(part) is not nn.Linear or part.bias is not None for part in parts)
+            if not odd and (joint := joined(parts)) is not None:
+                module.switch, module.joint, module.silu = switch, joint, "silu" in type(module.act_fn).__name__.lower()
+                module.silu = small and (module.silu or module.act_fn is nn.functional.silu)
+                module.__class__ = _fused_mlp(type(module))
+        elif small and name.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), torch.Tensor):
+            _fuse_norm(module, switch)
+
+
+@torch.no_grad()
+def _fuse_norm(module: Any, switch: Switch) -> None:
+    """Only if our kernel gives what the norm gives: there are several kinds of that name."""
+    from headwise.fast.small import rms_norm
+
+    kind = _norm_kind(module)
+    x = torch.randn(3, module.weight.shape[-1], device=module.weight.device).to(module.weight.dtype)
+    expected, got = module(x).float(), rms_norm(x, module.weight, *kind).float()
+    if torch.allclose(got, expected, rtol=1e-5 if x.dtype == torch.float32 else 1e-2, atol=1e-5):
+        module.switch, module.kind = switch, kind
+        module.__class__ = _fused_norm(type(module))

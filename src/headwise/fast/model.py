@@ -1,0 +1,247 @@
+"""Makes a decoder's own `generate` fast: it is given our cache, and a forward pass that sees it takes the fast path."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers.cache_utils import DynamicCache
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from headwise.errors import ModelError
+from headwise.fast.attend import Switch
+from headwise.fast.cache import STEP, FastCache
+from headwise.fast.fused import fuse
+from headwise.fast.paths import Seen
+from headwise.fast.step import DecodeStep
+from headwise.runtime.modeling_headwise import TailoredAttention
+
+TOKENS = 2**15  # of a prompt, at once
+CELLS = 2**28  # of a mask, or of logits where they are all made
+KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
+OURS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+COUNTING = ("dynamic", "longrope")  # rotary tables that look at positions on the host: such a step is not captured
+
+
+class Fast:
+    """What a fast model knows beside itself."""
+
+    def __init__(self, layers: list[Any], switch: Switch, capture: bool) -> None:
+        self.switch, self.capture, self.layers = switch, capture, len(layers)
+        windows = (layer.attend.sliding_window for layer in layers)
+        self.window: int | None = min((window for window in windows if window is not None), default=None)
+        capped = (layer.query_heads for layer in layers if layer.attend.softcap is not None)
+        self.capped_heads: int = max(capped, default=0)  # whose logits are all made
+        self.place_bytes = sum(layer.kv_heads * (layer.qk_dim + layer.v_dim) for layer in layers)  # times the dtype's
+        self.pool: FastCache | None = None  # of the last text, for the next one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fast:
+        made = copy.copy(self)
+        made.switch, made.pool = copy.deepcopy(self.switch, memo), None
+        return made
+
+    def cache(self, model: Any, rows: int, length: int) -> FastCache:
+        """A cache for so many tokens per row: the last one if it fits, with its captured step."""
+        last = self.pool
+        if last is not None and last.batch == rows and length <= last.capacity <= 2 * length + STEP:
+            kind = [(layer.dtype, layer.device) for layer in last.layers if layer.is_initialized]
+            if set(kind) == {(model.dtype, model.device)}:
+                last.reset()
+                return last
+        self.pool = last = None  # its memory may be needed
+        self.pool = FastCache(self.layers, length)
+        return self.pool
+
+    def release(self) -> None:
+        """Give the memory of the last text's cache back."""
+        self.pool = None
+
+
+def optimise(model: Any) -> Any:
+    """Make a decoder on our runtime fast, in place: the same model, whose `generate` takes the quick way."""
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, TailoredAttention)]
+    if not layers or not hasattr(model, "generate") or getattr(model.config, "is_encoder_decoder", False):
+        raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
+    if hasattr(model, "headwise_fast") or getattr(model.config, "use_bidirectional_attention", None):
+        return model
+    switch = Switch()
+    fuse(model, switch)
+    model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
+    model.__class__ = _hooked(type(model))
+    return model.eval()
+
+
+def _counts(config: Any) -> bool:
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(part for part in rope.values() if isinstance(part, dict))]
+    return any(kind.get("rope_type") in COUNTING for kind in kinds)
+
+
+@functools.cache
+def _hooked(base: type) -> type:
+    """A model class that looks whether the cache is ours; its name stays, as it is written into configurations."""
+    inner: Any = base
+
+    @functools.wraps(inner.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = kwargs.get("past_key_values")
+        if args or not isinstance(cache, FastCache):
+            return inner.forward(self, *args, **kwargs)
+        with torch.no_grad():
+            return _forward(self, functools.partial(inner.forward, self), cache, kwargs)
+
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: Any, *args: Any, **kw: Any
+    ) -> Any:
+        done = inner._prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kw)
+        mode = next((x for x in (*args, *kw.values()) if isinstance(x, GenerationMode)), None)
+        if mode in OURS and type(model_kwargs.get("past_key_values")) is DynamicCache:
+            batch = next((x for x in (*args, *kw.values()) if type(x) is int), 1)
+            cache = _for_generation(self, generation_config, batch)
+            model_kwargs["past_key_values"] = cache or model_kwargs["past_key_values"]
+        return done
+
+    space = {"forward": forward, "_prepare_cache_for_generation": _prepare_cache_for_generation}
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base)(base.__name__, (base,), {**space, **names})
+
+
+def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
+    """Our cache, if a text of the asked length fits into memory; one that the user gets to keep is not used again."""
+    fast: Fast = model.headwise_fast
+    if config.max_length is None or config.cache_implementation not in (None, "dynamic"):
+        return None
+    rows = batch * int(config.num_return_sequences or 1)
+    if model.device.type == "cuda" and not _fits(model, rows, config.max_length):
+        return None
+    if config.return_dict_in_generate:
+        return FastCache(fast.layers, config.max_length)
+    return fast.cache(model, rows, config.max_length)
+
+
+def _fits(model: Any, rows: int, length: int) -> bool:
+    own = model.headwise_fast.pool
+    free = torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
+    free += (own.nbytes() if own is not None else 0) - torch.cuda.memory_allocated(model.device)
+    return bool(model.headwise_fast.place_bytes * rows * (length + STEP) * model.dtype.itemsize < 0.9 * free)
+
+
+def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> Any:
+    """The fast way if this step can go it, the ordinary one otherwise; both go on from the same cache."""
+    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    odd = {name for name, value in given.items() if value is not None and name not in KNOWN}
+    odd -= {name for name in ("output_attentions", "output_hidden_states") if given.get(name) is False}
+    recording = model.config.output_attentions or model.config.output_hidden_states
+    if odd or recording or ids is None or model.training or given.get("use_cache") is False:
+        return base(**given)
+    if given.get("return_dict") is False or (mask is not None and mask.dim() != 2):
+        return base(**given)
+    length, (rows, tokens) = cache.get_seq_length(), ids.shape
+    if length + tokens > cache.capacity:
+        raise ModelError(f"this cache holds {cache.capacity} tokens, not {length + tokens}; make a longer one.")
+    if length == 0 or tokens > 1:
+        _look(cache, mask, rows, length + tokens, ids.device)
+    if cache.irregular or (positions is None and cache.padded) or (positions is not None and positions.dim() != 2):
+        return base(**given)
+    if positions is None:
+        positions = torch.arange(length, length + tokens, device=ids.device)[None]
+    positions = positions.expand(rows, tokens)
+    model.headwise_fast.switch.cache = cache
+    try:
+        work = _decode if tokens == 1 else _prefill
+        logits = work(model, base, cache, ids, positions, given.get("logits_to_keep", 0))
+    finally:
+        model.headwise_fast.switch.cache = cache.seen = cache.place = None
+    return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def _look(cache: FastCache, mask: Any, rows: int, end: int, device: torch.device) -> None:
+    """What a mask says: where each row starts; one with holes, or with padding behind, is none of ours."""
+    if cache.starts_B is None or cache.batch != rows:
+        cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=device)
+        cache.captured = None
+    if mask is None:
+        if cache.get_seq_length() == 0:
+            cache.starts_B.zero_()
+        return
+    real = mask.bool()
+    starts_B = (real.cumsum(1) == 0).sum(1)
+    holes = real.sum(1) + starts_B != end
+    if cache.get_seq_length() > 0:
+        holes |= starts_B != cache.starts_B
+    irregular, padded = torch.stack((holes.any(), starts_B.any())).tolist()
+    cache.irregular, cache.padded = cache.irregular or irregular or mask.shape[1] != end, bool(padded)
+    cache.starts_B.copy_(starts_B)
+
+
+def _logits(base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
+    """By the model's own code. A mask of four dimensions is handed through by it as it is, so that none is made."""
+    none = torch.zeros(1, 1, 1, 1, device=ids.device)
+    given = dict(input_ids=ids, attention_mask=none, position_ids=positions, past_key_values=cache, use_cache=True)
+    logits: torch.Tensor = base(**given, logits_to_keep=keep).logits
+    return logits
+
+
+def _decode(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> Any:
+    if ids.device.type == "cuda":
+        step = decode_step(model, cache)
+        step.set(ids, positions)
+        return step.run().clone()
+    return _part(base, cache, slice(0, len(ids)), 1, ids, positions, 1)
+
+
+def decode_step(model: Any, cache: FastCache) -> DecodeStep:
+    """The step of a cache, captured when it first runs."""
+    if cache.captured is None:
+        base = functools.partial(type(model).__base__.forward, model)  # its own, under our hook
+        logits = functools.partial(_logits, base, cache, keep=1)
+        device = cache.starts_B.device
+        cache.captured = DecodeStep(logits, cache, cache.batch, device, model.headwise_fast.capture)
+    found: DecodeStep = cache.captured
+    return found
+
+
+def _part(base: Any, cache: FastCache, rows: slice, tokens: int, ids: Any, positions: Any, keep: Any) -> torch.Tensor:
+    """Some rows' next tokens, behind what is counted as filled; counts nothing."""
+    assert cache.starts_B is not None
+    starts_B, end = cache.starts_B[rows], cache.get_seq_length() + tokens
+    cache.rows, cache.place = rows, None
+    cache.seen = Seen(torch.full_like(starts_B, end), starts_B, end, cache.padded)
+    try:
+        return _logits(base, cache, ids, positions, keep)
+    finally:
+        cache.seen = None
+        if rows.stop == cache.batch:
+            cache.advance(tokens)
+
+
+def _prefill(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> Any:
+    """Read a prompt, long ones in parts; of the last token's logits alone, nothing else is made."""
+    logits = []
+    whole = not (isinstance(keep, int) and keep == 1)
+    for rows, tokens in parts(model.headwise_fast, cache, ids.shape[0], ids.shape[1], whole):
+        here = (rows, tokens)
+        found = _part(base, cache, rows, tokens.stop - tokens.start, ids[here], positions[here], keep)
+        if tokens.stop == ids.shape[1]:
+            logits.append(found)
+    return torch.cat(logits)
+
+
+def parts(fast: Fast, cache: FastCache, rows: int, tokens: int, whole: bool) -> Iterator[tuple[slice, slice]]:
+    """Rows and tokens that are read at once: few enough that neither activations nor masks outgrow the memory."""
+    length = cache.get_seq_length()
+    places = length + tokens
+    many, long = (rows, tokens) if whole else (max(1, min(rows, TOKENS // tokens)), min(tokens, TOKENS))
+    masked = length > 0 or long < tokens or cache.padded or (fast.window is not None and places > fast.window)
+    while not whole and long > 1:
+        cells = (fast.capped_heads * many if fast.capped_heads else many if cache.padded else 1) * long * places
+        if cells <= CELLS or not (masked or fast.capped_heads):
+            break
+        many, long = (many // 2, long) if many > 1 and (cache.padded or fast.capped_heads) else (many, long // 2)
+    for low in range(0, tokens, long):
+        for first in range(0, rows, many):
+            yield slice(first, min(first + many, rows)), slice(low, min(low + long, tokens))

@@ -1,0 +1,82 @@
+"""One decode step, captured once in a CUDA graph and replayed for every token: no launches, no masks, no copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from headwise.fast.cache import FastCache
+from headwise.fast.paths import Seen
+
+Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and positions (B, 1)
+
+
+class DecodeStep:
+    """Static buffers in, logits out. The graph also counts on by itself, and feeds back the likeliest token.
+
+    So a greedy text needs nothing but replays, while anyone else sets the tokens before each step.
+    """
+
+    def __init__(self, logits: Logits, cache: FastCache, rows: int, device: torch.device, capture: bool) -> None:
+        self.compute, self.cache, self.capture = logits, cache, capture
+        self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
+        self.positions = torch.zeros_like(self.ids)
+        self.ends = torch.ones(rows, dtype=torch.int32, device=device)
+        self.place = torch.zeros(1, dtype=torch.long, device=device)
+        self.tokens = torch.zeros(rows, cache.capacity + 1, dtype=torch.long, device=device)  # chosen, by place
+        self.at = -1  # the length that the device counts
+        self.graph: Any = None
+
+    def set(self, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        """The tokens that come next."""
+        self.ids.copy_(ids)
+        self.positions.copy_(positions)
+        length = self.cache.get_seq_length()
+        if self.at != length:
+            self.ends.fill_(length + 1)
+            self.place.fill_(length)
+            self.at = length
+
+    def run(self) -> torch.Tensor:
+        """One step with what is set; the logits are overwritten by the next."""
+        if self.graph is None and self.capture:
+            self._capture()
+        if self.graph is None:
+            self.logits = self._step()
+            self._go_on()
+        else:
+            self.graph.replay()
+        self.at += 1
+        self.cache.advance(1)
+        return self.logits
+
+    def _step(self) -> torch.Tensor:
+        cache = self.cache
+        assert cache.starts_B is not None
+        cache.seen, cache.place, cache.rows = Seen(self.ends, cache.starts_B), self.place, slice(0, cache.batch)
+        try:
+            return self.compute(self.ids, self.positions)
+        finally:
+            cache.seen = cache.place = None
+
+    def _go_on(self) -> None:
+        token = self.logits[:, -1].argmax(-1, keepdim=True)
+        self.ids.copy_(token)
+        for counter in (self.positions, self.ends, self.place):
+            counter.add_(1)
+        self.tokens.index_copy_(1, self.place, token)
+
+    def _capture(self) -> None:
+        """Run once before, so that kernels are chosen and compiled: that only writes what the replay writes again."""
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self._step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.logits = self._step()
+            self._go_on()
+        self.graph = graph

@@ -1,0 +1,62 @@
+"""Which kernel was quickest for what, measured once on this machine and kept as JSON. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from pathlib import Path
+from typing import Any
+
+from headwise.types import write_atomically
+
+VERSION = 1
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: $HEADWISE_CACHE, $XDG_CACHE_HOME/headwise or ~/.cache/headwise."""
+    if own := os.environ.get("HEADWISE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwise"
+
+
+class Table:
+    """Rows by what was asked; a file that cannot be read or written costs a warning and a new measurement, no more."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file or cache_folder() / "kernels.json"
+        self.rows: dict[str, dict[str, Any]] = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
+        try:
+            found = json.loads(self.file.read_text())
+            if found["version"] != VERSION:
+                return {}
+            return {str(key): {"path": str(row["path"]), "ms": dict(row["ms"])} for key, row in found["rows"].items()}
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            warnings.warn(f"{self.file} cannot be read ({error}); kernels are measured anew.", stacklevel=2)
+            return {}
+
+    def get(self, key: str) -> str | None:
+        """The quickest path, if it was measured."""
+        row = self.rows.get(key)
+        return None if row is None else row["path"]
+
+    def put(self, key: str, path: str, ms: dict[str, float]) -> None:
+        """Note a measurement, beside what other processes have noted meanwhile; the file is replaced whole."""
+        row = {"path": path, "ms": {name: round(time, 6) for name, time in ms.items()}}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about a broken file it was warned already
+            self.rows = {**self._read(), **self.rows, key: row}
+        try:
+            found = {"version": VERSION, "rows": self.rows}
+            write_atomically(self.file, json.dumps(found, indent=1, sort_keys=True) + "\n")
+        except OSError as error:
+            warnings.warn(f"{self.file} cannot be written ({error}); kernels are measured again.", stacklevel=2)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.rows = {}
+        self.file.unlink(missing_ok=True)

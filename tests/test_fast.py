@@ -1,0 +1,270 @@
+"""Fast inference: the same texts as the ordinary way, and kernels that agree with plain attention."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_families import cut, random_plan, tiny
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import headwise
+from headwise import families
+from headwise.cli import app
+from headwise.errors import ModelError
+from headwise.fast import choice
+from headwise.fast.cache import FastCache
+from headwise.fast.decode import greedy
+from headwise.fast.model import optimise, parts
+from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
+from headwise.fast.table import cache_folder
+
+DECODERS = [
+    pytest.param("llama", "llama", {}, id="llama"),
+    pytest.param("qwen3", "qwen3", {}, id="qwen3"),
+    pytest.param("gemma", "gemma2", {"sliding_window": 5}, id="gemma2-windows-and-caps"),
+    pytest.param("gemma", "gemma3_text", {"sliding_window": 5}, id="gemma3-windows"),
+    pytest.param("gpt2", "gpt2", {}, id="gpt2"),
+    pytest.param("opt", "opt", {}, id="opt"),
+    pytest.param("gpt_neox", "gpt_neox", {}, id="gpt_neox"),
+    pytest.param("phi3", "phi3", {}, id="phi3"),
+]
+
+
+@pytest.fixture(autouse=True)
+def own_table(tmp_path, monkeypatch):
+    """No test sees or changes what the user's machine measured."""
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    choice.forget()
+    yield tmp_path / "cache" / "kernels.json"
+    choice.forget()
+
+
+def prepared(name, kind, changes, cutting):
+    """An ordinary model on our runtime, and the same made fast."""
+    family = next(one for one in families.known() if one.name == name)
+    stock = tiny(family, kind, changes)
+    model = cut(family, stock, random_plan(family, stock, 3)) if cutting else family.tailor(stock)
+    model.config._attn_implementation = "sdpa"
+    model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+    return model, optimise(copy.deepcopy(model))
+
+
+def prompts(rows=3, tokens=11):
+    torch.manual_seed(1)
+    ids = torch.randint(3, 40, (rows, tokens))
+    mask = torch.ones_like(ids)
+    for row in range(rows):
+        mask[row, : 2 * row] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("cutting", [False, True], ids=["uncut", "cut"])
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
+def test_fast_models_write_the_same_text(name, kind, changes, cutting):
+    model, fast = prepared(name, kind, changes, cutting)
+    ids, mask = prompts()
+    for given in ({"attention_mask": mask}, {"attention_mask": torch.ones_like(ids)}):
+        how = dict(max_new_tokens=9, do_sample=False, pad_token_id=0, **given)
+        assert torch.equal(fast.generate(ids, **how), model.generate(ids, **how))
+    assert fast.headwise_fast.pool is not None, "the fast way was gone"
+
+
+def plain_llama(cutting=True):
+    return prepared("llama", "llama", {}, cutting)
+
+
+HOW = dict(max_new_tokens=9, do_sample=False, pad_token_id=0)
+
+
+def test_long_prompts_are_read_in_parts(monkeypatch):
+    model, fast = plain_llama()
+    ids, mask = prompts(tokens=23)
+    monkeypatch.setattr("headwise.fast.model.TOKENS", 16)
+    for given in ({"attention_mask": mask}, {}):
+        assert torch.equal(fast.generate(ids, **HOW, **given), model.generate(ids, **HOW, **given))
+    monkeypatch.setattr("headwise.fast.model.CELLS", 100)
+    cache = FastCache(fast.headwise_fast.layers, 40)
+    made = list(parts(fast.headwise_fast, cache, 3, 23, whole=False))
+    assert {rows.stop - rows.start for rows, _ in made} == {1} and max(t.stop - t.start for _, t in made) <= 4
+    assert torch.equal(fast.generate(ids, **HOW, attention_mask=mask), model.generate(ids, **HOW, attention_mask=mask))
+
+
+def test_what_the_fast_way_does_not_do_goes_the_ordinary_way():
+    model, fast = plain_llama()
+    ids, mask = prompts()
+    holes = mask.clone()
+    holes[0, 4] = 0
+    asked = [
+        dict(HOW, attention_mask=holes),
+        dict(HOW, attention_mask=mask.flip(1)),
+        dict(HOW, attention_mask=mask, num_beams=3),
+        dict(HOW, attention_mask=mask, cache_implementation="static"),
+        dict(HOW, attention_mask=mask, use_cache=False),
+    ]
+    for how in asked:
+        assert torch.equal(fast.generate(ids, **how), model.generate(ids, **how)), how
+    with torch.no_grad():
+        assert torch.equal(fast(ids).logits.argmax(-1), model(ids).logits.argmax(-1))
+        seen = fast(ids, output_hidden_states=True, past_key_values=FastCache(fast.headwise_fast.layers, 40))
+    assert len(seen.hidden_states) == 1 + fast.headwise_fast.layers
+
+
+def test_sampling_and_the_end_of_a_text_are_as_ever():
+    model, fast = plain_llama()
+    ids, mask = prompts()
+    eos = int(model.generate(ids, **HOW, attention_mask=mask)[0, ids.shape[1] + 3])
+    assert torch.equal(
+        fast.generate(ids, **HOW, attention_mask=mask, eos_token_id=eos),
+        model.generate(ids, **HOW, attention_mask=mask, eos_token_id=eos),
+    )
+    written = []
+    for one in (model, fast):
+        torch.manual_seed(5)
+        how = dict(max_new_tokens=6, do_sample=True, top_k=5, num_return_sequences=2, pad_token_id=0)
+        written.append(one.generate(ids, attention_mask=mask, **how))
+    assert torch.equal(*written)
+
+
+def test_a_cache_that_is_given_out_is_the_users_and_a_talk_goes_on_from_it():
+    model, fast = plain_llama()
+    ids, _ = prompts(rows=1)
+    first = fast.generate(ids, **HOW, return_dict_in_generate=True)
+    cache = first.past_key_values
+    kept = cache.layers[0].keys.clone()
+    fast.generate(ids + 1, **HOW)
+    assert torch.equal(cache.layers[0].keys, kept), "the next text is written elsewhere"
+    longer = torch.cat((first.sequences, ids), 1)
+    again = FastCache(fast.headwise_fast.layers, 100)
+    with torch.no_grad():
+        fast(input_ids=longer[:, :15], past_key_values=again)
+        got = fast(input_ids=longer[:, 15:], past_key_values=again).logits
+        want = model(longer).logits[:, 15:]
+    assert torch.allclose(got, want, atol=1e-4) and again.get_seq_length() == longer.shape[1]
+    with pytest.raises(ModelError, match="holds 256 tokens, not 257"):
+        fast(input_ids=longer.repeat(1, 9)[:, :257], past_key_values=FastCache(fast.headwise_fast.layers, 100))
+
+
+def test_a_fast_model_can_be_copied_saved_and_changed(tmp_path):
+    model, fast = plain_llama()
+    ids, mask = prompts()
+    want = model.generate(ids, **HOW, attention_mask=mask)
+    assert torch.equal(fast.generate(ids, **HOW, attention_mask=mask), want)
+    twin = copy.deepcopy(fast)
+    assert torch.equal(twin.generate(ids, **HOW, attention_mask=mask), want)
+    fast.save_pretrained(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert type(again).__name__ == type(model).__name__
+    assert all(torch.equal(x, y) for x, y in zip(again.state_dict().values(), model.state_dict().values(), strict=True))
+    for one in (model, fast):  # weights that were joined are still the model's own
+        with torch.no_grad():
+            one.model.layers[0].self_attn.k_proj.weight.mul_(-2)
+            one.model.layers[1].mlp.up_proj.weight.mul_(3)
+    changed = model.generate(ids, **HOW, attention_mask=mask)
+    assert torch.equal(fast.generate(ids, **HOW, attention_mask=mask), changed) and not torch.equal(changed, want)
+    assert torch.equal(fast.double().generate(ids, **HOW, attention_mask=mask), changed), "moved: no longer joined"
+
+
+def test_the_lean_loop_writes_what_generate_writes():
+    model, fast = plain_llama()
+    ids, mask = prompts()
+    want = model.generate(ids, **HOW, attention_mask=mask)[:, ids.shape[1] :]
+    assert torch.equal(greedy(fast, ids, 9, attention_mask=mask), want)
+    with pytest.raises(ModelError, match="optimise=True"):
+        greedy(model, ids, 3)
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), [(16, 16), (24, 8), (8, 40)])
+def test_every_path_of_a_cpu_agrees_with_plain_attention(phase, qk_dim, v_dim):
+    torch.manual_seed(0)
+    places, tokens = 20, 1 if phase == "decode" else 20
+    q, k, v = (torch.randn(2, h, t, d) for h, t, d in ((6, tokens, qk_dim), (2, places, qk_dim), (2, places, v_dim)))
+    ends = torch.full((2,), places, dtype=torch.int32)
+    for starts, window in ((ends * 0, None), (torch.tensor([0, 7], dtype=torch.int32), None), (ends * 0, 5)):
+        seen = Seen(ends, starts, places, bool(starts.any()), window, scaling=0.3)
+        logits = torch.einsum("bgstk,bglk->bgstl", q.view(2, 2, 3, tokens, qk_dim), k) * 0.3
+        at, there = torch.arange(places - tokens, places)[:, None], torch.arange(places)
+        hidden = (there > at) | (there <= at - (window or places)) | (there < starts[:, None, None])
+        real = ~hidden.all(-1)  # of padding nobody asks
+        logits = logits.masked_fill(hidden[:, None, None], float("-inf"))
+        want = torch.einsum("bgstl,bglv->btgsv", logits.softmax(-1), v).reshape(2, tokens, 6, v_dim)
+        every = (decode_paths if phase == "decode" else prefill_paths)(q.device, qk_dim, v_dim)
+        assert len(every) == (1 if phase == "decode" and qk_dim != v_dim else 2)
+        for name, path in every.items():
+            got = path(q, k, v, seen)
+            assert torch.allclose(got[real.expand(2, -1)], want[real.expand(2, -1)], atol=1e-5), (name, window)
+
+
+CASE = choice.Case(torch.device("cpu"), torch.float32, "decode", 4, 2, 16, 16, 64, 1)
+
+
+def test_what_was_measured_is_kept_and_not_measured_again(own_table, monkeypatch):
+    path = choice.quickest(CASE)
+    row = json.loads(own_table.read_text())["rows"][CASE.key]
+    assert set(row["ms"]) == {"eager", "fused"} and CASE.paths()[row["path"]] == path
+    choice.forget()
+    monkeypatch.setattr(choice, "measured", lambda case: pytest.fail("measured again"))
+    assert choice.quickest(CASE) == path
+
+
+def test_a_wrong_or_failing_kernel_is_never_chosen(monkeypatch):
+    def fails(*given):
+        raise RuntimeError("not on this machine")
+
+    def lies(q, k, v, seen):
+        return v[:, :1, :1].expand(-1, -1, q.shape[1], -1)
+
+    paths = {"eager": eager, "fails": fails, "lies": lies}
+    monkeypatch.setattr(choice.Case, "paths", lambda case: paths)
+    with pytest.warns(UserWarning, match="the lies kernel is wrong by"):
+        assert choice.quickest(CASE) is eager
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": 1, "rows": {"a": 3}}', '{"version": 0}'])
+def test_a_broken_table_is_measured_anew(own_table, content):
+    own_table.parent.mkdir()
+    own_table.write_text(content)
+    warned = contextlib.nullcontext() if "0" in content else pytest.warns(UserWarning, match="measured anew")
+    with warned:
+        choice.quickest(CASE)
+    assert CASE.key in json.loads(own_table.read_text())["rows"]
+
+
+def test_a_table_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.warns(UserWarning, match="cannot be"):
+        assert choice.quickest(CASE)
+
+
+def test_where_measurements_are_kept(monkeypatch, tmp_path):
+    monkeypatch.delenv("HEADWISE_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder() == tmp_path / "xdg" / "headwise"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache_folder() == Path.home() / ".cache" / "headwise"
+
+
+def test_the_command_shows_and_forgets(own_table):
+    run = CliRunner().invoke
+    assert "Nothing measured yet" in run(app, ["kernels"]).output
+    choice.quickest(CASE)
+    assert CASE.key in run(app, ["kernels"]).output
+    assert set(json.loads(run(app, ["kernels", "--json"]).output)) == {CASE.key}
+    assert json.loads(run(app, ["kernels", "--clear", "--json"]).output) == {} and not own_table.exists()
+
+
+def test_load_makes_models_fast_and_refuses_what_does_not_write():
+    model, fast = headwise.load("embedded"), headwise.load("embedded", optimise=True)
+    ids = torch.arange(20, 40)[None]
+    assert fast.dtype == torch.float32 and torch.equal(fast.generate(ids, **HOW), model.generate(ids, **HOW))
+    assert headwise.load("embedded", dtype=torch.float64).dtype == torch.float64
+    family = next(one for one in families.known() if one.name == "bert")
+    with pytest.raises(ModelError, match="for decoders that generate text"):
+        optimise(family.tailor(tiny(family, "bert", {})))

@@ -1,0 +1,146 @@
+"""Fast inference on CUDA: every path agrees with plain attention, and replayed steps write the ordinary text."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+
+import pytest
+import torch
+from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
+
+from headwise.fast import paths
+from headwise.fast.decode import greedy
+from headwise.fast.model import optimise
+from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
+SIZES += [(64, 128), (128, 64), (96, 48), (48, 96), (56, 72), (256, 256)]
+OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 4e-2}
+
+
+def drawn(rows, heads, groups, tokens, places, qk_dim, v_dim, dtype):
+    torch.manual_seed(0)
+    sizes = ((rows, heads, tokens, qk_dim), (rows, groups, places, qk_dim), (rows, groups, places, v_dim))
+    return [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+
+
+def agrees(path, q, k, v, seen):
+    """A refusal is fine, a wrong answer is not."""
+    try:
+        z = path(q, k, v, seen)
+    except RuntimeError as error:
+        pytest.skip(f"does not do this: {str(error)[:80]}")
+    fresh = seen.at(seen.window, seen.scaling, seen.softcap)
+    expected = eager(q.float(), k.float(), v.float(), fresh)
+    assert (z.float() - expected).abs().max() < OFF[q.dtype]
+
+
+CASES = [(*size, torch.bfloat16, "padded") for size in SIZES]
+CASES += [(64, 48, torch.bfloat16, kind) for kind in ("plain", "window", "capped")]
+CASES += [(*size, dtype, "window") for size in ((72, 72), (64, 128)) for dtype in (torch.float32, torch.float16)]
+
+
+@pytest.mark.parametrize(("qk_dim", "v_dim", "dtype", "kind"), CASES, ids=str)
+def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
+    q, k, v = drawn(3, 8, 2, 1, 778, qk_dim, v_dim, dtype)
+    ends = torch.tensor([777, 501, 1], dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 131 if kind == "padded" else 0, 0], dtype=torch.int32, device="cuda")
+    window, cap = 99 if kind == "window" else None, 5.0 if kind == "capped" else None
+    expected = []
+    for row, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        start = start if window is None else max(start, end - window)
+        here = [x[row : row + 1].float() for x in (q, k[:, :, start:end], v[:, :, start:end])]
+        length = torch.tensor([end - start], device="cuda")
+        expected.append(eager(*here, Seen(length, length * 0, end - start, scaling=qk_dim**-0.5, softcap=cap)))
+    for x in (k, v):
+        x[1, :, 501:] = float("nan")  # what nobody filled is never read
+    seen = Seen(ends, starts, window=window, scaling=qk_dim**-0.5, softcap=cap)
+    every = decode_paths(q.device, qk_dim, v_dim)
+    for name in {"split", "split-pairs"} & set(every):
+        z = every[name](q, k, v, seen)
+        assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype], name
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 7), (24, 1), (14, 2)], ids=str)
+def test_our_kernel_takes_any_sharing(heads):
+    q, k, v = drawn(2, *heads, 1, 1024, 64, 48, torch.bfloat16)
+    ends = torch.tensor([1000, 3], dtype=torch.int32, device="cuda")
+    agrees(decode_paths(q.device, 64, 48)["split"], q, k, v, Seen(ends, ends * 0, scaling=0.125))
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), SIZES)
+def test_fused_decode(name, qk_dim, v_dim):
+    q, k, v = drawn(3, 8, 2, 1, 512, qk_dim, v_dim, torch.bfloat16)
+    ends = torch.tensor([512, 500, 9], dtype=torch.int32, device="cuda")
+    agrees(decode_paths(q.device, qk_dim, v_dim)[name], q, k, v, Seen(ends, ends // 4, scaling=qk_dim**-0.5))
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["plain", "padded"])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), SIZES)
+def test_prefill(qk_dim, v_dim, padded):
+    q, k, v = drawn(2, 8, 2, 256, 256, qk_dim, v_dim, torch.bfloat16)
+    ends = torch.full((2,), 256, dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, 31 if padded else 0], dtype=torch.int32, device="cuda")
+    done = []
+    for name, path in prefill_paths(q.device, qk_dim, v_dim).items():
+        seen = Seen(ends, starts, 256, padded, scaling=qk_dim**-0.5)
+        try:
+            z = path(q, k, v, seen)
+        except RuntimeError:
+            continue
+        expected = eager(q.float(), k.float(), v.float(), seen.at(None, seen.scaling, None))
+        assert (z.float() - expected).abs().max() < OFF[q.dtype], name
+        done.append(name)
+    assert len(done) > 1, "eager is not the only one"
+
+
+@pytest.mark.parametrize("cutting", [False, True], ids=["uncut", "cut"])
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
+def test_replayed_steps_write_the_same_text(name, kind, changes, cutting, monkeypatch):
+    monkeypatch.setattr(paths, "TILES", {"split": paths.TILES["split"]})  # there are many sizes to build kernels for
+    model, _ = prepared(name, kind, changes, cutting)
+    ids, mask = (x.cuda() for x in prompts())
+    how = dict(max_new_tokens=20, do_sample=False, pad_token_id=0, attention_mask=mask)
+    want = model.cuda().generate(ids, **how)
+    fast = optimise(model)
+    for _ in range(2):  # the second replays what the first has captured
+        got = fast.generate(ids, **how)
+        assert (got == want).float().mean() > 0.95, "the same but where two tokens are as likely"
+    step = fast.headwise_fast.pool.captured
+    assert step.graph is not None
+    written = greedy(fast, ids, 20, attention_mask=mask)
+    assert (written == want[:, ids.shape[1] :]).float().mean() > 0.95
+    sampled = fast.generate(ids, max_new_tokens=5, do_sample=True, num_return_sequences=2, pad_token_id=0)
+    assert len(sampled) == 2 * len(ids)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma", "qwen3"])
+@pytest.mark.parametrize("dtype", OFF, ids=str)
+def test_small_kernels_round_as_the_models_do(kind, dtype):
+    from headwise.fast.fused import _norm_kind
+    from headwise.fast.small import rms_norm, silu_gate
+
+    module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
+    norm = next(getattr(module, name) for name in dir(module) if name.endswith("RMSNorm"))(72).to("cuda", dtype)
+    torch.nn.init.normal_(norm.weight)
+    x = torch.randn(5, 3, 72, device="cuda").to(dtype)
+    close = dict(rtol=1e-5 if dtype == torch.float32 else 1e-2, atol=1e-5)
+    assert torch.allclose(rms_norm(x, norm.weight, *_norm_kind(norm)), norm(x), **close)
+    gate, up = x.chunk(2, -1)
+    assert torch.allclose(silu_gate(x), torch.nn.functional.silu(gate) * up, **close)
+
+
+def test_a_text_after_a_longer_one_replays_the_same_step():
+    model, _ = prepared("llama", "llama", {}, True)
+    fast = optimise(copy.deepcopy(model).cuda())
+    model = model.cuda()
+    for rows, tokens in ((2, 30), (2, 12), (2, 25)):
+        ids, mask = (x.cuda() for x in prompts(rows, tokens))
+        how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, attention_mask=mask)
+        assert (fast.generate(ids, **how) == model.generate(ids, **how)).float().mean() > 0.95
+        step = fast.headwise_fast.pool.captured
+        assert step.graph is not None and step is getattr(fast, "first_step", step)
+        fast.first_step = step
