@@ -171,7 +171,7 @@ def measure(
     if grain.rotary:
         curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
         for order, moment in zip(orders, moments, strict=True):
-            order["qk_pairs_power"] = _strongest_pairs(moment)
+            order["qk_pairs_power"] = strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
     state = family.state_of(model, clone=False)
@@ -197,7 +197,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     return rows
 
 
-def _strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Pairs by the power of their queries times that of their keys, strongest first, per key/value head."""
     power = moment["gram_q"].diagonal(dim1=-2, dim2=-1) * moment["power_k"]
     score = power.unflatten(-1, (2, -1)).sum(-2)
