@@ -49,8 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     "runfolder": CORE | {"report", "frontier"},
     "planning": CORE | {"runfolder", "report"},
     "workbench": CORE | TORCH | RUN,
-    "pipeline": CORE | TORCH | RUN | {"workbench"},
-    "api": CORE | TORCH | RUN | {"pipeline"},
+    "stream": CORE | TORCH | RUN | {"workbench"},  # models larger than memory
+    "pipeline": CORE | TORCH | RUN | {"workbench", "stream"},
+    "api": CORE | TORCH | RUN | {"pipeline", "stream"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},
     "figures": {"errors", "types", "report", "plots"},

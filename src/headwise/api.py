@@ -13,6 +13,7 @@ from headwise import families, pipeline, processes
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
+from headwise.stream import line as stream
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 
 
@@ -37,6 +38,8 @@ def probe(model: str, out: Path | str, track: Track = silently, overwrite: bool 
     asked, folder = Settings(model=model, **settings), RunFolder(out)
     processes.begin(asked.device)
     processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
+    if stream.wanted(asked, folder):
+        return stream.probe(asked, folder, stream.bench_for(asked, track), track)
     bench = pipeline.workbench(asked, track)
     return pipeline.probed(asked, folder, bench, bench.source, track)[0]
 
@@ -55,9 +58,12 @@ def allocate(
 
 def reshape(
     out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
-) -> nn.Module:
-    """Carry out plan.json: build, save and return the model, healed if asked."""
+) -> nn.Module | None:
+    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
     folder = RunFolder(out)
+    if stream.wanted(folder.require(), folder):
+        stream.reshape(folder, heal, tuple(heal_options), track)
+        return None
     settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
     plan = Plan.read(folder.plan_file)
     bench = pipeline.workbench(settings, track)
@@ -68,6 +74,8 @@ def reshape(
 def verify(out: Path | str, track: Track = silently) -> Verdict:
     """Prove what was done, on the saved model of a run folder."""
     folder = RunFolder(out)
+    if stream.wanted(folder.require(), folder):
+        return stream.verify(folder, stream.bench_for(folder.require(), track), track)
     bench = pipeline.workbench(folder.require(), track)
     return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise import data, families, processes, tasks
-from headwise.errors import HeadwiseError, PlanError
+from headwise.errors import DataError, HeadwiseError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
@@ -55,7 +55,27 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
         known = ", ".join((*family.units, "depth"))
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
-    length = min(settings.length, family.longest(model.config))
+    texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
+    bench = Workbench(family, family.tailor(model), tokenizer, *texts[:4])
+    return bench._replace(task=task, truth=texts.truth, more=texts.more)
+
+
+class Texts(NamedTuple):
+    """The rows of a run, as `Workbench` has them."""
+
+    calibration: torch.Tensor
+    rehearsal: torch.Tensor
+    evaluation: torch.Tensor
+    described: str
+    truth: torch.Tensor | None
+    more: torch.Tensor | None
+
+
+def read_texts(
+    settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
+) -> Texts:
+    """Cut the text into blocks; `model` is None where it is too large to write any itself."""
+    length = min(settings.length, family.longest(config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
     asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and "self" not in source else None
@@ -66,6 +86,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             own = read(name.removesuffix("+self"), count, seed).rows
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
+        if name == "self" and model is None:
+            raise DataError("a streamed model is too slow to write its own text; give --data FILE (and --eval FILE).")
         if name == "self":
             return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
@@ -89,5 +111,5 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     rows = calibration.rows
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
-    bench = Workbench(family, family.tailor(model), tokenizer, rows[kept], rehearsal, evaluation.rows, described)
-    return bench._replace(task=task, truth=evaluation.truth, more=more if len(more) else None)
+    left = more if len(more) else None
+    return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left)

@@ -34,7 +34,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries = {name: entry for file in _files(folder) for name, entry in _header(file)}
+        self.entries = {name: entry for file in _files(folder) for name, entry in header(file)}
 
     @property
     def bytes(self) -> int:
@@ -75,7 +75,7 @@ def _files(folder: Path) -> list[Path]:
     return files
 
 
-def _header(file: Path) -> Iterator[tuple[str, Entry]]:
+def header(file: Path) -> Iterator[tuple[str, Entry]]:
     """Names and sizes as the file's first bytes tell them."""
     try:
         with file.open("rb") as raw:

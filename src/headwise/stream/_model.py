@@ -192,11 +192,12 @@ def _empty(folder: Path, trust_remote_code: bool) -> nn.Module:
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError("this checkpoint is quantised; streaming reads plain weights. Give the original model.")
         with torch.device("meta"):
-            model: nn.Module = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
+            model: Any = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
         if (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.config.dtype, model.config.architectures = config.dtype or torch.float32, [type(model).__name__]
-    return model.eval()
+    found: nn.Module = model.eval()
+    return found
 
 
 def _stored(config: Any) -> torch.dtype:

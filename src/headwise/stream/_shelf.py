@@ -20,7 +20,9 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}")
-    save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"})
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"}
+    )
     temporary.chmod(0o644)
     temporary.replace(path)
 

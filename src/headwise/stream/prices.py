@@ -182,4 +182,3 @@ def eliminated(cross: torch.Tensor) -> tuple[tuple[int, ...], list[float]]:
 def nearest(sizes: tuple[int, ...], share: float) -> int:
     """The legal size nearest to a share of the largest, never the largest itself where there is another."""
     return min(sizes[1:] or sizes, key=lambda size: abs(size - share * sizes[0]))
-
