@@ -232,8 +232,9 @@ def section(result: dict[str, Any]) -> str:
         f"A checkpoint in the shape of Llama-2-7B ({size['parameters_before'] / 1e9:.2f}B parameters, "
         f"{whole['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights) to "
         f"{size['kv_bytes_per_token_after'] / size['kv_bytes_per_token_before']:.0%} of its cache with `--stream`: "
-        f"peak resident memory {most:.2f} GB (promised: at most {PROMISED_GB:g}). One run, {settings['tokens']} tokens of "
-        f"calibration, {settings['eval_tokens']} of evaluation, {settings['swap_tokens']} for gains.",
+        f"peak resident memory {most:.2f} GB (promised: at most {PROMISED_GB:g}). One run, "
+        f"{settings['tokens']} tokens of calibration, {settings['eval_tokens']} of "
+        f"evaluation, {settings['swap_tokens']} for gains.",
         "",
         "| stage | seconds | peak memory so far |",
         "| --- | --- | --- |",
