@@ -33,7 +33,7 @@ LLAMA_7B = dict(
     hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32, num_hidden_layers=32,
     vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False,
 )  # fmt: skip
-FEW = dict(tokens=512, eval_tokens=128, swap_tokens=64, length=64)  # of the whole model
+FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whole model
 BATCH = dict(tokens=9_362, eval_tokens=1_024, swap_tokens=1_024, length=512)  # two full batches of calibration
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
 EMBEDDED = dict(tokens=16_384, eval_tokens=16_384, swap_tokens=4_096, length=256)
@@ -57,14 +57,16 @@ def make(folder: Path, layers: int) -> None:
     groups: dict[str, list[str]] = {}
     for name in shapes:
         groups.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
-    random, places = torch.Generator().manual_seed(0), {}
+    pool = torch.empty(1 << 26).normal_(std=0.02, generator=torch.Generator().manual_seed(0)).bfloat16()
+    places, start = {}, 0
     for number, names in enumerate(groups.values(), 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         tensors = {}
         for name in names:
-            tensor = torch.empty(shapes[name], dtype=torch.float32)
-            tensor = tensor.fill_(1) if tensor.dim() == 1 else tensor.normal_(std=0.02, generator=random)
-            tensors[name], places[name] = tensor.bfloat16(), file
+            size, places[name] = shapes[name].numel(), file
+            start = (start + 9_999_991) % len(pool)  # every tensor begins elsewhere in the drawn numbers
+            drawn = torch.cat([pool[start:], *[pool] * (1 + size // len(pool))])[:size]
+            tensors[name] = torch.ones_like(drawn) if len(shapes[name]) == 1 else drawn.view(shapes[name])
         save_file(tensors, folder / file, metadata={"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -271,7 +273,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for checkpoints; a temporary one if not given")
     arguments = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    with tempfile.TemporaryDirectory(dir=arguments.work) as scratch:
+    with tempfile.TemporaryDirectory(dir=arguments.work, prefix="streaming-") as scratch:
         for name in arguments.parts:
             result[name] = {"small": small, "prices": prices, "wide": wide, "whole": whole}[name](Path(scratch))
             print(name, json.dumps(result[name]), file=sys.stderr, flush=True)

@@ -20,6 +20,7 @@ from headwise.probes.sensitivity import strongest_pairs
 from headwise.types import Grain, LayerShape
 
 REFERENCE = 0.75  # of the directions of queries, keys and values that the cut keeps whose effect is followed
+HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
 Orders = dict[str, tuple[tuple[int, ...], ...]]
 Moments = dict[str, torch.Tensor]
@@ -121,9 +122,16 @@ class Pricing:
             mask = torch.cat((kept, kept), 1)[:, None, None]
             count(f"qk_pairs.{size}", self._attend((q.unflatten(1, (groups, -1)) * mask).flatten(1, 2), k, v, context))
         count("reference", self._cut(q_all, k_all, v, context))
-        flat = (z.flatten(2) * weight.sqrt().unsqueeze(-1)).flatten(0, 1)
-        self._count("z", flat.mT @ flat)
+        self._count_heads((z * weight.sqrt()[..., None, None]).flatten(0, 1))
         self._count("weight", weight.double().sum())
+
+    def _count_heads(self, z_NHV: torch.Tensor) -> None:
+        """Products of what heads add to the stream."""
+        weight = self.block.output.weight
+        per_head = weight.view(len(weight), *z_NHV.shape[1:]).permute(1, 2, 0)
+        for some in z_NHV.split(HEAD_TOKENS):
+            added = (some.transpose(0, 1) @ per_head).flatten(1)
+            self._count("heads", added @ added.mT)
 
     def _through(self, z_BTHV: torch.Tensor, size: int) -> torch.Tensor:
         return (z_BTHV.transpose(1, 2) @ self._readout(size)).transpose(1, 2)
@@ -147,11 +155,8 @@ class Pricing:
 
     def _heads(self, errors: dict[str, Curve], orders: Orders) -> None:
         """Query heads and key/value groups, from the second moments of what they add to the stream."""
-        heads, groups, sharing = self.shape.query_heads, self.shape.kv_heads, self.shape.queries_per_group
-        weight = self.block.output.weight
-        cross = (weight.mT @ weight) * self.sums.pop("z") / self.tokens
-        cross = cross.view(heads, self.shape.v_dim, heads, self.shape.v_dim).sum((1, 3)).double()
-        apart = cross.view(groups, sharing, groups, sharing)
+        groups, sharing = self.shape.kv_heads, self.shape.queries_per_group
+        apart = (self.sums["heads"].double() / self.tokens).view(groups, sharing, groups, sharing)
         each = [eliminated(apart[g, :, g, :]) for g in range(groups)]
         orders["heads"] = tuple(order for order, _ in each)
         sizes = tuple(range(sharing, 0, -1))

@@ -28,6 +28,7 @@ from headwise.types import Reading, Readings, write_atomically
 
 NAME = "stream"
 LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
+TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
 UNITLESS = "relative squared error of the residual stream"
 
 
@@ -83,14 +84,23 @@ class Walk:
             for number, (stream, context) in enumerate(rows):
                 shelf.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
         for number, context in enumerate(few):
-            for stack in range(index + 1 if self.wanted.few else 1):
-                self._on(index, f"few.{stack}.{number}", context)
+            self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
         write_atomically(self._prices_file(index), json.dumps(priced._asdict()))
 
     def _on(self, index: int, name: str, context: dict[str, Any]) -> None:
         """A stream from before a layer to behind it."""
         self.shelf.put(index + 1, name, self.source.run(index, self.shelf.get(index, name), context))
+
+    def _stacks_on(self, index: int, number: int, context: dict[str, Any]) -> None:
+        """The few rows behind a layer: as the source reads them, and as it does with an earlier layer cut."""
+        names = [f"few.{stack}.{number}" for stack in range(index + 1 if self.wanted.few else 1)]
+        together = max(1, TOGETHER // self.few[number].numel())
+        for start in range(0, len(names), together):
+            some = names[start : start + together]
+            stacks = self.source.run(index, torch.cat([self.shelf.get(index, name) for name in some]), context)
+            for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
+                self.shelf.put(index + 1, name, stream)
 
     def _prices_file(self, index: int) -> Path:
         return self.folder / "prices" / f"{index:05d}.json"
