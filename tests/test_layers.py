@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments",
+    "processes", "moments", "memory",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
@@ -26,14 +26,15 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
     "linalg": set(),
+    "memory": set(),
     "processes": {"errors"},
     "data": {"errors"},
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
-    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
+    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio", "memory"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
-    "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks"},
+    "probes": {"errors", "processes", "registry", "types", "families", "linalg", "theory", "data", "tasks", "memory"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "moments": {"cuts"},

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise import api, cli, families, strategies
+from headwise import api, cli, families, memory, strategies
 from headwise.budgets import parse
 from headwise.cuts import reshape, save
 from headwise.errors import DataError, HeadwiseError, ModelError
@@ -264,9 +264,9 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
 
 def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch, caplog):
     folder, asked = RunFolder(tmp_path / "new"), Settings(model=str(model), device="cpu")
-    monkeypatch.setattr(line, "available_bytes", lambda: 10**12)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**12)
     assert not line.wanted(asked, folder)
-    monkeypatch.setattr(line, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**6)
     assert line.wanted(asked, folder)
     assert "one layer at a time" in caplog.text and "--no-stream" in caplog.text
     assert not line.wanted(Settings(model=str(model), device="cpu", stream=False), folder)
@@ -329,3 +329,23 @@ def test_a_shelf_is_empty_for_other_work(tmp_path):
     shelf.complete(1)
     assert not (tmp_path / "s" / "00000").exists() and shelf.position() == 1
     assert Shelf(tmp_path / "s", {"plan": 2}).position() is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("way", [dict(recompute=True), dict(recompute=True, spread=True), dict(spread=True)])
+def test_prices_are_the_same_with_less_memory(name, way):
+    from headwise.probes import sensitivity
+
+    family = next(f for f in families.known() if f.name == name)
+    model = family.tailor(family.tiny(name))
+    rows = family.example(model.config, 4, 24)
+    moments = gram.collect(family, model, rows, True)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    plain, orders = sensitivity.measure(family, model, rows, moments, True, 0, recompute=False)
+    less, others = sensitivity.measure(family, model, rows, moments, True, 0, **way)
+    assert less == plain and orders == others
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items()), "as it was"
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings

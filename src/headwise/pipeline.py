@@ -67,7 +67,8 @@ def probe(
     seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
     rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
     some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
-    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
+    less = (settings.recompute, bench.spread)  # memory
+    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
     shape = family.shape_of(model.config)
     shapes = shape.layers
     options = sizes_to_measure(settings, shape.grain.folds)

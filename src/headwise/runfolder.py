@@ -50,6 +50,7 @@ class Settings(Record):
     swap_tokens: int = 4_096  # 0: prices are predicted, not measured
     length: int = 512  # of a block of text, at most what the model takes
     trust_remote_code: bool = False
+    recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from headwise.errors import DataError, HeadwiseError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
+from headwise.memory import fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
@@ -31,6 +32,7 @@ class Workbench(NamedTuple):
     task: tasks.Task = Causal()
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
     more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
+    spread: bool = False  # whether gradients are computed on all GPUs together, for a model that fits on none
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
@@ -47,7 +49,9 @@ class Workbench(NamedTuple):
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
     device = processes.begin(settings.device)
-    model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
+    model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
+    large = settings.device == "auto" and device == "cuda" and not fits(_numbers(model), device)
+    model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
     if settings.strategy == "bound" and not task.has_past:
         raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
@@ -57,7 +61,11 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     bench = Workbench(family, family.tailor(model), tokenizer, *texts[:4])
-    return bench._replace(task=task, truth=texts.truth, more=texts.more)
+    return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
 
 
 class Texts(NamedTuple):

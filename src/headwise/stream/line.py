@@ -14,19 +14,18 @@ import torch
 from headwise import data, families, processes, strategies
 from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
+from headwise.memory import HELD, available_bytes, fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for
 from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying
 from headwise.stream._checkpoint import Checkpoint
-from headwise.stream._memory import HELD, available_bytes
 from headwise.stream._model import Streamed
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, Readings, Verdict
 from headwise.workbench import Texts, read_texts
 
-SHARE = 0.8  # of the memory that is free; what would take more is streamed
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 log = logging.getLogger("headwise")
 
@@ -50,14 +49,11 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
     numbers = _numbers(settings)
     if numbers is None:
         return False
-    free, where = available_bytes(), "memory"
-    if settings.device != "cpu" and torch.cuda.is_available():
-        free, where = sum(torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())), "GPU memory"
-    if HELD * numbers <= SHARE * free:
+    if fits(numbers, "cpu"):
         return False
     log.warning(
-        "%s would take about %.1f GB of %s in float32 and %.1f GB are free: it is streamed from disk, one layer at a "
-        "time (--no-stream loads it all the same).", settings.model, HELD * numbers / 1e9, where, free / 1e9,
+        "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one layer at "
+        "a time (--no-stream loads it all the same).", settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
     )  # fmt: skip
     return True
 

@@ -14,9 +14,9 @@ from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
 from headwise.errors import PlanError
+from headwise.memory import available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
-from headwise.stream._memory import available_bytes
 from headwise.stream._model import Streamed
 from headwise.stream._shelf import Shelf
 from headwise.tasks import Task
