@@ -34,9 +34,9 @@ LLAMA_7B = dict(
     vocab_size=32000, max_position_embeddings=4096, tie_word_embeddings=False,
 )  # fmt: skip
 FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whole model
-BATCH = dict(tokens=9_362, eval_tokens=1_024, swap_tokens=1_024, length=512)  # two full batches of calibration
+BATCH = dict(tokens=4_608, eval_tokens=512, swap_tokens=512, length=512)  # a full batch to calibrate on
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
-EMBEDDED = dict(tokens=16_384, eval_tokens=16_384, swap_tokens=4_096, length=256)
+EMBEDDED = dict(tokens=16_384, eval_tokens=16_384, swap_tokens=2_048, length=256)
 
 
 def make(folder: Path, layers: int) -> None:
@@ -248,7 +248,7 @@ def section(result: dict[str, Any]) -> str:
     names = list(next(iter(prices["damage"].values())))
     lines += [
         "",
-        f"With full batches of 4,096 tokens (two such layers, {result['wide']['none']['settings']['tokens']:,} "
+        f"With a full batch of 4,096 tokens (two such layers, {result['wide']['none']['settings']['tokens']:,} "
         f"tokens): {peaks['none']:.2f} GB without healing, {peaks['refit']:.2f} GB with the refit.",
         f"The embedded model, streamed and refitted, against the path in memory with the same plan: moments and all "
         f"{small['tensors']} tensors are {equal}.",

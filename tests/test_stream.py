@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -153,7 +151,8 @@ def test_a_streamed_run_leaves_the_files_of_any_run(finished, model):
     assert {path.name for path in (finished / "streaming").iterdir()} == {"moments", "prices"}, "work is cleared away"
     verdict = json.loads((finished / "verdict.json").read_text())
     assert all(check["passed"] for check in verdict["checks"])
-    assert any("fresh process" in check["name"] for check in verdict["checks"])
+    loaded = [check["name"] for check in verdict["checks"] if "fresh process" in check["name"]]
+    assert loaded == ["reloads in a fresh process without headwise"], "plain transformers gives the same logits"
     assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
     assert verdict["tokens"] == 256
     weights = [load_file(file) for file in (finished / "model").glob("*.safetensors")]
@@ -174,21 +173,8 @@ def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
     assert told["kl"] == pytest.approx(found["kl"], rel=1e-2, abs=1e-7)
 
 
-def test_the_result_loads_in_plain_transformers(finished, tmp_path):
-    code = (
-        "import sys, torch, transformers; "
-        "m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True); "
-        "assert 'headwise' not in sys.modules; print(m(torch.arange(5)[None]).logits.shape[-1])"
-    )
-    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    environment = {**clean, "HF_MODULES_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(finished / "model")], env=environment, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "4096", done.stderr
-
-
-def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path):
+def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)  # no memory to load the model whole
     again = tmp_path / "again"
     shutil.copytree(finished, again)
     assert call("allocate", again, "--budget", "kv=60%") == 0
@@ -197,6 +183,7 @@ def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path):
     assert call("verify", again) == 0
     plan, verdict = Plan.read(again / "plan.json"), api.RunFolder(again).dossier().verdict
     assert verdict is not None and verdict.passed and "kv=60%" in plan.budgets[0].text
+    assert not any("fresh process" in check.name for check in verdict.checks), "what was not tried is not claimed"
     assert len(list((again / "model").glob("*.safetensors"))) > 1
 
 
@@ -218,6 +205,7 @@ def killed_at(layer: int, times: int = 1):
 
 
 def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)
     out, seen = tmp_path / "killed", []
     plain = Streamed.tensors
 
@@ -343,7 +331,12 @@ def test_prices_are_the_same_with_less_memory(name, way):
     state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     plain, orders = sensitivity.measure(family, model, rows, moments, True, 0, recompute=False)
     less, others = sensitivity.measure(family, model, rows, moments, True, 0, **way)
-    assert less == plain and orders == others
+    if torch.cuda.is_available() and "spread" in way:  # other kernels
+        for one, two in zip(plain, less, strict=True):
+            for a, b in zip(one.values, two.values, strict=True):
+                assert a == pytest.approx(b, rel=1e-3, abs=1e-9)
+    else:
+        assert less == plain and orders == others
     assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items()), "as it was"
     assert all(p.requires_grad for p in model.parameters())
     assert not any("forward" in module.__dict__ for module in model.modules())

@@ -40,11 +40,10 @@ class Shelf:
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
-        self.folder, self.device = folder, device
+        self.folder, self.device, self.key = folder, device, json.dumps(key)
         name = folder / "key.json"
-        if not name.exists() or json.loads(name.read_text()) != json.loads(json.dumps(key)):
-            shutil.rmtree(folder, ignore_errors=True)
-            write_atomically(name, json.dumps(key))
+        if not name.exists() or name.read_text() != self.key:
+            self.restart()
 
     def position(self) -> int | None:
         """The layer that comes next, or None where nothing has begun."""
@@ -72,6 +71,11 @@ class Shelf:
         for path in list(folders):
             (path / DONE).unlink(missing_ok=True)
             shutil.rmtree(path)
+
+    def restart(self) -> None:
+        """Forget what was done."""
+        self.clear()
+        write_atomically(self.folder / "key.json", self.key)
 
     def clear(self) -> None:
         """The work is done."""

@@ -84,6 +84,9 @@ class Build:
     def run(self, track: Track = silently) -> list[dict[str, Any]]:
         """Every layer that is not written yet; returns what the refit gained, layer by layer."""
         start = self.shelf.position()
+        if start is not None and not self._shard(0).exists():  # killed after the model was moved to its place
+            self.shelf.restart()
+            start = None
         if start is None:
             start = 0
             for number, names in enumerate(self.outside):

@@ -14,7 +14,7 @@ import torch
 from headwise import data, families, processes, strategies
 from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
-from headwise.memory import HELD, available_bytes, fits
+from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for
 from headwise.stream import build as building
@@ -44,18 +44,26 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
         return settings.stream
     if folder.streaming.exists():
         return True
-    if folder.moments_file.exists() or folder.moments_file.with_name("model").exists():
+    if folder.moments_file.exists() or folder.model.exists():
         return False
     numbers = _numbers(settings)
     if numbers is None:
         return False
-    if fits(numbers, "cpu"):
+    if _fits(numbers, settings.device):
         return False
     log.warning(
         "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one layer at "
         "a time (--no-stream loads it all the same).", settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
     )  # fmt: skip
     return True
+
+
+def _fits(numbers: int, device: str) -> bool:
+    """Whether a model can be loaded whole: it comes by way of host memory, and works there or on a GPU."""
+    if fits(numbers, "cpu"):
+        return True
+    gpu = device != "cpu" and torch.cuda.is_available() and fits(numbers, "cuda")
+    return gpu and 4 * numbers <= SHARE * available_bytes()
 
 
 def _numbers(settings: Settings) -> int | None:
