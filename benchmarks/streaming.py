@@ -36,7 +36,7 @@ LLAMA_7B = dict(
 FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whole model
 BATCH = dict(tokens=4_608, eval_tokens=512, swap_tokens=512, length=512)  # a full batch to calibrate on
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
-EMBEDDED = dict(tokens=16_384, eval_tokens=16_384, swap_tokens=2_048, length=256)
+EMBEDDED = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 
 def make(folder: Path, layers: int) -> None:
@@ -226,44 +226,56 @@ def prices(work: Path) -> dict[str, Any]:
 
 
 def section(result: dict[str, Any]) -> str:
-    """The result in Markdown."""
-    whole, lines = result["whole"], ["## Models larger than memory (`benchmarks/streaming.py`)", ""]
-    most = max(whole["peak_bytes"].values()) / 1e9
-    size, settings = whole["size"], whole["settings"]
-    lines += [
+    """The result in Markdown; parts that were not run are left out."""
+    parts = {"whole": _whole, "wide": _wide, "small": _small, "prices": _prices}
+    told = [tell(result[name]) for name, tell in parts.items() if name in result]
+    end = f"{result['machine']}, {result['date']}, torch {result['versions']['torch']}."
+    return "\n\n".join(["## Models larger than memory (`benchmarks/streaming.py`)", *told, end]) + "\n"
+
+
+def _whole(found: dict[str, Any]) -> str:
+    size, settings = found["size"], found["settings"]
+    kept = size["kv_bytes_per_token_after"] / size["kv_bytes_per_token_before"]
+    rows = [f"| {n} | {s:.0f} | {found['peak_bytes'][n] / 1e9:.2f} GB |" for n, s in found["seconds"].items()]
+    most = max(found["peak_bytes"].values()) / 1e9
+    said = (
         f"A checkpoint in the shape of Llama-2-7B ({size['parameters_before'] / 1e9:.2f}B parameters, "
-        f"{whole['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights) to "
-        f"{size['kv_bytes_per_token_after'] / size['kv_bytes_per_token_before']:.0%} of its cache with `--stream`: "
-        f"peak resident memory {most:.2f} GB (promised: at most {PROMISED_GB:g}). One run, "
-        f"{settings['tokens']} tokens of calibration, {settings['eval_tokens']} of "
-        f"evaluation, {settings['swap_tokens']} for gains.",
-        "",
-        "| stage | seconds | peak memory so far |",
-        "| --- | --- | --- |",
-    ]
-    lines += [f"| {n} | {s:.0f} | {whole['peak_bytes'][n] / 1e9:.2f} GB |" for n, s in whole["seconds"].items()]
-    peaks = {heal: max(part["peak_bytes"].values()) / 1e9 for heal, part in result["wide"].items()}
-    small, prices = result["small"], result["prices"]
-    equal = "equal to the bit" if small["bit_equal"] else f"apart by at most {small['tensors_apart']:.1e}"
-    names = list(next(iter(prices["damage"].values())))
-    lines += [
-        "",
-        f"With a full batch of 4,096 tokens (two such layers, {result['wide']['none']['settings']['tokens']:,} "
-        f"tokens): {peaks['none']:.2f} GB without healing, {peaks['refit']:.2f} GB with the refit.",
-        f"The embedded model, streamed and refitted, against the path in memory with the same plan: moments and all "
-        f"{small['tensors']} tensors are {equal}.",
-        "",
-        f"Damage of the embedded model in {prices['unit']} by where prices come from (nothing healed; 95% intervals; "
-        f"{prices['settings']['eval_tokens']:,} evaluation tokens):",
+        f"{found['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights) to {kept:.0%} of its cache with `--stream`: "
+        f"peak resident memory {most:.2f} GB (promised: at most {PROMISED_GB:g}). One run, {settings['tokens']} tokens "
+        f"of calibration, {settings['eval_tokens']} of evaluation, {settings['swap_tokens']} for gains."
+    )
+    return "\n".join([said, "", "| stage | seconds | peak memory so far |", "| --- | --- | --- |", *rows])
+
+
+def _wide(found: dict[str, Any]) -> str:
+    peaks = {heal: max(part["peak_bytes"].values()) / 1e9 for heal, part in found.items()}
+    return (
+        f"With a full batch of 4,096 tokens (two such layers): {peaks['none']:.2f} GB without healing, "
+        f"{peaks['refit']:.2f} GB with the refit."
+    )
+
+
+def _small(found: dict[str, Any]) -> str:
+    equal = "equal to the bit" if found["bit_equal"] else f"apart by at most {found['tensors_apart']:.1e}"
+    return (
+        "The embedded model, streamed and refitted, against the path in memory with the same plan: moments and all "
+        f"{found['tensors']} tensors are {equal}."
+    )
+
+
+def _prices(found: dict[str, Any]) -> str:
+    names = list(next(iter(found["damage"].values())))
+    lines = [
+        f"Damage of the embedded model in {found['unit']} by where prices come from (nothing healed; 95% intervals; "
+        f"{found['settings']['eval_tokens']:,} evaluation tokens):",
         "",
         "| budget | " + " | ".join(names) + " |",
         "| --- |" + " --- |" * len(names),
     ]
-    for limit, row in prices["damage"].items():
+    for limit, row in found["damage"].items():
         cells = [f"{d['measured']:.4f} ({d['measured_low']:.4f} to {d['measured_high']:.4f})" for d in row.values()]
         lines.append(f"| {limit} | " + " | ".join(cells) + " |")
-    lines += ["", f"{result['machine']}, {result['date']}, torch {result['versions']['torch']}."]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines)
 
 
 def main() -> None:
