@@ -116,6 +116,23 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
         assert torch.equal(mine(rows).logits, again(rows).logits)
 
 
+def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
+    family = made("llama", tmp_path / "m")
+    tokenizer = families.load(str(tmp_path / "m"))[1]
+    rows = family.example(None, 4, 24)
+    for number, limit in enumerate(("kv=75%", "kv=70%")):
+        source = Streamed(tmp_path / ("m" if number == 0 else "0"))
+        readings = probe.probe(source, rows, probe.Wanted("m", few=48), tmp_path / f"w{number}")
+        plan = strategies.allocate(readings, (parse(limit, source.shape),))
+        build(source, plan, tmp_path / f"w{number}", tmp_path / str(number), tokenizer, rows)
+    reference = in_memory(family, tmp_path / "0")
+    write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, False))
+    cut = reshape(family, reference, plan, read_moments(tmp_path / "moments.safetensors", "cpu"))
+    theirs = family.state_of(refit(family, reference, cut, rows)[0])
+    ours = {key: t for file in (tmp_path / "1").glob("*.safetensors") for key, t in load_file(file).items()}
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("models") / "tiny"

@@ -44,7 +44,7 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
         return settings.stream
     if folder.streaming.exists():
         return True
-    if folder.moments_file.exists() or folder.model.exists():
+    if folder.moments_file.exists() or folder.model.exists() or processes.count() > 1:
         return False
     numbers = _numbers(settings)
     if numbers is None:
