@@ -50,7 +50,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
     device = processes.begin(settings.device)
     model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
-    large = settings.device == "auto" and device == "cuda" and not fits(_numbers(model), device)
+    alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
+    large = alone and not fits(_numbers(model), device)
     model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
     if settings.strategy == "bound" and not task.has_past:
