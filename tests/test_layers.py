@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments", "steps", "fast",
+    "processes", "moments", "steps", "fast", "memory",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
@@ -26,17 +26,18 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
     "linalg": set(),
+    "memory": set(),
     "processes": {"errors"},
     "data": {"errors"},
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
     "fast": {"errors", "types", "runtime"},  # fast inference, never needed
-    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio"},
+    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio", "memory"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
     "steps": {"errors", "types", "families"},  # a model run for its time
     "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
-    | {"runtime", "steps"},
+    | {"runtime", "steps", "memory"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "moments": {"cuts"},
@@ -53,8 +54,9 @@ ALLOWED: dict[str, set[str]] = {
     "planning": CORE | {"runfolder", "report"},
     "workbench": CORE | TORCH | RUN,
     "latencies": CORE | TORCH | RUN,  # tables of measured times
-    "pipeline": CORE | TORCH | RUN | {"workbench", "latencies"},
-    "api": CORE | TORCH | RUN | {"pipeline"},
+    "stream": CORE | TORCH | RUN | {"workbench"},  # models larger than memory
+    "pipeline": CORE | TORCH | RUN | {"workbench", "latencies", "stream"},
+    "api": CORE | TORCH | RUN | {"pipeline", "stream"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},
     "figures": {"errors", "types", "report", "plots"},

@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
+from headwise.errors import HeadwiseError
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
+from headwise.stream import line as stream
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 
 
@@ -51,6 +53,10 @@ def probe(
         asked = replace(folder.require(), device=asked.device, allow=asked.allow)
     else:
         processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
+    if stream.wanted(asked, folder):
+        if latency:
+            raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
+        return stream.probe(asked, folder, stream.bench_for(asked, track), track)
     return pipeline.looked_at(asked, folder, _texts(latency), track)
 
 
@@ -68,9 +74,12 @@ def allocate(
 
 def reshape(
     out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
-) -> nn.Module:
-    """Carry out plan.json: build, save and return the model, healed if asked."""
+) -> nn.Module | None:
+    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
     folder = RunFolder(out)
+    if stream.wanted(folder.require(), folder):
+        stream.reshape(folder, heal, tuple(heal_options), track)
+        return None
     settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
     plan = Plan.read(folder.plan_file)
     bench = pipeline.workbench(settings, track)
@@ -81,6 +90,8 @@ def reshape(
 def verify(out: Path | str, track: Track = silently) -> Verdict:
     """Prove what was done, on the saved model of a run folder."""
     folder = RunFolder(out)
+    if stream.wanted(folder.require(), folder):
+        return stream.verify(folder, stream.bench_for(folder.require(), track), track)
     bench = pipeline.workbench(folder.require(), track)
     return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 

@@ -73,6 +73,10 @@ SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measur
 Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
+Stream = Annotated[
+    bool | None,
+    typer.Option("--stream/--no-stream", help="One layer in memory at a time; if not given, where a model needs it."),
+]
 Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings.")]
 DEFAULT = Settings(model="")  # every default has its home there
 ALLOW = ",".join(DEFAULT.allow)
@@ -99,6 +103,7 @@ def run(
     swap_tokens: SwapTokens = DEFAULT.swap_tokens,
     length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
+    stream: Stream = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -109,7 +114,7 @@ def run(
         data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
         heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
         tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=trust_remote_code, stream=stream,
     )  # fmt: skip
     with Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
@@ -151,6 +156,7 @@ def probe(
     swap_tokens: SwapTokens = DEFAULT.swap_tokens,
     length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
+    stream: Stream = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -159,7 +165,7 @@ def probe(
 
     settings = dict(
         budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
-        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code,
+        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code, stream=stream,
     )  # fmt: skip
     with Bars() as track:
         readings = api.probe(model, out, track, overwrite, latency or (), **settings)

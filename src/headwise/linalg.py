@@ -82,9 +82,10 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
     xx, xy, start = xx.double(), xy.double(), start.double()
-    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    eye = torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device)
-    return torch.linalg.solve(xx + penalty * eye, xy + penalty * start)
+    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None]
+    system = xx.clone()  # of wide MLPs these are gigabytes: no other copy
+    system.diagonal(dim1=-2, dim2=-1).add_(penalty)
+    return torch.linalg.solve(system, xy + penalty[..., None] * start)
 
 
 def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:

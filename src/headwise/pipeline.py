@@ -23,6 +23,7 @@ from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
+from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.workbench import Workbench as Workbench
 from headwise.workbench import workbench as workbench
@@ -39,6 +40,9 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
     processes.begin(settings.device)
     processes.by_first(lambda: folder.claim(settings, families.locate(settings.model)[0], overwrite))
     try:
+        if stream.wanted(settings, folder):
+            stream.run(settings, folder, track)
+            return write_report(folder)
         bench = workbench(settings, track)
         if not processes.agrees(folder.plan_file.exists() and folder.model.is_dir()):
             build(settings, folder, bench, track)
@@ -64,7 +68,8 @@ def probe(
     seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
     rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
     some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
-    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task)
+    less = (settings.recompute, bench.spread)  # memory
+    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
     shape = family.shape_of(model.config)
     shapes = shape.layers
     options = sizes_to_measure(settings, shape.grain.folds)

@@ -52,6 +52,8 @@ class Settings(Record):
     swap_tokens: int = 4_096  # 0: prices are predicted, not measured
     length: int = 512  # of a block of text, at most what the model takes
     trust_remote_code: bool = False
+    recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
+    stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
@@ -80,6 +82,7 @@ class RunFolder:
         self.settings_file = self.path / "run.json"
         self.readings_file = self.path / "readings.json"
         self.moments_file = self.path / "moments.safetensors"
+        self.streaming = self.path / "streaming"  # moments by layer and unfinished work of a streamed run
         self.plan_file = self.path / "plan.json"
         self.heal_file = self.path / "heal.json"
         self.healing = self.path / "healing"  # unfinished work, gone with the model saved

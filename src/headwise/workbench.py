@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from headwise import data, families, processes, tasks
-from headwise.errors import HeadwiseError, PlanError
+from headwise.errors import DataError, HeadwiseError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
+from headwise.memory import fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
@@ -31,6 +32,7 @@ class Workbench(NamedTuple):
     task: tasks.Task = Causal()
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
     more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
+    spread: bool = False  # whether gradients are computed on all GPUs together, for a model that fits on none
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
@@ -47,7 +49,10 @@ class Workbench(NamedTuple):
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
     device = processes.begin(settings.device)
-    model, tokenizer = families.load(settings.model, device, settings.trust_remote_code, settings.task)
+    model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
+    alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
+    large = alone and not fits(_numbers(model), device)
+    model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
     if settings.strategy == "bound" and not task.has_past:
         raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
@@ -55,10 +60,35 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
         known = ", ".join((*family.units, "depth"))
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
-    length = min(settings.length, family.longest(model.config))
+    texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
+    bench = Workbench(family, family.tailor(model), tokenizer, *texts[:4])
+    return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
+
+
+def _numbers(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+class Texts(NamedTuple):
+    """The rows of a run, as `Workbench` has them."""
+
+    calibration: torch.Tensor
+    rehearsal: torch.Tensor
+    evaluation: torch.Tensor
+    described: str
+    truth: torch.Tensor | None
+    more: torch.Tensor | None
+
+
+def read_texts(
+    settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
+) -> Texts:
+    """Cut the text into blocks; `model` is None where it is too large to write any itself."""
+    length = min(settings.length, family.longest(config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
-    writes = "self" not in source or model.device.type == "cuda"  # a CPU would write for hours what a healing reads
+    # A CPU would write for hours what a healing reads.
+    writes = "self" not in source or (model is not None and model.device.type == "cuda")
     asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and writes else None
     extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
 
@@ -67,6 +97,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
             own = read(name.removesuffix("+self"), count, seed).rows
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
+        if name == "self" and model is None:
+            raise DataError("a streamed model is too slow to write its own text; give --data FILE (and --eval FILE).")
         if name == "self":
             return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
@@ -90,5 +122,5 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     rows = calibration.rows
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
-    bench = Workbench(family, family.tailor(model), tokenizer, rows[kept], rehearsal, evaluation.rows, described)
-    return bench._replace(task=task, truth=evaluation.truth, more=more if len(more) else None)
+    left = more if len(more) else None
+    return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left)

@@ -43,9 +43,12 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
     found = family.call(model, ids.to(model.device))
     logits = found["logits"] if "logits" in found else found[0]
-    tensors = {**family.arguments(ids), "logits": logits.float()}
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, path, metadata={"auto": families.auto_class_of(model)})
+    save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
+
+
+def save_proof(tensors: dict[str, torch.Tensor], path: Path, auto: str) -> None:
+    """Keep what a model was given and its `logits`; `auto` names the class that loads it."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"auto": auto})
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
@@ -98,10 +101,10 @@ def count_checks(model: nn.Module, plan: Plan) -> list[Check]:
     """Parameters and cache of the real object against the plan's."""
     target = plan.target
     counted = sum(p.numel() for p in model.parameters())
-    found = [_equal("parameters as planned", counted, parameters(target))]
+    found = [equal("parameters as planned", counted, parameters(target))]
     if target.cached:
         cached = cache_bytes_per_token(model, target.element_bytes)
-        found.append(_equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)))
+        found.append(equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)))
     return [*found, *budget_checks(plan)]
 
 
@@ -123,5 +126,6 @@ def _said(amount: float) -> str:
     return f"{amount:,.0f}" if amount >= 1000 or amount == int(amount) else f"{amount:.4g}"
 
 
-def _equal(name: str, observed: int, expected: int) -> Check:
+def equal(name: str, observed: int, expected: int) -> Check:
+    """A count against what was planned."""
     return Check(name, observed == expected, f"{observed:,}", f"{expected:,}")

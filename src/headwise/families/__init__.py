@@ -35,6 +35,7 @@ __all__ = [
     "accompany",
     "auto_class_of",
     "companions",
+    "explained",
     "family_of",
     "known",
     "load",
@@ -154,7 +155,7 @@ def load(
     register()
     where, extra = locate(model)
     options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
-    with _explained(model), quietly():
+    with explained(model), quietly():
         config = AutoConfig.from_pretrained(where, **options)
         auto = _auto_class(config, task)
         stored = config.dtype or torch.float32
@@ -227,7 +228,7 @@ def accompany(model: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(model: str) -> Iterator[None]:
+def explained(model: str) -> Iterator[None]:
     """Turn what loading libraries raise into one line that says what to do."""
     try:
         yield

@@ -118,6 +118,19 @@ class Family(Reader, ABC):
 
         Layers that are gone leave no trace but the numbers of those that were kept, for healing.
         """
+        model = self.frame(like, layers)
+        kept = [index for index, layer in enumerate(layers) if not layer.gone]
+        if len(kept) < len(layers):
+            tensors = self._renumbered(like, tensors, kept)
+        missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
+        if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
+            raise ModelError(f"the reshaped model lacks {missing} or has no place for {unexpected}.")
+        model.tie_weights()
+        self._copy_unsaved(like, model)
+        return model.train(like.training)
+
+    def frame(self, like: nn.Module, layers: tuple[LayerShape, ...]) -> nn.Module:
+        """The same on the meta device: without numbers."""
         if self.keeps_first and layers[0].gone:
             raise ModelError(f"the first layer of {self.name} models is unlike the others and has to stay.")
         made = classes(self.kind(like.config))
@@ -125,7 +138,7 @@ class Family(Reader, ABC):
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
-            settings, tensors = self._shortened(settings, layers), self._renumbered(like, tensors, kept)
+            settings = self._shortened(settings, layers)
         origin = (getattr(like.config, "headwise", None) or {}).get("kept", list(range(len(layers))))
         settings["headwise"] = {
             "version": 1,
@@ -138,11 +151,6 @@ class Family(Reader, ABC):
         with torch.device("meta"):
             model = made[auto](config)
         model.tie_weights()
-        missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
-        if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
-            raise ModelError(f"the reshaped model lacks {missing} or has no place for {unexpected}.")
-        model.tie_weights()
-        self._copy_unsaved(like, model)
         if getattr(like, "generation_config", None) is not None:
             model.generation_config = copy.deepcopy(like.generation_config)
         return model.train(like.training)

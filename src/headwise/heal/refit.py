@@ -69,7 +69,7 @@ def refit(
     for index in track(range(len(ours)), "refit"):
         until = kept[index + 1] if index + 1 < len(kept) else len(theirs)
         lost = range(kept[index] + 1, until)
-        worker = _LayerRefit(ours[index], theirs, kept[index], rows, strength)
+        worker = LayerRefit(ours[index], theirs, kept[index], rows, strength)
         worker.queries_and_keys()
         worker.values()
         gains.append(worker.output_and_down(lost))
@@ -105,13 +105,13 @@ class LayerHealer:
             self.known = (index, [block.attended(*block.heads(s, c[index]), c[index]) for s, c in pairs])
         found = zip(self.streams[index], self.contexts, self.known[1], strict=True)
         rows = [_Rows(stream, stream, contexts, z) for stream, contexts, z in found]
-        worker = _LayerRefit(self.family.block(layer), self.whole, index, rows, self.strength)
+        worker = LayerRefit(self.family.block(layer), self.whole, index, rows, self.strength)
         worker.values()
         worker.output_and_down()
         return layer
 
 
-class _LayerRefit:
+class LayerRefit:
     """The refits of one layer, which was number `index` of the source's; moves both residual streams past it."""
 
     def __init__(self, ours: Block, source: list[Block], index: int, rows: list[_Rows], strength: float) -> None:

@@ -25,29 +25,37 @@ def collect(
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
     size = min(4096, places(tokens, row) // processes.count())  # all have something to read
-    sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    sums = Sums(len(layers))
+    with watching(layers, sums.attention, sums.channels if mlp else None):
+        for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
+            family.run(model, batch.to(model.device))
+    return [_shared(layer, places(tokens, row)) for layer in sums.layers]
 
-    def add(layer: int, **parts: torch.Tensor) -> None:
+
+class Sums:
+    """Sums of second moments of some layers, for `watching`."""
+
+    def __init__(self, count: int) -> None:
+        self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+
+    def _add(self, layer: int, **parts: torch.Tensor) -> None:
         for name, part in parts.items():
-            total = sums[layer].setdefault(name, torch.zeros_like(part, dtype=torch.float64))
+            total = self.layers[layer].setdefault(name, torch.zeros_like(part, dtype=torch.float64))
             total += part
 
-    def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
+    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
+        """Queries, keys and head outputs of a batch."""
         q, k = _by_group(q, k.shape[1]), k.transpose(0, 1)
         centred = (k - k.mean(2, keepdim=True)).flatten(1, 2)
         z_HNV = z.permute(2, 0, 1, 3).flatten(1, 2)
-        add(
+        self._add(
             layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV
         )
 
-    def channels(layer: int, h: torch.Tensor) -> None:
+    def channels(self, layer: int, h: torch.Tensor) -> None:
+        """MLP channels of a batch."""
         flat = h.flatten(0, -2)  # some layers flatten rows before their MLP
-        add(layer, gram_mlp=flat.mT @ flat)
-
-    with watching(layers, attention, channels if mlp else None):
-        for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
-            family.run(model, batch.to(model.device))
-    return [_shared(layer, places(tokens, row)) for layer in sums]
+        self._add(layer, gram_mlp=flat.mT @ flat)
 
 
 def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:

@@ -9,6 +9,7 @@ err independently; where a whole text has one answer, what a unit does at all it
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +19,7 @@ from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.memory import available_bytes, recomputing, spread
 from headwise.probes._magnitude import weight_orders
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
@@ -58,6 +60,7 @@ class Sensitivity:
         self.sums = [_LayerSums() for _ in self.layers]
         self.terms = 0  # answers
         self.whole = False  # whether a whole text has one answer
+        self.recompute, self.spread = False, False
         self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
 
     def _bases(self, block: Block, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -67,11 +70,14 @@ class Sensitivity:
         return tuple(t.to(o_weight) for t in (p_q, p_k, p, r.mT))
 
     def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
+        if not q.requires_grad:  # will be computed again
+            return
         q.register_hook(lambda grad: self._see_queries(layer, q.detach(), grad))
         z.register_hook(lambda grad: self._see_outputs(layer, z.detach(), grad))
 
     def _channels(self, layer: int, h: torch.Tensor) -> None:
-        h.register_hook(lambda grad: self._see_channels(layer, h.detach() * grad))
+        if h.requires_grad:
+            h.register_hook(lambda grad: self._see_channels(layer, h.detach() * grad))
 
     def _answered(self, a: torch.Tensor, tokens: int) -> torch.Tensor:
         """Changes per answer: those of a text's tokens (along that axis), or all of them together."""
@@ -81,7 +87,7 @@ class Sensitivity:
         self.sums[layer].add_cross("mlp", self._answered(a, -2).flatten(0, -2).unsqueeze(0))
 
     def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
-        groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, self.bases[layer]
+        groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, (t.to(q.device) for t in self.bases[layer])
         q, grad = (t.unflatten(1, (groups, -1)) for t in (q, grad))  # B G H/G T K
         a_BGTC = ((q @ p_q.unsqueeze(1)) * (grad @ p_k.unsqueeze(1))).sum(2)
         self.sums[layer].add_tail("qk_projected", self._answered(a_BGTC.sum(1), 1))
@@ -92,7 +98,7 @@ class Sensitivity:
             self.sums[layer].add_cross("qk_pairs", pairs.transpose(0, 1).flatten(1, 2))
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
-        groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
+        groups, (_, _, p, r) = self.shapes[layer].kv_heads, (t.to(z.device) for t in self.bases[layer])
         z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
         a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
         self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
@@ -102,23 +108,28 @@ class Sensitivity:
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
-        wanted = [p for p in self.model.parameters() if p.requires_grad]
-        for parameter in wanted:
-            parameter.requires_grad_(False)
+        wanted = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        self.model.requires_grad_(False)
         try:
-            with watching(self.layers, self._attention, self._channels if self.mlp else None):
+            with ExitStack() as ways, watching(self.layers, self._attention, self._channels if self.mlp else None):
+                device = ways.enter_context(spread(self.model)) if self.spread else self.model.device
+                if self.recompute:
+                    ways.enter_context(recomputing(self.family.layers(self.model)))
                 size = min(4096, places(tokens, self.task.row_tokens) // processes.count())
                 parts = processes.mine(self.task.prepare(tokens, seed).batches(size), each=True)
                 for batch in track(parts, "sensitivity"):
                     self.whole = not batch.per_token
-                    batch = batch.to(self.model.device)
+                    batch = batch.to(device)
                     stream = self.family.embed(self.model, batch.inputs).requires_grad_()
                     outputs = self.task.outputs(self.family, self.model, batch, stream)
                     self.task.loss(outputs, batch.labels).backward()
                     self.terms += self.task.terms(batch)
         finally:
-            for parameter in wanted:
-                parameter.requires_grad_(True)
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name in wanted)
+        if self.spread:
+            for sums in self.sums:
+                sums.cross = {name: cross.cpu() for name, cross in sums.cross.items()}
         self._share()
 
     def _share(self) -> None:
@@ -141,9 +152,18 @@ def measure(
     seed: int,
     track: Track = silently,
     task: Task | None = None,
+    recompute: bool | None = None,
+    spread: bool = False,
 ) -> tuple[list[Reading], list[dict[str, tuple[tuple[int, ...], ...]]]]:
-    """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept."""
+    """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept.
+
+    `recompute` lets layers compute twice what they would keep for the gradient, if not said where memory asks for it;
+    `spread` lends a model in host memory the GPUs that there are.
+    """
     probe = Sensitivity(family, model, moments, mlp, task or Causal())
+    able = not family.anatomy(model.config).roles  # gradients also reach an encoder's output
+    probe.recompute = able and (recompute or (recompute is None and (spread or _large(probe.shapes, model))))
+    probe.spread = spread
     probe.run(tokens, seed, track)
     grain = probe.grain
     curves: dict[str, list[Row]] = {}
@@ -171,7 +191,7 @@ def measure(
     if grain.rotary:
         curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
         for order, moment in zip(orders, moments, strict=True):
-            order["qk_pairs_power"] = _strongest_pairs(moment)
+            order["qk_pairs_power"] = strongest_pairs(moment)
     else:
         curves.pop("qk_pairs")
     state = family.state_of(model, clone=False)
@@ -179,6 +199,13 @@ def measure(
         order |= weight_orders(family.take_layer(dict(state), index, model.config), shape)
     read = places(tokens, probe.task.row_tokens)
     return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
+
+
+def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
+    """Whether what the layers keep for the gradient of a batch would take half the memory that is free."""
+    hidden = int(getattr(model.config, "hidden_size", 0))
+    numbers = sum(8 * hidden + 3 * s.mlp_width + 2 * s.query_heads * (s.qk_width + s.v_dim) for s in shapes)
+    return 4 * 4096 * numbers > available_bytes(model.device) // 2
 
 
 def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:
@@ -197,7 +224,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     return rows
 
 
-def _strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], ...]:
+def strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], ...]:
     """Pairs by the power of their queries times that of their keys, strongest first, per key/value head."""
     power = moment["gram_q"].diagonal(dim1=-2, dim2=-1) * moment["power_k"]
     score = power.unflatten(-1, (2, -1)).sum(-2)

@@ -1,0 +1,236 @@
+"""A tailored model whose weights stay on disk: a frame without numbers, filled one layer at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import families
+from headwise.errors import ModelError
+from headwise.families import Family
+from headwise.runtime.modeling_headwise import CAUSAL
+from headwise.stream._checkpoint import Checkpoint
+
+Tensors = dict[str, torch.Tensor]
+OLDER = {"lm_head.weight": "embed_out.weight"}  # names in files of GPT-NeoX
+HEAD_ROWS = 8_192  # of the output table that are held at a time
+
+
+class Frame:
+    """A tailored model on the meta device, and its layers filled with tensors for as long as they are used."""
+
+    def __init__(self, family: Family, model: nn.Module, device: str) -> None:
+        self.family, self.model, self.device = family, model, device
+        self.config: Any = model.config
+        self.layers = family.layers(model)
+        self.shape = family.shape_of(model.config)
+
+    def prefix(self, index: int) -> str:
+        """What the names of a layer's tensors begin with."""
+        return self.family._prefix(self.config, index)
+
+    @contextmanager
+    def filled(self, index: int, tensors: Tensors) -> Iterator[nn.Module]:
+        """A layer with its tensors (by their full names), which it loses again."""
+        layer, prefix = self.layers[index], self.prefix(index)
+        own = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in tensors.items()}
+        missing, unexpected = layer.load_state_dict(own, assign=True, strict=False)
+        if missing or unexpected:
+            raise ModelError(f"layer {index} lacks {missing} or has no place for {unexpected}.")
+        try:
+            yield layer.eval().requires_grad_(False)
+        finally:
+            layer.load_state_dict({name: tensor.to("meta") for name, tensor in own.items()}, assign=True)
+
+    def run(self, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """A stream through a layer that is filled."""
+        return self.family.run_layer(self.model, index, stream, context)
+
+
+class Streamed(Frame):
+    """A model in a folder. Between its layers it has everything that is small; tables are read by rows."""
+
+    def __init__(self, folder: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
+        self.files = Checkpoint(folder)
+        stock = _empty(folder, trust_remote_code)
+        family = families.family_of(stock.config)
+        shape = family.shape_of(stock.config)
+        super().__init__(family, family.frame(stock, shape.layers), device)
+        self.stored = _stored(stock.config)
+        self.stock = None if family.is_tailored(stock) else stock.config
+        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
+        self.tied = dict(tied) if isinstance(tied, dict) else dict.fromkeys(tied, "")
+        self.places = self._places(stock)
+        self.table = self._table()
+        self.head = self._head()
+        _settle_buffers(self.model, device)
+        small = [name for name in self.outside() if name not in (self.table, self.head)]
+        tensors = {name: self.files.tensor(self.places[name], torch.float32).to(device) for name in small}
+        self.model.load_state_dict(tensors, assign=True, strict=False)
+        output = self.model.get_output_embeddings()
+        path = next(name for name, module in self.model.named_modules() if module is output)
+        parent, _, last = path.rpartition(".")
+        setattr(self.model.get_submodule(parent), last, _Head(self, output.bias))
+        self.model.eval().requires_grad_(False)
+
+    def _places(self, stock: nn.Module) -> dict[str, str]:
+        """Name in the model -> name in the files, which may lack the name of the body; what no model has is left out.
+
+        A file that lacks a tensor is an error: nothing is ever filled in.
+        """
+        body = self.family.anatomy(stock.config).body_at + "."
+        wanted = [name for name in stock.state_dict() if name not in self.tied]
+        found = {}
+        for name in wanted:
+            known = (name, name.removeprefix(body), OLDER.get(name, ""))
+            if place := next((place for place in known if place in self.files.entries), None):
+                found[name] = place
+        if lost := sorted(set(wanted) - set(found)):
+            raise ModelError(
+                f"{self.files.folder} is damaged: {len(lost)} tensors are missing, first {lost[0]}. Fetch it again."
+            )
+        return found
+
+    def _table(self) -> str:
+        found = self.model.get_input_embeddings()
+        return next(name for name, module in self.model.named_modules() if module is found) + ".weight"
+
+    def _head(self) -> str:
+        """The output table's name: the input's where they are tied."""
+        found = self.model.get_output_embeddings()
+        name = next(name for name, module in self.model.named_modules() if module is found) + ".weight"
+        return self.table if name in self.tied else name
+
+    def outside(self) -> list[str]:
+        """The names of all tensors that belong to no layer, tied ones once."""
+        every = self.prefix(0).removesuffix("0.")
+        return [name for name in self.places if not name.startswith(every)]
+
+    def tensors(self, index: int) -> Tensors:
+        """The tensors of a layer by their full names in the tailored model, in float32."""
+        prefix = self.prefix(index)
+        named = [(name, place) for name, place in self.places.items() if name.startswith(prefix)]
+        if self.stock is None:
+            return {name: self._read(place) for name, place in named}
+        found: Tensors = {}
+        for name, place in named:  # one at a time: what is taken apart is there twice
+            found |= self.family.apart({name: self._read(place)}, self.stock)
+        return found
+
+    def _read(self, place: str) -> torch.Tensor:
+        found = self.files.tensor(place)
+        return found.float() if found.is_floating_point() else found
+
+    @contextmanager
+    def layer(self, index: int) -> Iterator[nn.Module]:
+        """A layer with its weights."""
+        with self.filled(index, self.tensors(index)) as layer:
+            yield layer
+
+    @torch.no_grad()
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The residual stream before the first layer; of the table only the rows that occur are read."""
+        known, place = ids.cpu().unique(return_inverse=True)
+        module = self.model.get_input_embeddings()
+        module.weight = nn.Parameter(self._rows(known), requires_grad=False)
+        try:
+            return self.family.embed(self.model, place.to(self.device))
+        finally:
+            module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+
+    def _rows(self, known: torch.Tensor) -> torch.Tensor:
+        return self.files.rows(self.places[self.table], known, torch.float32).to(self.device)
+
+    @torch.no_grad()
+    def contexts(self, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
+        """What the model hands its layers beside the stream, for batches of rows."""
+        module = self.model.get_input_embeddings()
+        module.weight = nn.Parameter(self._rows(torch.zeros(1, dtype=torch.int64)), requires_grad=False)
+        try:
+            with _passing(self.layers), families.quietly():
+                return self.family.contexts(self.model, [torch.zeros_like(p, device=self.device) for p in parts])
+        finally:
+            module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
+
+    @torch.no_grad()
+    def logits(self, stream: torch.Tensor) -> torch.Tensor:
+        """From the stream after the last layer."""
+        return self.family.logits(self.model, stream)
+
+
+class _Head(nn.Module):
+    """The output table, read in parts."""
+
+    def __init__(self, owner: Streamed, bias: Any) -> None:
+        super().__init__()
+        self.files, self.name, self.bias = owner.files, owner.places[owner.head], bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The product with all rows."""
+        slices = self.files.slices(self.name, HEAD_ROWS)
+        found = torch.cat([nn.functional.linear(x, rows.to(x)) for rows in slices], -1)
+        return found if self.bias is None else found + self.bias
+
+
+def _empty(folder: Path, trust_remote_code: bool) -> nn.Module:
+    """The model of a folder without its numbers; what cannot be streamed is refused."""
+    import transformers
+
+    with families.explained(str(folder)), families.quietly():
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        family = families.family_of(config)
+        if families.task_of(config) != "causal" or family.images or family.audio:
+            raise ModelError(
+                f"{family.name} models cannot be streamed: only decoders that write text can. Leave out --stream."
+            )
+        if getattr(config, "quantization_config", None) is not None:
+            raise ModelError("this checkpoint is quantised; streaming reads plain weights. Give the original model.")
+        with torch.device("meta"):
+            model: Any = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    model.config.dtype, model.config.architectures = config.dtype or torch.float32, [type(model).__name__]
+    found: nn.Module = model.eval()
+    return found
+
+
+def _stored(config: Any) -> torch.dtype:
+    """The type that weights are stored in."""
+    found: Any = config.dtype
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
+def _settle_buffers(model: nn.Module, device: str) -> None:
+    """Give buffers that no file holds, such as rotary frequencies, the numbers that a loaded model gives them."""
+    persistent = set(model.state_dict())
+    for path, module in model.named_modules():
+        lost = [n for n, b in module.named_buffers(recurse=False) if b.is_meta and f"{path}.{n}" not in persistent]
+        for name in lost:
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+        if lost:
+            with torch.no_grad():
+                model._init_weights(module)
+
+
+@contextmanager
+def _passing(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Layers that hand their stream on, so that a model without weights can be asked what it hands them."""
+    for layer in layers:
+        known = inspect.signature(layer.forward)
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return args[0] if args else kwargs["hidden_states"]
+
+        forward.__signature__ = known  # type: ignore[attr-defined]
+        layer.forward = forward
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward

@@ -1,0 +1,82 @@
+"""What flows between layers, kept on disk: a walk over the layers holds one batch in memory and can be gone on with."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from headwise.types import write_atomically
+
+DONE = "complete"
+
+
+def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Write a safetensors file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    save_file(
+        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"}
+    )
+    temporary.chmod(0o644)
+    temporary.replace(path)
+
+
+def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
+    """Copies of what a file holds; nothing stays mapped."""
+    return {name: t.clone().to(device) for name, t in load_file(path).items()}
+
+
+class Shelf:
+    """Streams before every layer, in one folder for each; those before the last one that is complete are dropped.
+
+    A walk writes the streams after a layer, then says that they are `complete`: whoever comes after a kill finds the
+    last complete ones at `position`. `key` says what is being walked: other work finds an empty shelf.
+    """
+
+    def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
+        self.folder, self.device, self.key = folder, device, json.dumps(key)
+        name = folder / "key.json"
+        if not name.exists() or name.read_text() != self.key:
+            self.restart()
+
+    def position(self) -> int | None:
+        """The layer that comes next, or None where nothing has begun."""
+        found = [int(path.parent.name) for path in self.folder.glob(f"*/{DONE}")]
+        return max(found, default=None)
+
+    def _file(self, layer: int, name: str) -> Path:
+        return self.folder / f"{layer:05d}" / f"{name}.safetensors"
+
+    def put(self, layer: int, name: str, stream: torch.Tensor) -> None:
+        """Keep a stream before a layer."""
+        write_tensors(self._file(layer, name), {"stream": stream})
+
+    def get(self, layer: int, name: str) -> torch.Tensor:
+        """A stream before a layer."""
+        return read_tensors(self._file(layer, name), self.device)["stream"]
+
+    def complete(self, layer: int) -> None:
+        """All streams before a layer are there; those before earlier ones are no longer needed."""
+        (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{layer:05d}" / DONE).touch()
+        self._drop(path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer)
+
+    def _drop(self, folders: Iterable[Path]) -> None:
+        for path in list(folders):
+            (path / DONE).unlink(missing_ok=True)
+            shutil.rmtree(path)
+
+    def restart(self) -> None:
+        """Forget what was done."""
+        self.clear()
+        write_atomically(self.folder / "key.json", self.key)
+
+    def clear(self) -> None:
+        """The work is done."""
+        shutil.rmtree(self.folder, ignore_errors=True)

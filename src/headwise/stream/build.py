@@ -1,0 +1,201 @@
+"""Reshaping, healing and saving a model that is larger than memory: one layer is read, cut, refitted and written.
+
+The model grows file by file in the run folder's work and is renamed when it is whole. A build that was killed goes on
+behind the last layer that was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from headwise import families, strategies
+from headwise.cuts import cut_layer
+from headwise.cuts._save import add_code
+from headwise.cuts._weights import weight_moments
+from headwise.data import batches, places
+from headwise.errors import OutputError, PlanError
+from headwise.heal.refit import LayerRefit
+from headwise.probes._watch import Track, silently
+from headwise.stream._checkpoint import INDEX, header
+from headwise.stream._model import Frame, Streamed, Tensors
+from headwise.stream._shelf import Shelf, read_tensors, write_tensors
+from headwise.stream.probe import moments_file
+from headwise.types import Plan, write_atomically
+
+REFITTED = ("v.weight", "v.bias", "o.weight", "down.weight")  # what a refit changes of what a cut may share
+
+
+class _Rows:
+    """One batch on its way through both models, as the refit wants it, with every tensor on disk while it waits."""
+
+    KEPT = ("source", "cut", "source_z", "z", "source_middle", "cut_middle", "channels")
+
+    def __init__(self, folder: Path, context: dict[str, Any], device: str) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self.__dict__.update(folder=folder, contexts=[context], device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _Rows.KEPT:
+            raise AttributeError(name)
+        path = self.folder / f"{name}.safetensors"
+        return read_tensors(path, self.device)["stream"] if path.exists() else None
+
+    def __setattr__(self, name: str, stream: torch.Tensor | None) -> None:
+        path = self.folder / f"{name}.safetensors"
+        if stream is None:
+            path.unlink(missing_ok=True)
+        else:
+            write_tensors(path, {"stream": stream})
+
+
+class Build:
+    """A model on its way from a source and a plan to a folder."""
+
+    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, strength: float) -> None:
+        if source.shape.layers != plan.source.layers:
+            raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
+        if plan.portable or any(layer.gone for layer in plan.target.layers):
+            raise PlanError("a streamed model can lose no whole layers and has no portable form; allocate without.")
+        self.source, self.plan, self.strength = source, plan, strength
+        self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
+        self.moments, self.work = folder, folder / "build"
+        self.parts = [] if rows is None else batches(rows)
+        self.places = 0 if rows is None else places(rows)
+        crc = None if rows is None else zlib.crc32(rows.cpu().numpy().tobytes())
+        self.shelf = Shelf(self.work, {"plan": plan.to_json(), "rows": crc, "strength": strength}, source.device)
+        outside = self.source.outside()
+        large = [name for name in (source.table, source.head) if name in outside]
+        self.outside = [[name] for name in dict.fromkeys(large)]
+        self.outside += [[name for name in outside if name not in large]]
+        self.files = len(self.outside) + len(source.layers)
+
+    def _shard(self, number: int) -> Path:
+        return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
+
+    def run(self, track: Track = silently) -> list[dict[str, Any]]:
+        """Every layer that is not written yet; returns what the refit gained, layer by layer."""
+        start = self.shelf.position()
+        if start is not None and not self._shard(0).exists():  # killed after the model was moved to its place
+            self.shelf.restart()
+            start = None
+        if start is None:
+            start = 0
+            for number, names in enumerate(self.outside):
+                write_tensors(self._shard(number), {name: self._stored(self._outside(name)) for name in names})
+            for number, part in enumerate(self.parts):
+                for side in ("source", "cut"):
+                    self.shelf.put(0, f"{side}.{number}", self.source.embed(part))
+            self.shelf.complete(0)
+        contexts = self.source.contexts(self.parts)
+        for index in track(range(start, len(self.source.layers)), "refit" if self.parts else "reshape"):
+            tensors = self._layer(index, [context[index] for context in contexts])
+            shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
+            write_tensors(self._shard(len(self.outside) + index), shard)
+            self.shelf.complete(index + 1)
+        return [json.loads(self._gain(i).read_text()) for i in range(len(self.source.layers))] if self.parts else []
+
+    def _outside(self, name: str) -> torch.Tensor:
+        return self.source.files.tensor(self.source.places[name])
+
+    def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
+
+    def _gain(self, index: int) -> Path:
+        return self.work / "gains" / f"{index:05d}.json"
+
+    @torch.no_grad()
+    def _layer(self, index: int, contexts: Sequence[dict[str, Any]]) -> Tensors:
+        """The cut layer's tensors by their full names, refitted where there are rows."""
+        source, family = self.source, self.source.family
+        whole = source.tensors(index)
+        cut = dict(whole)
+        layer, shape = family.take_layer(cut, index, source.config), source.shape.layers[index]
+        if strategies.blind(self.plan.strategy):
+            moments = weight_moments(layer, shape, source.shape.grain.rotary)
+        else:
+            moments = {name: t.double() for name, t in read_tensors(moments_file(self.moments, index)).items()}
+        made = cut_layer(layer, shape, self.plan.target.layers[index], self.plan.keep[index], moments)
+        if contexts:
+            made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer[name]}
+        family.put_layer(cut, index, made, source.config)
+        if not contexts:
+            return cut
+        with source.filled(index, whole) as theirs, self.frame.filled(index, cut) as ours:
+            self._refit(index, theirs, ours, contexts)
+            prefix = self.frame.prefix(index)
+            return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
+
+    def _refit(self, index: int, theirs: Any, ours: Any, contexts: Sequence[dict[str, Any]]) -> None:
+        """Let the layer make up for what was cut before it, and move both models' streams on."""
+        family, scratch = self.source.family, self.work / "scratch"
+        rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
+        for number, row in enumerate(rows):
+            row.source, row.cut = (self.shelf.get(index, f"{side}.{number}") for side in ("source", "cut"))
+        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, self.strength)
+        worker.queries_and_keys()
+        worker.values()
+        write_atomically(self._gain(index), json.dumps(worker.output_and_down()))
+        for number, row in enumerate(rows):
+            for side in ("source", "cut"):
+                self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))
+        shutil.rmtree(scratch)
+
+    def finish(self, tokenizer: Any, folder: Path) -> None:
+        """Add what else belongs to a model and rename its folder: it appears whole or not at all."""
+        target, model = self.work / "model", cast(Any, self.frame.model)
+        try:
+            write_atomically(target / INDEX, json.dumps(self._index(), indent=2) + "\n")
+            with families.quietly():
+                model.config.architectures = [type(model).__name__]
+                model.config.save_pretrained(target)
+                if model.generation_config is not None:
+                    model.generation_config.save_pretrained(target)
+                tokenizer.save_pretrained(target)
+                add_code(target, model)
+            for path in (target, *target.rglob("*")):
+                path.chmod(0o755 if path.is_dir() else 0o644)
+            if folder.exists():
+                shutil.rmtree(folder)
+            os.replace(target, folder)
+        except OSError as error:
+            raise OutputError(f"{folder} cannot be written ({error.strerror or error}); free some space.") from None
+        self.shelf.clear()
+
+    def _index(self) -> dict[str, Any]:
+        """Which file holds which tensor, as transformers looks it up."""
+        found = {name: entry for n in range(self.files) for name, entry in header(self._shard(n))}
+        return {
+            "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
+            "weight_map": {name: found[name].file.name for name in sorted(found)},
+        }
+
+
+def build(
+    source: Streamed,
+    plan: Plan,
+    folder: Path,
+    out: Path,
+    tokenizer: Any,
+    rows: torch.Tensor | None = None,
+    strength: float = 1e-2,
+    track: Track = silently,
+) -> dict[str, Any]:
+    """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did."""
+    start = time.perf_counter()
+    work = Build(source, plan, folder, rows, strength)
+    gains = work.run(track)
+    work.finish(tokenizer, out)
+    if rows is None:
+        return {"method": "none"}
+    spent = time.perf_counter() - start
+    stage = {"method": "refit", "tokens": work.places, "seconds": spent}
+    return {**stage, "strength": strength, "layers": gains, "stages": [stage]}

@@ -1,0 +1,203 @@
+"""The straight line for models larger than memory: the same stages and files, one layer at a time."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from headwise import data, families, processes, strategies
+from headwise.checks import speed
+from headwise.errors import HeadwiseError, ModelError, PlanError
+from headwise.memory import HELD, SHARE, available_bytes, fits
+from headwise.probes._watch import Track, silently
+from headwise.runfolder import RunFolder, Settings, budgets_for
+from headwise.stream import build as building
+from headwise.stream import probe as probing
+from headwise.stream import verify as verifying
+from headwise.stream._checkpoint import Checkpoint
+from headwise.stream._model import Streamed
+from headwise.tasks.causal import Causal
+from headwise.types import Plan, Readings, Verdict
+from headwise.workbench import Texts, read_texts
+
+FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+log = logging.getLogger("headwise")
+
+
+class Bench(NamedTuple):
+    """What every stage works with: the model on disk, what reads for it, and the rows."""
+
+    source: Streamed
+    tokenizer: Any
+    texts: Texts
+
+
+def wanted(settings: Settings, folder: RunFolder) -> bool:
+    """Whether a run is streamed: as asked, as it was begun, or because the model needs more memory than is free."""
+    if settings.stream is not None:
+        return settings.stream
+    if folder.streaming.exists():
+        return True
+    if folder.moments_file.exists() or folder.model.exists() or processes.count() > 1:
+        return False
+    numbers = _numbers(settings)
+    if numbers is None:
+        return False
+    if _fits(numbers, settings.device):
+        return False
+    log.warning(
+        "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one layer at "
+        "a time (--no-stream loads it all the same).", settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
+    )  # fmt: skip
+    return True
+
+
+def _fits(numbers: int, device: str) -> bool:
+    """Whether a model can be loaded whole: it comes by way of host memory, and works there or on a GPU."""
+    if fits(numbers, "cpu"):
+        return True
+    gpu = device != "cpu" and torch.cuda.is_available() and fits(numbers, "cuda")
+    return gpu and 4 * numbers <= SHARE * available_bytes()
+
+
+def _numbers(settings: Settings) -> int | None:
+    """Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed."""
+    from transformers import AutoConfig
+
+    try:
+        where = _folder(settings.model, local=True)
+        config = AutoConfig.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        if families.task_of(config) != "causal":
+            return None
+        return sum(entry.numbers for entry in Checkpoint(where).entries.values())
+    except Exception:  # whatever is wrong with the model, loading it says so
+        return None
+
+
+def _folder(model: str, local: bool = False) -> Path:
+    """The folder of a model, fetched from the hub where it is not one; `local` takes only what is here already."""
+    where, extra = families.locate(model)
+    if extra or model.startswith("timm:"):
+        raise ModelError(f"{model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+    if Path(where).is_dir():
+        return Path(where)
+    from huggingface_hub import snapshot_download
+
+    with families.explained(model):
+        return Path(snapshot_download(where, allow_patterns=FILES, local_files_only=local))
+
+
+def bench_for(settings: Settings, track: Track = silently) -> Bench:
+    """Open the model and cut the text into blocks."""
+    from transformers import AutoTokenizer
+
+    device = processes.begin(settings.device)
+    _refuse(settings)
+    where = _folder(settings.model)
+    source = Streamed(where, device, settings.trust_remote_code)
+    with families.explained(settings.model), families.quietly():
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+    texts = read_texts(settings, source.family, source.config, tokenizer, Causal(), None, track)
+    return Bench(source, tokenizer, texts)
+
+
+def _refuse(settings: Settings) -> None:
+    """What needs a whole model in memory, and what to do instead."""
+    if settings.heal not in ("none", "refit"):
+        raise HeadwiseError(f"--heal {settings.heal} needs both models in memory; streamed ones take refit or none.")
+    if settings.portable or "depth" in settings.allow or settings.rounds > 1 or settings.strategy == "bound":
+        raise HeadwiseError(
+            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds, --allow depth and "
+            "--strategy bound, or use a machine with more memory."
+        )
+    if any(text.strip().startswith("latency") for text in settings.budgets):
+        raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")
+    if settings.task not in (None, "causal"):
+        raise HeadwiseError(f"--task {settings.task} cannot be streamed: only decoders that write text can.")
+    if processes.count() > 1:
+        raise HeadwiseError("a streamed run has one process; start it without torchrun.")
+
+
+def probe(settings: Settings, folder: RunFolder, bench: Bench, track: Track = silently) -> Readings:
+    """Probe, or read what an earlier probing of the same run left in the folder."""
+    if not folder.readings_file.exists():
+        mlp = not settings.only_kv and "mlp" in settings.allow
+        pairs = not settings.only_kv or settings.strategy == "published"
+        asked = probing.Wanted(settings.model, settings.seed, mlp, pairs, settings.swap_tokens)
+        found = probing.probe(bench.source, bench.texts.calibration, asked, folder.streaming, track)
+        found.save(folder.readings_file)
+    return Readings.read(folder.readings_file)
+
+
+def build(
+    settings: Settings, folder: RunFolder, bench: Bench, track: Track = silently, plan: Plan | None = None
+) -> None:
+    """Probe, allocate, reshape, heal and save; with a given plan, carry out that one."""
+    if plan is None:
+        readings = probe(settings, folder, bench, track)
+        budgets = budgets_for(settings, bench.source.shape)
+        plan = strategies.allocate(readings, budgets, settings.strategy, settings.allow, False, settings.seed)
+        folder.write_plan(plan)
+    elif not (probing.moments_file(folder.streaming, 0).exists() or strategies.blind(plan.strategy)):
+        raise PlanError(f"{folder.path} holds no moments of a streamed model; probe it again with --stream.")
+    rows = bench.texts.calibration if settings.heal == "refit" else None
+    strength = Causal.refit_strength
+    healing = building.build(bench.source, plan, folder.streaming, folder.model, bench.tokenizer, rows, strength, track)
+    folder.write_json(folder.heal_file, healing)
+    for stale in (folder.verdict_file, folder.report_file):
+        stale.unlink(missing_ok=True)
+
+
+def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
+    """Prove what was done: on the saved model, against the source, on held-out text."""
+    plan, settings = Plan.read(folder.plan_file), folder.require()
+    if not (folder.model.is_dir() and folder.heal_file.exists()):
+        raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
+    cut = Streamed(folder.model, bench.source.device)
+    if cut.shape.layers != plan.target.layers:
+        raise PlanError(
+            f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
+        )
+    texts, seed = bench.texts, settings.seed
+    rows = {"evaluation": texts.evaluation, "rehearsal": texts.rehearsal}
+    found = verifying.compare(bench.source, cut, rows, Causal(), seed, folder.streaming, folder.proof_file, track)
+    expected = found.rehearsal.expected_damage()
+    healing = json.loads(folder.heal_file.read_text())
+    folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
+    priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
+    verdict = Verdict(
+        quality=found.evaluation.summary(seed),
+        size=verifying.sizes(cut, plan.source),
+        speed={},
+        damage={"predicted": expected, **priced, **found.evaluation.damage(seed)},
+        checks=tuple(verifying.checks(cut, plan, folder.model, folder.proof_file)),
+        samples=(),
+        evaluation=texts.described,
+        tokens=data.count_tokens(texts.evaluation),
+        machine=speed.machine(torch.device(bench.source.device)),
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+    )
+    verdict.save(folder.verdict_file)
+    return verdict
+
+
+def run(settings: Settings, folder: RunFolder, track: Track = silently) -> None:
+    """All stages but the report; what an earlier, killed run finished stays."""
+    bench = bench_for(settings, track)
+    if not (folder.plan_file.exists() and folder.model.is_dir() and folder.heal_file.exists()):
+        plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
+        build(settings, folder, bench, track, plan)
+    if not folder.verdict_file.exists():
+        verify(folder, bench, track)
+
+
+def reshape(folder: RunFolder, heal: str, options: tuple[str, ...], track: Track = silently) -> None:
+    """Carry out plan.json on the folder's model."""
+    settings = replace(folder.require(), heal=heal, heal_options=options)
+    build(settings, folder, bench_for(settings, track), track, Plan.read(folder.plan_file))

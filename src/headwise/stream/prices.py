@@ -1,0 +1,189 @@
+"""What removing units of a layer would cost, without a gradient: the error that it leaves in the residual stream.
+
+The error of a size is the mean over tokens of `|stream after attention, cut - uncut|^2 / |uncut|^2`, measured where the
+layer is in memory anyway, on a few rows. Errors of different layers do not hurt alike. Therefore one cut of every
+layer (`REFERENCE` of its query/key and value directions) is let through to the end of the model: the divergence of
+the answers that it causes, over the error that it made, is the layer's `gain`, and a price is an error times its gain.
+Coarser than the measured prices of the full path: one gain for all units and sizes of a layer, and nothing is healed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from headwise.families import Block
+from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.probes._magnitude import weight_orders
+from headwise.probes.sensitivity import strongest_pairs
+from headwise.types import Grain, LayerShape
+
+REFERENCE = 0.75  # of the directions of queries, keys and values that the cut keeps whose effect is followed
+HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
+Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
+Orders = dict[str, tuple[tuple[int, ...], ...]]
+Moments = dict[str, torch.Tensor]
+Rows = list[tuple[torch.Tensor, dict[str, Any]]]  # streams before the layer, and what else it is handed
+
+
+class Priced(NamedTuple):
+    """Relative squared errors of every size of a layer's units, and which units would be kept first."""
+
+    errors: dict[str, Curve]
+    orders: Orders
+    reference: float  # error of the cut whose effect is followed
+
+
+class Pricing:
+    """Prices one layer that is in memory, from its moments and a few rows."""
+
+    def __init__(self, block: Block, shape: LayerShape, grain: Grain, moments: Moments, rows: Rows) -> None:
+        self.block, self.shape, self.grain, self.moments, self.rows = block, shape, grain, moments, rows
+        weight = block.output.weight
+        p_q, p_k, _ = balanced(moments["gram_q"], moments["gram_k"])
+        self.p_q, self.p_k = (p.to(weight).unsqueeze(1) for p in (p_q, p_k))
+        self.p = value_basis(moments["gram_z"], weight, shape.kv_heads)[0]
+        self.sums: dict[str, torch.Tensor] = {}
+        self.tokens = 0
+
+    def _count(self, name: str, value: torch.Tensor) -> None:
+        self.sums[name] = self.sums[name] + value if name in self.sums else value
+
+    def _readout(self, size: int) -> torch.Tensor:
+        """Head outputs seen through `size` value directions, as the cut refits them (H, V, V)."""
+        sharing = self.shape.queries_per_group
+        p, gram = self.p[..., :size].repeat_interleave(sharing, 0), self.moments["gram_z"].to(self.p)
+        inner = p.mT @ gram @ p
+        inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(size).to(inner)
+        return (p @ torch.linalg.solve(inner, p.mT @ gram)).to(self.block.output.weight)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        attention = self.block.attention
+        mask = attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
+        return attention.attend(q, k, v, mask)[0]
+
+    def _projected(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys in the basis whose first directions a cut keeps."""
+        groups = self.shape.kv_heads
+        return (q.unflatten(1, (groups, -1)) @ self.p_q).flatten(1, 2), k @ self.p_k.squeeze(1)
+
+    @torch.no_grad()
+    def measure(self, pairs: bool, mlp: bool) -> Priced:
+        """Errors of all sizes: `pairs` also of rotary pairs, `mlp` also of channels (their moments are there then)."""
+        strongest = strongest_pairs(self.moments) if self.grain.rotary and not self.shape.projected else None
+        for stream, context in self.rows:
+            self._see(stream, context, strongest if pairs else None)
+        errors: dict[str, Curve] = {}
+        sizes = {"qk_projected": self.grain.qk_sizes(self.shape.qk_dim), "v": self.grain.v_sizes(self.shape.v_dim)}
+        if pairs and strongest is not None:
+            sizes["qk_pairs"] = self.grain.qk_sizes(self.shape.qk_width)
+        for name, legal in sizes.items():
+            found = [float(self.sums[f"{name}.{size}"]) / self.tokens for size in legal[1:]]
+            errors[name] = (legal, (0.0, *found))
+        orders = weight_orders(self._weights(), self.shape)
+        if strongest is not None:
+            orders |= {"qk_pairs": strongest, "qk_pairs_power": strongest}
+        self._heads(errors, orders)
+        if mlp:
+            self._channels(errors, orders)
+        return Priced(errors, orders, float(self.sums["reference"]) / self.tokens)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        attention, inner = self.block.attention, self.block.inner
+        found = {name: getattr(attention, f"{name}_proj") for name in "qkv"} | {"o": self.block.output}
+        found |= dict(zip(("gate", "up") if len(inner) > 1 else ("up",), inner, strict=True))
+        if self.block.down is not None:
+            found["down"] = self.block.down
+        return {f"{name}.weight": module.weight for name, module in found.items()}
+
+    def _see(self, stream: torch.Tensor, context: dict[str, Any], pairs: Any) -> None:
+        block, groups = self.block, self.shape.kv_heads
+        q, k, v = block.heads(stream, context)
+        q, k = block.attention.project(q, k)
+        z = self._attend(q, k, v, context)
+        whole = block.middle(stream, z.flatten(2))
+        weight = 1 / whole.square().sum(-1).clamp_min(1e-30)  # tokens differ in size, some a thousandfold
+        self.tokens += weight.numel()
+
+        def count(name: str, other: torch.Tensor) -> None:
+            error = (block.middle(stream, other.flatten(2)) - whole).square().sum(-1)
+            self._count(name, (error * weight).double().sum())
+
+        q_all, k_all = self._projected(q, k)
+        for size in self.grain.qk_sizes(self.shape.qk_dim)[1:]:
+            count(f"qk_projected.{size}", self._attend(q_all[..., :size], k_all[..., :size], v, context))
+        for size in self.grain.v_sizes(self.shape.v_dim)[1:]:
+            count(f"v.{size}", self._through(z, size))
+        for size in self.grain.qk_sizes(self.shape.qk_width)[1:] if pairs else ():
+            kept = torch.zeros(groups, self.shape.qk_width // 2, device=q.device)
+            for group, order in enumerate(pairs):
+                kept[group, list(order[: size // 2])] = 1
+            mask = torch.cat((kept, kept), 1)[:, None, None]
+            count(f"qk_pairs.{size}", self._attend((q.unflatten(1, (groups, -1)) * mask).flatten(1, 2), k, v, context))
+        count("reference", self._cut(q_all, k_all, v, context))
+        self._count_heads((z * weight.sqrt()[..., None, None]).flatten(0, 1))
+        self._count("weight", weight.double().sum())
+
+    def _count_heads(self, z_NHV: torch.Tensor) -> None:
+        """Products of what heads add to the stream."""
+        weight = self.block.output.weight
+        per_head = weight.view(len(weight), *z_NHV.shape[1:]).permute(1, 2, 0)
+        for some in z_NHV.split(HEAD_TOKENS):
+            added = (some.transpose(0, 1) @ per_head).flatten(1)
+            self._count("heads", added @ added.mT)
+
+    def _through(self, z_BTHV: torch.Tensor, size: int) -> torch.Tensor:
+        return (z_BTHV.transpose(1, 2) @ self._readout(size)).transpose(1, 2)
+
+    def _cut(self, q_all: torch.Tensor, k_all: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """Head outputs of the cut whose effect is followed."""
+        qk, width = (nearest(sizes, REFERENCE) for sizes in self._legal())
+        z = self._attend(q_all[..., :qk], k_all[..., :qk], v, context)
+        return self._through(z, width) if width < self.shape.v_dim else z
+
+    def _legal(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return self.grain.qk_sizes(self.shape.qk_dim), self.grain.v_sizes(self.shape.v_dim)
+
+    @torch.no_grad()
+    def followed(self, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
+        """The stream after the layer if it were cut by the reference."""
+        q, k, v = self.block.heads(stream, context)
+        q_all, k_all = self._projected(*self.block.attention.project(q, k))
+        middle = self.block.middle(stream, self._cut(q_all, k_all, v, context).flatten(2))
+        return self.block.end(middle, self.block.channels(stream, middle))
+
+    def _heads(self, errors: dict[str, Curve], orders: Orders) -> None:
+        """Query heads and key/value groups, from the second moments of what they add to the stream."""
+        groups, sharing = self.shape.kv_heads, self.shape.queries_per_group
+        apart = (self.sums["heads"].double() / self.tokens).view(groups, sharing, groups, sharing)
+        each = [eliminated(apart[g, :, g, :]) for g in range(groups)]
+        orders["heads"] = tuple(order for order, _ in each)
+        sizes = tuple(range(sharing, 0, -1))
+        errors["heads"] = (sizes, tuple(sum(lost[sharing - size] for _, lost in each) for size in sizes))
+        order, lost = eliminated(apart.sum((1, 3)))
+        orders["kv_heads"], errors["kv_heads"] = (order,), (tuple(range(groups, 0, -1)), tuple(lost[:groups]))
+
+    def _channels(self, errors: dict[str, Curve], orders: Orders) -> None:
+        """MLP channels, from their second moments and the down projection."""
+        if self.block.down is None:
+            return
+        down = self.block.down.weight
+        cross = down.mT @ down
+        cross *= self.moments["gram_mlp"].to(cross)
+        cross *= float(self.sums["weight"]) / self.tokens
+        order, lost = eliminated(cross)
+        width = self.shape.mlp_width
+        sizes = self.grain.mlp_sizes(width)
+        orders["mlp"], errors["mlp"] = (order,), (sizes, tuple(lost[width - size] for size in sizes))
+
+
+def eliminated(cross: torch.Tensor) -> tuple[tuple[int, ...], list[float]]:
+    """Units by how much they are needed, most first, and the error after 0, 1, 2, ... removals."""
+    order, lost = elimination_order(2 * cross)  # which halves
+    return tuple(reversed(order)), [0.0, *lost]
+
+
+def nearest(sizes: tuple[int, ...], share: float) -> int:
+    """The legal size nearest to a share of the largest, never the largest itself where there is another."""
+    return min(sizes[1:] or sizes, key=lambda size: abs(size - share * sizes[0]))

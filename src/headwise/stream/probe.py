@@ -1,0 +1,187 @@
+"""Probing a model that is larger than memory: one walk over its layers, one layer in memory, activations on disk.
+
+At every layer: second moments on all calibration rows, errors of all sizes on a few of them, and the streams of the few
+rows that earlier layers were cut on move on. At the end the cut streams say what each layer's errors come to.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headwise.data import batches, count_tokens, places
+from headwise.probes._watch import Track, silently, watching
+from headwise.probes.gram import Sums
+from headwise.probes.sensitivity import AXES
+from headwise.stream._model import Streamed
+from headwise.stream._shelf import Shelf, write_tensors
+from headwise.stream.prices import Curve, Orders, Priced, Pricing
+from headwise.tasks import Task
+from headwise.tasks.causal import Causal
+from headwise.types import Reading, Readings, write_atomically
+
+NAME = "stream"
+LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
+TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
+UNITLESS = "relative squared error of the residual stream"
+
+
+class Wanted(NamedTuple):
+    """What a probing should find."""
+
+    model: str
+    seed: int = 0
+    mlp: bool = False  # also prices and moments of MLP channels
+    pairs: bool = False  # also prices of rotary pairs
+    few: int = 4_096  # tokens that errors and gains are measured on; 0: no gains
+
+
+class Walk:
+    """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be gone on with."""
+
+    def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, task: Task) -> None:
+        self.source, self.tokens, self.wanted, self.folder, self.task = source, tokens, wanted, folder, task
+        self.parts = batches(tokens)
+        count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
+        self.few = batches(tokens[:: max(1, len(tokens) // count)][:count], 2048)
+        self.count = len(source.layers)
+        key = {"rows": zlib.crc32(tokens.cpu().numpy().tobytes()), **wanted._asdict()}
+        self.shelf = Shelf(folder / "probe", key, source.device)
+
+    def run(self, track: Track = silently) -> None:
+        """Every layer that is not done yet."""
+        start = self.shelf.position()
+        if start is None:
+            start = 0
+            for name, parts in (("rows", self.parts), ("few.0", self.few)):
+                for number, part in enumerate(parts):
+                    self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
+            self.shelf.complete(0)
+        contexts, few = self.source.contexts(self.parts), self.source.contexts(self.few)
+        for index in track(range(start, self.count), "layers, one at a time"):
+            with self.source.layer(index) as layer, torch.no_grad():
+                self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
+            self.shelf.complete(index + 1)
+
+    def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
+        block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf
+        with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
+            for number, context in enumerate(contexts):
+                self._on(index, f"rows.{number}", context)
+        total = places(self.tokens)
+        moments = {name: sums.layers[0].pop(name).div_(total) for name in sorted(sums.layers[0])}
+        shape = self.source.shape
+        rows = [(shelf.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
+        pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
+        priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
+        if self.wanted.few:
+            for number, (stream, context) in enumerate(rows):
+                shelf.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
+        for number, context in enumerate(few):
+            self._stacks_on(index, number, context)
+        write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
+        write_atomically(self._prices_file(index), json.dumps(priced._asdict()))
+
+    def _on(self, index: int, name: str, context: dict[str, Any]) -> None:
+        """A stream from before a layer to behind it."""
+        self.shelf.put(index + 1, name, self.source.run(index, self.shelf.get(index, name), context))
+
+    def _stacks_on(self, index: int, number: int, context: dict[str, Any]) -> None:
+        """The few rows behind a layer: as the source reads them, and as it does with an earlier layer cut."""
+        names = [f"few.{stack}.{number}" for stack in range(index + 1 if self.wanted.few else 1)]
+        together = max(1, TOGETHER // self.few[number].numel())
+        for start in range(0, len(names), together):
+            some = names[start : start + together]
+            stacks = self.source.run(index, torch.cat([self.shelf.get(index, name) for name in some]), context)
+            for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
+                self.shelf.put(index + 1, name, stream)
+
+    def _prices_file(self, index: int) -> Path:
+        return self.folder / "prices" / f"{index:05d}.json"
+
+    def priced(self) -> list[Priced]:
+        """What was found of every layer."""
+        found = []
+        for index in range(self.count):
+            data = json.loads(self._prices_file(index).read_text())
+            errors: dict[str, Curve] = {name: (tuple(a), tuple(b)) for name, (a, b) in data["errors"].items()}
+            orders: Orders = {name: tuple(tuple(row) for row in rows) for name, rows in data["orders"].items()}
+            found.append(Priced(errors, orders, data["reference"]))
+        return found
+
+    @torch.no_grad()
+    def divergences(self, track: Track = silently) -> list[float]:
+        """What cutting each layer alone by the reference does to the answers, per token."""
+        sums = [0.0] * self.count
+        for number, part in enumerate(self.few):
+            for row in track(range(len(part)), "gains"):
+                batch = self.task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
+
+                def answers(stack: int, number: int = number, row: int = row, batch: Any = batch) -> torch.Tensor:
+                    stream = self.shelf.get(self.count, f"few.{stack}.{number}")[row : row + 1]
+                    return self.task.outputs_from(self.source.family, self.source.model, stream, batch)
+
+                reference = answers(0)
+                for layer in range(self.count):
+                    sums[layer] += float(self.task.divergence(reference, answers(layer + 1)).double())
+        return [value / sum(map(len, self.few)) for value in sums]
+
+
+def moments_file(folder: Path, index: int) -> Path:
+    """Where the second moments of a layer lie."""
+    return folder / "moments" / f"{index:05d}.safetensors"
+
+
+def probe(
+    source: Streamed,
+    tokens: torch.Tensor,
+    wanted: Wanted,
+    folder: Path,
+    track: Track = silently,
+    task: Task | None = None,
+) -> Readings:
+    """What allocation needs to know; moments stay in the folder, for the cuts."""
+    start = time.perf_counter()
+    walk = Walk(source, tokens, wanted, folder, task or Causal())
+    walk.run(track)
+    layers, gains = walk.priced(), [1.0] * walk.count
+    if wanted.few:
+        caused = walk.divergences(track)
+        gains = [kl / max(layer.reference, 1e-30) for kl, layer in zip(caused, layers, strict=True)]
+    walk.shelf.clear()
+    unit = walk.task.unit if wanted.few else UNITLESS
+    kinds = [name for name in AXES if name in layers[0].errors]
+    curves = [_reading(name, layers, gains, sum(p.numel() for p in walk.few), wanted.seed, unit) for name in kinds]
+    return Readings(
+        model=wanted.model,
+        shape=source.shape.to_json(),
+        curves=tuple(curves),
+        orders=tuple(layer.orders for layer in layers),
+        tokens=count_tokens(tokens),
+        seed=wanted.seed,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _reading(name: str, layers: list[Priced], gains: list[float], n: int, seed: int, unit: str) -> Reading:
+    axis, what = AXES[name]
+    pairs = list(zip(layers, gains, strict=True))
+    return Reading(
+        probe=NAME,
+        kind=f"damage.{name}",
+        axis=axis,
+        ticks=tuple(layer.errors[name][0] for layer in layers),
+        values=tuple(tuple(gain * error for error in layer.errors[name][1]) for layer, gain in pairs),
+        standard_error=None,
+        unit=unit,
+        meaning=f"Predicted without gradients, with {what}, by the size that is kept: the error left in the residual "
+        "stream times what such errors of this layer do to the answers.",
+        tokens=n,
+        seed=seed,
+    )

@@ -1,0 +1,159 @@
+"""Proof for a model that is larger than memory: source and cut model are walked side by side, layer by layer."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from headwise.checks import exactness
+from headwise.checks.quality import Comparison
+from headwise.cost import kv_bytes_per_token, parameters
+from headwise.data import batches
+from headwise.errors import PlanError
+from headwise.memory import available_bytes
+from headwise.probes._watch import Track, silently
+from headwise.runtime.modeling_headwise import CAUSAL
+from headwise.stream._model import Streamed
+from headwise.stream._shelf import Shelf
+from headwise.tasks import Task
+from headwise.types import Check, ModelShape, Plan
+
+RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in float32, over that of its numbers
+
+
+class Found(NamedTuple):
+    """How the cut model answers beside the source: on held-out rows, and on rows of the calibration's source."""
+
+    evaluation: Comparison
+    rehearsal: Comparison
+
+
+class SideBySide:
+    """Both models' streams on their way through the layers, on disk between them."""
+
+    def __init__(
+        self, source: Streamed, cut: Streamed, rows: dict[str, torch.Tensor], task: Task, seed: int, folder: Path
+    ) -> None:
+        self.models, self.task, self.seed = {"source": source, "cut": cut}, task, seed
+        self.parts = {f"{name}.{n}": part for name, text in rows.items() for n, part in enumerate(batches(text, 2048))}
+        key = {
+            "rows": [zlib.crc32(text.cpu().numpy().tobytes()) for text in rows.values()],
+            "files": [[file.name, file.stat().st_mtime_ns] for file in sorted(cut.files.folder.glob("*.safetensors"))],
+        }
+        self.shelf = Shelf(folder / "verify", key, source.device)
+        self.count = len(source.layers)
+
+    @torch.no_grad()
+    def run(self, track: Track = silently) -> None:
+        """Every layer that is not done yet."""
+        start = self.shelf.position()
+        if start is None:
+            start = 0
+            for name, part in self.parts.items():
+                for side, model in self.models.items():
+                    self.shelf.put(0, f"{side}.{name}", model.embed(part))
+            self.shelf.complete(0)
+        contexts = {side: model.contexts(list(self.parts.values())) for side, model in self.models.items()}
+        for index in track(range(start, self.count), "quality"):
+            for side, model in self.models.items():
+                with model.layer(index):
+                    for name, context in zip(self.parts, contexts[side], strict=True):
+                        stream = self.shelf.get(index, f"{side}.{name}")
+                        self.shelf.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+            self.shelf.complete(index + 1)
+
+    def last(self, side: str, name: str, row: int) -> torch.Tensor:
+        """A row's stream after the last layer."""
+        return self.shelf.get(self.count, f"{side}.{name}")[row : row + 1]
+
+    @torch.no_grad()
+    def compared(self, which: str, track: Track = silently) -> Comparison:
+        """The answers of both models to the rows of that name, row by row."""
+        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        names = [name for name in self.parts if name.startswith(f"{which}.")]
+        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
+        for name, row in track(rows, "answers"):
+            batch = self.task.prepare(self.parts[name][row : row + 1], self.seed)
+            batch = batch.to(torch.device(self.models["source"].device))
+            before, after = (
+                self.task.outputs_from(model.family, model.model, self.last(side, name, row), batch)
+                for side, model in self.models.items()
+            )
+            for column, values in zip(columns, self.task.compare(before, after, batch.labels), strict=True):
+                if values is not None:
+                    column.append(values.double().cpu())
+        found = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
+        return Comparison(found[0], found[1], found[2], found[3], type(self.task))
+
+    @torch.no_grad()
+    def write_proof(self, path: Path) -> None:
+        """Keep what the cut model says to the rows called `proof`."""
+        logits = self.models["cut"].logits(self.last("cut", "proof.0", 0))
+        tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
+        exactness.save_proof(tensors, path, CAUSAL)
+
+
+def compare(
+    source: Streamed,
+    cut: Streamed,
+    rows: dict[str, torch.Tensor],
+    task: Task,
+    seed: int,
+    folder: Path,
+    proof: Path,
+    track: Track = silently,
+) -> Found:
+    """Read `evaluation` and `rehearsal` with both models, and a few tokens as a proof for whoever loads the model."""
+    walk = SideBySide(
+        source, cut, {**rows, "proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}, task, seed, folder
+    )
+    walk.run(track)
+    found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track))
+    walk.write_proof(proof)
+    walk.shelf.clear()
+    return found
+
+
+def counted(model: Streamed) -> dict[str, int]:
+    """Parameters, and cache bytes of a token, by the sizes that the headers of the files name."""
+    entries, places = model.files.entries, model.family.tensors(model.config)
+    cached = 0
+    for index in range(len(model.layers)):
+        where = {name: model.places.get(model.prefix(index) + place) for name, place in places.items()}
+        down, keys, values = (entries.get(where.get(name) or "") for name in ("k_down", "k.weight", "v.weight"))
+        if keys is None or values is None:
+            raise PlanError(f"{model.files.folder} holds no keys or values of layer {index}; build it again.")
+        cached += (down.shape[0] * down.shape[2] if down is not None else keys.shape[0]) + values.shape[0]
+    buffers = {name for name, _ in model.model.named_buffers()}
+    numbers = sum(entries[place].numbers for name, place in model.places.items() if name not in buffers)
+    return {"parameters": numbers, "kv_bytes_per_token": cached * model.shape.element_bytes}
+
+
+def sizes(cut: Streamed, source: ModelShape) -> dict[str, int]:
+    """The source's by formula, the cut model's as counted."""
+    found = counted(cut)
+    return {
+        "parameters_before": parameters(source),
+        "parameters_after": found["parameters"],
+        "kv_bytes_per_token_before": kv_bytes_per_token(source),
+        "kv_bytes_per_token_after": found["kv_bytes_per_token"],
+    }
+
+
+def checks(cut: Streamed, plan: Plan, folder: Path, proof: Path) -> list[Check]:
+    """Sizes as planned, budgets met, and the model as a fresh process loads it, where there is memory for that."""
+    found = counted(cut)
+    made = [
+        exactness.equal("parameters as planned", found["parameters"], parameters(plan.target)),
+        exactness.equal(
+            "cache bytes per token as planned", found["kv_bytes_per_token"], kv_bytes_per_token(plan.target)
+        ),
+        *exactness.budget_checks(plan),
+    ]
+    if RELOAD_FACTOR * 4 * found["parameters"] < available_bytes():
+        made.append(exactness.reload_check(folder, proof, plan.portable))
+    return made

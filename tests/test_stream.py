@@ -1,0 +1,361 @@
+"""Models larger than memory: streamed results are those of the path in memory, a kill costs one layer, errors help."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from headwise import api, cli, families, memory, strategies
+from headwise.budgets import parse
+from headwise.cuts import reshape, save
+from headwise.errors import DataError, HeadwiseError, ModelError
+from headwise.heal.refit import refit
+from headwise.moments import read_moments, write_moments
+from headwise.probes import gram
+from headwise.runfolder import RunFolder, Settings
+from headwise.stream import line, probe
+from headwise.stream._checkpoint import Checkpoint
+from headwise.stream._model import Streamed
+from headwise.stream._shelf import Shelf, read_tensors
+from headwise.stream.build import Build, build
+from headwise.types import Plan
+
+KINDS = {
+    "llama": {},
+    "llama, tied, bf16": dict(tie_word_embeddings=True, dtype=torch.bfloat16),
+    "llama, no sharing": dict(num_key_value_heads=4),
+    "phi3": {},  # fused weights
+    "gpt2": {},  # fused and turned weights, tied, learned positions, folded projections
+    "gpt_neox": {},  # a parallel MLP, interleaved heads, another name in the files
+    "opt": {},
+    "gemma2": {},  # sandwich norms, windows, caps
+    "gemma3_text": {},  # norms of queries and keys, a buffer beside the embeddings
+    "qwen2": {},
+}
+SMALL = ["--tokens", "1024", "--eval-tokens", "256", "--swap-tokens", "64", "--length", "64", "--device", "cpu"]
+RUN = ["--budget", "kv=75%", "--data", "stdlib", "--stream", *SMALL]
+
+
+def made(name: str, path: Path, shard: str = "40KB"):
+    """A tiny model of a kind, in a folder of several files, and the family."""
+    kind, changes = name.partition(",")[0], dict(KINDS[name])
+    dtype = changes.pop("dtype", torch.float32)
+    family = next(f for f in families.known() if kind in f.model_types)
+    model = family.tiny(kind, **changes).to(dtype)
+    with families.quietly():
+        model.save_pretrained(path, max_shard_size=shard)
+    embedded = Path(families.locate("embedded")[0])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded / file, path / file)
+    return family
+
+
+def in_memory(family, path: Path):
+    """The same model as the path in memory has it."""
+    return family.tailor(families.load(str(path))[0])
+
+
+class Held:
+    """A model in memory that answers the walk as a streamed one does."""
+
+    def __init__(self, family, model) -> None:
+        self.family, self.model, self.device = family, model, "cpu"
+        self.layers, self.shape = family.layers(model), family.shape_of(model.config)
+        self.embed = lambda ids: family.embed(model, ids)
+        self.contexts = lambda parts: family.contexts(model, parts)
+        self.run = lambda index, stream, context: family.run_layer(model, index, stream, context)
+
+    def layer(self, index):
+        return nullcontext(self.layers[index])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_path):
+    family = made(name, tmp_path / "m")
+    source, reference = Streamed(tmp_path / "m"), in_memory(family, tmp_path / "m")
+    assert len({entry.file for entry in source.files.entries.values()}) > 1, "the checkpoint has several files"
+    rows = family.example(reference.config, 6, 24)
+    wanted = probe.Wanted("m", mlp=True, pairs=True, few=48)
+    readings = probe.probe(source, rows, wanted, tmp_path / "w")
+    held = probe.probe(Held(family, reference), rows, wanted, tmp_path / "h")  # type: ignore[arg-type]
+    write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, True))
+    moments = read_moments(tmp_path / "moments.safetensors", "cpu")
+    for index, layer in enumerate(moments):
+        streamed = read_tensors(probe.moments_file(tmp_path / "w", index))
+        assert all(torch.equal(streamed[key].double(), layer[key]) for key in layer), "moments are equal to the bit"
+
+    budget = (parse("kv=75%", source.shape), parse("params=95%", source.shape))
+    plan, other = (strategies.allocate(found, budget, allow=("qk", "v", "mlp")) for found in (readings, held))
+    assert plan.target == other.target and plan.keep == other.keep, "the same plan"
+    assert plan.predicted_damage == pytest.approx(other.predicted_damage, rel=1e-4)
+    assert not plan.is_identity
+
+    tokenizer = families.load(str(tmp_path / "m"))[1]
+    for heal in (False, True):
+        build(source, plan, tmp_path / "w", tmp_path / "ours", tokenizer, rows if heal else None)
+        cut = reshape(family, reference, plan, moments)
+        cut = refit(family, reference, cut, rows)[0] if heal else cut
+        save(family, cut, tokenizer, tmp_path / "theirs", False)
+        ours, theirs = (
+            {key: t for file in (tmp_path / side).glob("*.safetensors") for key, t in load_file(file).items()}
+            for side in ("ours", "theirs")
+        )
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs), "tensors are equal to the bit"
+        a, b = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+        assert a == b
+    mine, again = (families.load(str(tmp_path / side))[0] for side in ("ours", "theirs"))
+    with torch.no_grad():
+        assert torch.equal(mine(rows).logits, again(rows).logits)
+
+
+def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
+    family = made("llama", tmp_path / "m")
+    tokenizer = families.load(str(tmp_path / "m"))[1]
+    rows = family.example(None, 4, 24)
+    for number, limit in enumerate(("kv=75%", "kv=70%")):
+        source = Streamed(tmp_path / ("m" if number == 0 else "0"))
+        readings = probe.probe(source, rows, probe.Wanted("m", few=48), tmp_path / f"w{number}")
+        plan = strategies.allocate(readings, (parse(limit, source.shape),))
+        build(source, plan, tmp_path / f"w{number}", tmp_path / str(number), tokenizer, rows)
+    reference = in_memory(family, tmp_path / "0")
+    write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, False))
+    cut = reshape(family, reference, plan, read_moments(tmp_path / "moments.safetensors", "cpu"))
+    theirs = family.state_of(refit(family, reference, cut, rows)[0])
+    ours = {key: t for file in (tmp_path / "1").glob("*.safetensors") for key, t in load_file(file).items()}
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    family = next(f for f in families.known() if f.name == "llama")
+    with families.quietly():
+        family.tiny(vocab_size=4096, tie_word_embeddings=True).bfloat16().save_pretrained(path, max_shard_size="200KB")
+    embedded = Path(families.locate("embedded")[0])
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(embedded / file, path / file)
+    return path
+
+
+@pytest.fixture(scope="module")
+def finished(model, tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "finished"
+    assert call("run", model, *RUN, "--out", out) == 0
+    return out
+
+
+def call(*arguments) -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
+        try:
+            cli.main()
+        except SystemExit as stop:
+            return stop.code or 0
+    return 0
+
+
+def test_a_streamed_run_leaves_the_files_of_any_run(finished, model):
+    names = {path.name for path in finished.iterdir()}
+    assert {"run.json", "readings.json", "plan.json", "heal.json", "verdict.json", "report.html", "model"} <= names
+    assert {path.name for path in (finished / "streaming").iterdir()} == {"moments", "prices"}, "work is cleared away"
+    verdict = json.loads((finished / "verdict.json").read_text())
+    assert all(check["passed"] for check in verdict["checks"])
+    loaded = [check["name"] for check in verdict["checks"] if "fresh process" in check["name"]]
+    assert loaded == ["reloads in a fresh process without headwise"], "plain transformers gives the same logits"
+    assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
+    assert verdict["tokens"] == 256
+    weights = [load_file(file) for file in (finished / "model").glob("*.safetensors")]
+    assert {t.dtype for part in weights for t in part.values() if t.is_floating_point()} == {torch.bfloat16}
+    assert not any(name == "lm_head.weight" for part in weights for name in part), "tied weights are stored once"
+
+
+def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
+    from headwise import pipeline
+    from headwise.checks import quality
+
+    bench = pipeline.workbench(RunFolder(finished).require())
+    cut = bench.family.tailor(families.load(str(finished / "model"))[0])
+    found = quality.compare(bench.family, bench.source, cut, bench.evaluation).summary()
+    told = json.loads((finished / "verdict.json").read_text())["quality"]
+    assert told["loss_before"] == pytest.approx(found["loss_before"], rel=1e-5)
+    assert told["loss_after"] == pytest.approx(found["loss_after"], rel=1e-5)
+    assert told["kl"] == pytest.approx(found["kl"], rel=1e-2, abs=1e-7)
+
+
+def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)  # no memory to load the model whole
+    again = tmp_path / "again"
+    shutil.copytree(finished, again)
+    assert call("allocate", again, "--budget", "kv=60%") == 0
+    assert call("reshape", again) == 0
+    assert not (again / "verdict.json").exists()
+    assert call("verify", again) == 0
+    plan, verdict = Plan.read(again / "plan.json"), api.RunFolder(again).dossier().verdict
+    assert verdict is not None and verdict.passed and "kv=60%" in plan.budgets[0].text
+    assert not any("fresh process" in check.name for check in verdict.checks), "what was not tried is not claimed"
+    assert len(list((again / "model").glob("*.safetensors"))) > 1
+
+
+class Killed(Exception):
+    pass
+
+
+def killed_at(layer: int, times: int = 1):
+    """A way to enter a layer that fails at one of them, as a kill would."""
+    own, left = Streamed.tensors, [times]
+
+    def tensors(self, index):
+        if index == layer and left[0]:
+            left[0] -= 1
+            raise Killed
+        return own(self, index)
+
+    return tensors
+
+
+def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)
+    out, seen = tmp_path / "killed", []
+    plain = Streamed.tensors
+
+    def counting(self, index):
+        seen.append(index)
+        return plain(self, index)
+
+    def go(*, layer=None):
+        seen.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(Streamed, "tensors", counting)
+            if layer is not None:
+                patch.setattr(Streamed, "tensors", killed_at(layer))
+            settings = Settings.read(finished / "run.json")
+            return api.run(
+                str(model), settings.budgets, out, **{k: getattr(settings, k) for k in
+                ("data", "tokens", "eval_tokens", "swap_tokens", "length", "device", "stream")}
+            )  # fmt: skip
+
+    with pytest.raises(Killed):
+        go(layer=2)  # while it probes
+    assert not (out / "readings.json").exists()
+    with monkeypatch.context() as patch:  # goes on at layer 2, is killed while it builds
+        patch.setattr(Build, "finish", lambda self, tokenizer, folder: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            go()
+    assert seen[0] == 2, "the first two layers are not probed again"
+    assert not (out / "model").exists()
+    with monkeypatch.context() as patch:  # the model is whole; only verification is left to be killed
+        patch.setattr(line.verifying.SideBySide, "compared", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            go()
+    assert seen[:2] == [0, 0], "nothing is left to build: both models' first layers are verified"
+    go()
+    assert seen == [], "what was verified up to the last layer is not walked again"
+    for name in ("plan.json", "heal.json"):
+        one, two = (json.loads((path / name).read_text()) for path in (out, finished))
+        for timed in ("seconds", "stages"):
+            one.pop(timed, None), two.pop(timed, None)
+        assert one == two
+    for file in (finished / "model").glob("*.safetensors"):
+        assert file.read_bytes() == (out / "model" / file.name).read_bytes()
+
+
+def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch, caplog):
+    folder, asked = RunFolder(tmp_path / "new"), Settings(model=str(model), device="cpu")
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**12)
+    assert not line.wanted(asked, folder)
+    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**6)
+    assert line.wanted(asked, folder)
+    assert "one layer at a time" in caplog.text and "--no-stream" in caplog.text
+    assert not line.wanted(Settings(model=str(model), device="cpu", stream=False), folder)
+    assert not line.wanted(Settings(model=str(tmp_path / "nothing"), device="cpu"), folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        (dict(heal="distill"), "take refit or none"),
+        (dict(portable=True), "leave out --portable"),
+        (dict(allow=("qk", "depth")), "--allow depth"),
+        (dict(rounds=2), "--rounds"),
+        (dict(task="masked"), "only decoders"),
+        (dict(data=None), "give --data FILE"),
+    ],
+)
+def test_what_cannot_be_streamed_is_refused_with_a_way_out(model, changes, text):
+    settings = Settings(**{**dict(model=str(model), data="stdlib", device="cpu", stream=True), **changes})
+    with pytest.raises((HeadwiseError, DataError), match=text):
+        line.bench_for(settings)
+
+
+def test_other_kinds_of_models_and_broken_ones_are_refused(model, tmp_path):
+    bert = next(f for f in families.known() if f.name == "bert")
+    with families.quietly():
+        bert.tiny("bert").save_pretrained(tmp_path / "bert")
+    with pytest.raises(ModelError, match="only decoders that write text"):
+        Streamed(tmp_path / "bert")
+    shutil.copytree(model, tmp_path / "broken")
+    index = json.loads((tmp_path / "broken" / "model.safetensors.index.json").read_text())
+    lost = index["weight_map"].pop("model.norm.weight")
+    (tmp_path / "broken" / lost).unlink()
+    with pytest.raises(ModelError, match="streaming reads safetensors only"):
+        Streamed(tmp_path / "broken")
+    index["weight_map"] = {k: v for k, v in index["weight_map"].items() if v != lost}
+    (tmp_path / "broken" / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match="is damaged"):
+        Streamed(tmp_path / "broken")
+    (tmp_path / "broken" / "config.json").unlink()
+    (tmp_path / "text").write_bytes(b"no header at all")
+    with pytest.raises(ModelError):
+        Streamed(tmp_path / "broken")
+
+
+def test_only_the_rows_that_occur_are_read_of_a_table(model):
+    files = Checkpoint(model)
+    table, rows = files.tensor("model.embed_tokens.weight"), torch.tensor([3, 4095])
+    assert torch.equal(files.rows("model.embed_tokens.weight", rows, torch.float32), table[rows].float())
+    assert torch.equal(torch.cat(list(files.slices("model.embed_tokens.weight", 1000))), table)
+
+
+def test_a_shelf_is_empty_for_other_work(tmp_path):
+    shelf = Shelf(tmp_path / "s", {"plan": 1})
+    shelf.put(0, "a", torch.ones(2))
+    assert shelf.position() is None
+    shelf.complete(0)
+    shelf.put(1, "a", torch.zeros(2))
+    assert Shelf(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
+    shelf.complete(1)
+    assert not (tmp_path / "s" / "00000").exists() and shelf.position() == 1
+    assert Shelf(tmp_path / "s", {"plan": 2}).position() is None
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("way", [dict(recompute=True), dict(recompute=True, spread=True), dict(spread=True)])
+def test_prices_are_the_same_with_less_memory(name, way):
+    from headwise.probes import sensitivity
+
+    family = next(f for f in families.known() if f.name == name)
+    model = family.tailor(family.tiny(name))
+    rows = family.example(model.config, 4, 24)
+    moments = gram.collect(family, model, rows, True)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    plain, orders = sensitivity.measure(family, model, rows, moments, True, 0, recompute=False)
+    less, others = sensitivity.measure(family, model, rows, moments, True, 0, **way)
+    if torch.cuda.is_available() and "spread" in way:  # other kernels
+        for one, two in zip(plain, less, strict=True):
+            for a, b in zip(one.values, two.values, strict=True):
+                assert a == pytest.approx(b, rel=1e-3, abs=1e-9)
+    else:
+        assert less == plain and orders == others
+    assert all(torch.equal(state[key], tensor) for key, tensor in model.state_dict().items()), "as it was"
+    assert all(p.requires_grad for p in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model.config.tie_word_embeddings
