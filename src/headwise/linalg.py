@@ -7,64 +7,66 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
-def _on_one_thread(function: Callable[P, R]) -> Callable[P, R]:
-    """Decompose small matrices on one CPU thread: several only wait for each other, and long on a busy machine."""
+def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Decomposition]:
+    """Decompose small matrices on one CPU thread, wherever they are.
+
+    Several threads only wait for each other, and long on a busy machine; and CUDA decomposes a batch of them one by
+    one, each more slowly than a CPU.
+    """
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(first: torch.Tensor, *others: torch.Tensor | None) -> Decomposition:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return function(*args, **kwargs)
+            found = function(first.cpu(), *(None if other is None else other.cpu() for other in others))
         finally:
             torch.set_num_threads(threads)
+        a, b, c = (part.to(first.device) for part in found)
+        return a, b, c
 
     return wrapped
 
 
-@_on_one_thread
-def root(moment: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Symmetric square root of a positive semi-definite matrix, or its inverse."""
+def roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root of a positive semi-definite matrix, and its inverse."""
     values, vectors = torch.linalg.eigh(moment.double())
     floor = values.amax(-1, keepdim=True).clamp_min(1e-30) * FLOOR
-    values = values.clamp_min(floor).sqrt()
-    return (vectors * (1 / values if inverse else values).unsqueeze(-2)) @ vectors.mT
+    values = values.clamp_min(floor).sqrt().unsqueeze(-2)
+    return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
 
 
 @_on_one_thread
-def balanced(
-    gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def balanced(gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | None = None) -> Decomposition:
     """Directions that keep the bilinear form q' M k best, for every rank at once: `q' P_q[:, :r] P_k[:, :r]' k`.
 
     Returns `P_q`, `P_k` and the singular values: dropping directions r and above makes the mean squared error
     `sum(s[r:] ** 2)`. With `core` None the form is the plain dot product and all directions together give it back.
     """
-    root_q, root_k = root(gram_q), root(gram_k)
+    (root_q, inverse_q), (root_k, inverse_k) = roots(gram_q), roots(gram_k)
     middle = root_q @ root_k if core is None else root_q @ core.double() @ root_k
     u, s, vt = torch.linalg.svd(middle)
     weight = s.clamp_min(s.amax(-1, keepdim=True) * 1e-12).sqrt().unsqueeze(-2)
-    return root(gram_q, inverse=True) @ u * weight, root(gram_k, inverse=True) @ vt.mT * weight, s
+    return inverse_q @ u * weight, inverse_k @ vt.mT * weight, s
 
 
 @_on_one_thread
-def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> Decomposition:
     """Directions of head outputs by how much they matter: `z P[:, :r] R[:r]` is the best rank-r copy of z.
 
     `gram` is the second moment of z, `metric` says how much the model minds an error. Returns P, R, singular values.
     """
-    forward = root(gram)
-    u, s, _ = torch.linalg.svd(forward @ root(metric))
-    return root(gram, inverse=True) @ u, u.mT @ forward, s
+    (forward, back), (weighed, _) = roots(gram), roots(metric)
+    u, s, _ = torch.linalg.svd(forward @ weighed)
+    return back @ u, u.mT @ forward, s
 
 
 def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +86,7 @@ def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: flo
     xx, xy, start = xx.double(), xy.double(), start.double()
     penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     eye = torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device)
-    return torch.linalg.solve(xx + penalty * eye, xy + penalty * start)
+    return torch.cholesky_solve(xy + penalty * start, torch.linalg.cholesky(xx + penalty * eye))
 
 
 def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
@@ -92,17 +94,16 @@ def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
 
     Returns the units in the order of their removal and the damage of having removed them so far, cross terms included.
     """
-    cross = cross.double().cpu()
-    alive = torch.ones(len(cross), dtype=torch.bool)
-    pull = torch.zeros(len(cross), dtype=torch.float64)  # sum of A over the units that are already gone
+    matrix = cross.double().cpu().numpy()  # whose steps cost a third of what tensors' do
+    own = 0.5 * matrix.diagonal()
+    pull = np.zeros(len(matrix))  # sum of A over the units that are already gone
     order, damage, total = [], [], 0.0
-    own = cross.diagonal()
-    for _ in range(len(cross)):
-        step = torch.where(alive, 0.5 * own + pull, torch.inf)
+    for _ in range(len(matrix)):
+        step = own + pull
         unit = int(step.argmin())
         total += float(step[unit])
-        alive[unit] = False
-        pull += cross[unit]
+        own[unit] = np.inf  # gone
+        pull += matrix[unit]
         order.append(unit)
         damage.append(max(total, 0.0))
     return order, damage

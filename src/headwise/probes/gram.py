@@ -8,6 +8,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import batches, places
 from headwise.families import Family
+from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 
 NAME = "gram"
@@ -18,14 +19,16 @@ MEANING = "second moments of queries, keys, head outputs and MLP channels"
 def collect(
     family: Family, model: nn.Module, tokens: torch.Tensor, mlp: bool, track: Track = silently
 ) -> list[dict[str, torch.Tensor]]:
-    """Mean second moments per layer, in double precision.
+    """Mean second moments per layer, summed over a batch in float32 and over batches in double precision.
 
     `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key of its sequence, because
-    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
+    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M),
+    which is large and needed less exactly, is in float32.
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
     size = min(4096, places(tokens, row) // processes.count())  # all have something to read
     sums: list[dict[str, torch.Tensor]] = [{} for _ in layers]
+    wide: list[Gram] = [Gram() for _ in layers]
 
     def add(layer: int, **parts: torch.Tensor) -> None:
         for name, part in parts.items():
@@ -41,13 +44,17 @@ def collect(
         )
 
     def channels(layer: int, h: torch.Tensor) -> None:
-        flat = h.flatten(0, -2)  # some layers flatten rows before their MLP
-        add(layer, gram_mlp=flat.mT @ flat)
+        wide[layer].add(h.flatten(0, -2))  # some layers flatten rows before their MLP
 
     with watching(layers, attention, channels if mlp else None):
         for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
-            family.run(model, batch.to(model.device))
-    return [_shared(layer, places(tokens, row)) for layer in sums]
+            family.read(model, batch.to(model.device))
+    count = places(tokens, row)
+    found = [_shared(layer, count) for layer in sums]
+    for moments, gram in zip(found, wide, strict=True):
+        if gram.sum is not None:
+            moments["gram_mlp"] = gram.total().div_(count)
+    return found
 
 
 def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:

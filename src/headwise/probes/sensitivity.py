@@ -19,6 +19,7 @@ from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, value_basis
 from headwise.probes._magnitude import weight_orders
+from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -34,11 +35,12 @@ class _LayerSums:
 
     tails: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     cross: dict[str, torch.Tensor] = field(default_factory=dict)
+    mlp: Gram = field(default_factory=Gram)
     tokens: int = 0  # that the layer changed
 
     def add_tail(self, name: str, a_BTC: torch.Tensor) -> None:
         tail = a_BTC.flip(-1).cumsum(-1).flip(-1)  # removing directions c and all after it
-        self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1).double().cpu())
+        self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1))
 
     def add_cross(self, name: str, a_GNU: torch.Tensor) -> None:
         part = a_GNU.mT @ a_GNU
@@ -78,27 +80,26 @@ class Sensitivity:
         return a.sum(tokens, keepdim=True) if self.whole else a
 
     def _see_channels(self, layer: int, a: torch.Tensor) -> None:
-        self.sums[layer].add_cross("mlp", self._answered(a, -2).flatten(0, -2).unsqueeze(0))
+        self.sums[layer].mlp.add(self._answered(a, -2).flatten(0, -2))
 
     def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, self.bases[layer]
-        q, grad = (t.unflatten(1, (groups, -1)) for t in (q, grad))  # B G H/G T K
-        a_BGTC = ((q @ p_q.unsqueeze(1)) * (grad @ p_k.unsqueeze(1))).sum(2)
-        self.sums[layer].add_tail("qk_projected", self._answered(a_BGTC.sum(1), 1))
+        q, grad = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (q, grad))  # G B H/G T K
+        a_BTC = (_through(q, p_q) * _through(grad, p_k)).sum((0, 2))
+        self.sums[layer].add_tail("qk_projected", self._answered(a_BTC, 1))
         if self.grain.rotary and not self.shapes[layer].projected:
             plain = (q * grad).sum(2)
             pairs = plain.unflatten(-1, (2, -1)).sum(-2)  # coordinate j pairs with j + half
-            pairs = self._answered(pairs, 2)
-            self.sums[layer].add_cross("qk_pairs", pairs.transpose(0, 1).flatten(1, 2))
+            self.sums[layer].add_cross("qk_pairs", self._answered(pairs, 2).flatten(1, 2))
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
-        z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
-        a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
-        self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
-        self.sums[layer].tokens += a_BGTC.shape[0] * a_BGTC.shape[2]
-        heads = self._answered((z * grad).sum(-1), 2)
-        self.sums[layer].add_cross("heads", heads.permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
+        heads_BTH = self._answered((z * grad).sum(-1), 1)
+        self.sums[layer].add_cross("heads", heads_BTH.flatten(0, 1).unsqueeze(0))
+        z, grad = (t.unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4) for t in (z, grad))  # G B H/G T V
+        a_BTC = (_through(z, p) * _through(grad, r)).sum((0, 2))
+        self.sums[layer].add_tail("v", self._answered(a_BTC, 1))
+        self.sums[layer].tokens += a_BTC.shape[0] * a_BTC.shape[1]
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
@@ -120,6 +121,9 @@ class Sensitivity:
             for parameter in wanted:
                 parameter.requires_grad_(True)
         self._share()
+        for sums in self.sums:
+            if sums.mlp.sum is not None:
+                sums.cross["mlp"] = sums.mlp.total().unsqueeze(0)
 
     def _share(self) -> None:
         """Put together what all processes read."""
@@ -130,6 +134,11 @@ class Sensitivity:
             sums.tokens = int(processes.total(torch.tensor(sums.tokens)))
             sums.tails = {name: [processes.joined(torch.cat(sums.tails[name]))] for name in sorted(sums.tails)}
             sums.cross = {name: processes.total(sums.cross[name]) for name in sorted(sums.cross)}
+
+
+def _through(x_GBHTK: torch.Tensor, basis_GKC: torch.Tensor) -> torch.Tensor:
+    """Every group's rows through its own basis: one batched product, a matrix per group and no copies of it."""
+    return (x_GBHTK.flatten(1, 3) @ basis_GKC).view(*x_GBHTK.shape[:-1], -1)
 
 
 def measure(
@@ -235,7 +244,7 @@ def _reading(name: str, rows: list[Row], n: int, seed: int, unit: str) -> Readin
 def _tail_curve(
     parts: list[torch.Tensor], full: int, sizes: tuple[int, ...], scale: float
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    per_row = torch.cat(parts) * scale  # from per token to per answer
+    per_row = torch.cat(parts).double().cpu() * scale  # from per token to per answer
     mean, error = per_row.mean(0), per_row.std(0) / max(1, len(per_row) - 1) ** 0.5
     pick = [size for size in sizes if size < full]
     values = (0.0, *(float(mean[size]) for size in pick))
