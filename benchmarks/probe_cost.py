@@ -241,9 +241,9 @@ def section(result: dict[str, Any]) -> str:
     lines = [
         "## What probing costs",
         "",
-        "`python benchmarks/probe_cost.py --device DEVICE`. `gram` (second moments, forward passes only) against a plain"
-        " forward pass, and `sensitivity` (prices of every unit, one backward pass, and working them out) against a"
-        " plain forward and backward pass with the weights' gradients, over the same text in the same batches; in"
+        "`python benchmarks/probe_cost.py --device DEVICE`. `gram` (second moments, forward passes only) against a"
+        " plain forward pass, and `sensitivity` (prices of every unit, one backward pass, and working them out) against"
+        " a plain forward and backward pass with the weights' gradients, over the same text in the same batches; in"
         " brackets the lowest and highest repeat. The last columns are the stages that follow, in seconds.",
         "",
         "| device, products | model, tokens | gram | sensitivity | solve | reshape |",
