@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise import families
-from headwise.linalg import elimination_order, roots, value_basis
+from headwise.linalg import elimination_order, ridge, ridge_step, roots, value_basis
 from headwise.probes import gram, sensitivity
 from headwise.probes._products import Gram
 from headwise.probes._watch import watching
@@ -123,6 +123,16 @@ def test_roots_are_roots_and_inverses():
     a = torch.randn(3, 40, 6, generator=torch.Generator().manual_seed(0)).double()
     root, inverse = roots(a.mT @ a)
     assert off(root @ root, a.mT @ a) < 1e-12 and off(root @ inverse, torch.eye(6).double().expand(3, 6, 6)) < 1e-9
+
+
+def test_a_step_of_ridge_leads_to_the_same_answer():
+    draw = torch.Generator().manual_seed(0)
+    x, y, start = (torch.randn(*size, generator=draw).double() for size in ((50, 6), (50, 3), (6, 3)))
+    whole = ridge(x.mT @ x, x.mT @ y, start, 0.1)
+    assert off(start + ridge_step(x.mT @ x, x.mT @ (y - x @ start), 0.1), whole) < 1e-12
+    stacked = torch.cat((x, (0.1 * x.square().sum(0).mean()) ** 0.5 * torch.eye(6).double()))
+    right = torch.linalg.lstsq(stacked, torch.cat((y, stacked[50:] @ start))).solution
+    assert off(whole, right) < 1e-12, "the least squares that ridge stands for"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

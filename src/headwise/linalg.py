@@ -83,10 +83,19 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
-    xx, xy, start = xx.double(), xy.double(), start.double()
+    penalty, factor = _penalised(xx.double(), strength)
+    return torch.cholesky_solve(xy.double() + penalty * start.double(), factor)
+
+
+def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch.Tensor:
+    """How far `ridge` moves from its start, from the moments X'X and X'(Y - X start)."""
+    return torch.cholesky_solve(missed.double(), _penalised(xx.double(), strength)[1])
+
+
+def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lambda, and the Cholesky factor of X'X with it on the diagonal."""
     penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    eye = torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device)
-    return torch.cholesky_solve(xy + penalty * start, torch.linalg.cholesky(xx + penalty * eye))
+    return penalty, torch.linalg.cholesky(xx + penalty * torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device))
 
 
 def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
