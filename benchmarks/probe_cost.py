@@ -126,12 +126,14 @@ def ratio(times: dict[str, list[float]], work: str, plain: str) -> dict[str, flo
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
-def costs(bench: Bench, repeats: int) -> dict[str, Any]:
-    """Interleaved times of probes and plain passes."""
-    device = bench.model.device
+def costs(bench: Bench, repeats: int, seconds: float) -> dict[str, Any]:
+    """Interleaved times of probes and plain passes; no repeat begins after so many seconds."""
+    device, begin = bench.model.device, time.perf_counter()
     todo = works(bench, gram.collect(bench.family, bench.model, bench.rows, True))
     times: dict[str, list[float]] = {name: [] for name in todo}
     for repeat in range(-1, repeats):  # the first warms up
+        if repeat > 1 and time.perf_counter() - begin > seconds:
+            break
         for name, work in todo.items():
             seconds = timed(work, device)[1]
             if repeat >= 0:
@@ -146,7 +148,7 @@ def costs(bench: Bench, repeats: int) -> dict[str, Any]:
         ),
     }
     middle = {name: {"median": statistics.median(t), "low": min(t), "high": max(t)} for name, t in times.items()}
-    return {"ratios": found, "seconds": middle}
+    return {"repeats": len(times["gram"]), "ratios": found, "seconds": middle}
 
 
 def stages(bench: Bench) -> dict[str, float]:
@@ -207,7 +209,7 @@ def profile(bench: Bench) -> None:
         print(seen.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=70), flush=True)
 
 
-def row(device: str, tokens: int, repeats: int, precision: str, profiled: bool) -> dict[str, Any]:
+def row(device: str, tokens: int, repeats: int, seconds: float, precision: str, profiled: bool) -> dict[str, Any]:
     """Everything measured on one device at one precision of products."""
     torch.set_float32_matmul_precision(precision)
     bench = bench_on(device, tokens)
@@ -223,8 +225,7 @@ def row(device: str, tokens: int, repeats: int, precision: str, profiled: bool) 
         "tokens": bench.rows.numel(),
         "batch_tokens": BATCH,
         "length": LENGTH,
-        "repeats": repeats,
-        **costs(bench, repeats),
+        **costs(bench, repeats, seconds),
         "stages": stages(bench),
         "agreement": agreement(bench, min(tokens, 8192)),
         "date": datetime.now(UTC).date().isoformat(),
@@ -268,12 +269,13 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no further repeat after so many")
     parser.add_argument("--products", choices=("highest", "high"), default="highest", help="high: TF32")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     tokens = asked.tokens or (32_768 if asked.device == "cuda" else 8_192)
-    new = row(asked.device, tokens, asked.repeats, asked.products, asked.profile)
+    new = row(asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile)
     old = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     kept = [r for r in old if (r["device"], r["products"]) != (new["device"], new["products"])]
     result = {"promised": PROMISED, "rows": sorted([*kept, new], key=lambda r: (r["device"] != "cuda", r["products"]))}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headwise import families
-from headwise.linalg import elimination_order, ridge, ridge_step, roots, value_basis
+from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
 from headwise.probes import gram, sensitivity
 from headwise.probes._products import Gram
 from headwise.probes._watch import watching
@@ -117,6 +117,14 @@ def test_units_go_in_the_order_of_what_their_loss_adds():
         damages.append(costs[gone[-1]])
     order, damage = elimination_order(cross)
     assert order == gone and damage == pytest.approx(damages)
+
+
+def test_many_orders_at_once_are_those_of_each():
+    a = torch.randn(3, 40, 9, generator=torch.Generator().manual_seed(0))
+    crosses = a.mT @ a
+    for (order, damage), cross in zip(eliminated_together(crosses), crosses, strict=True):
+        alone, cost = elimination_order(cross)
+        assert order == alone and damage == pytest.approx(cost)
 
 
 def test_roots_are_roots_and_inverses():

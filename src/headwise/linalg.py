@@ -6,11 +6,13 @@ Moments are accumulated and decomposed in double precision: they are small, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
+Elimination = tuple[list[int], list[float]]
+TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
@@ -98,13 +100,13 @@ def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.T
     return penalty, torch.linalg.cholesky(xx + penalty * torch.eye(xx.shape[-1], dtype=xx.dtype, device=xx.device))
 
 
-def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
+def elimination_order(cross: torch.Tensor) -> Elimination:
     """Greedy backward elimination on `1/2 * 1_R' A 1_R`: which unit to remove next, and the damage after each removal.
 
     Returns the units in the order of their removal and the damage of having removed them so far, cross terms included.
     """
-    matrix = cross.double().cpu().numpy()  # whose steps cost a third of what tensors' do
-    own = 0.5 * matrix.diagonal()
+    matrix = cross.cpu().numpy()  # whose steps cost a third of what tensors' do
+    own = 0.5 * matrix.diagonal().astype(np.float64)
     pull = np.zeros(len(matrix))  # sum of A over the units that are already gone
     order, damage, total = [], [], 0.0
     for _ in range(len(matrix)):
@@ -116,3 +118,30 @@ def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
         order.append(unit)
         damage.append(max(total, 0.0))
     return order, damage
+
+
+def elimination_orders(crosses: Sequence[torch.Tensor]) -> list[Elimination]:
+    """`elimination_order` of many matrices; on CUDA of all that are of one size at once, without moving them."""
+    if not crosses or not crosses[0].is_cuda:
+        return [elimination_order(cross) for cross in crosses]
+    found: dict[int, Elimination] = {}
+    for size in sorted({len(cross) for cross in crosses}):
+        places = [place for place, cross in enumerate(crosses) if len(cross) == size]
+        count = max(1, TOGETHER // size**2)
+        for part in (places[start : start + count] for start in range(0, len(places), count)):
+            found |= zip(part, eliminated_together(torch.stack([crosses[place] for place in part])), strict=True)
+    return [found[place] for place in range(len(crosses))]
+
+
+def eliminated_together(cross_LUU: torch.Tensor) -> list[Elimination]:
+    """`elimination_order` of matrices of one size, a unit of each at every step."""
+    own = 0.5 * cross_LUU.diagonal(dim1=-2, dim2=-1).double()
+    pull, steps, layers = torch.zeros_like(own), [], torch.arange(len(own), device=own.device)
+    for _ in range(own.shape[1]):
+        step = own + pull
+        unit = step.argmin(1, keepdim=True)
+        steps.append((unit, step.gather(1, unit)))
+        own.scatter_(1, unit, torch.inf)  # gone
+        pull += cross_LUU[layers, unit[:, 0]]
+    order, cost = (torch.cat(part, 1) for part in zip(*steps, strict=True))
+    return list(zip(order.tolist(), cost.cumsum(1).clamp_min(0.0).tolist(), strict=True))

@@ -36,12 +36,9 @@ def collect(
             total += part
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        q, k = _by_group(q, k.shape[1]), k.transpose(0, 1)
-        centred = (k - k.mean(2, keepdim=True)).flatten(1, 2)
-        z_HNV = z.permute(2, 0, 1, 3).flatten(1, 2)
-        add(
-            layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV
-        )
+        gram_q = _gram(q).unflatten(0, (k.shape[1], -1)).sum(1)
+        gram_k, gram_z = _gram(k - k.mean(2, keepdim=True)), _gram(z.transpose(1, 2))
+        add(layer, gram_q=gram_q, gram_k=gram_k, power_k=k.square().sum((0, 2)), gram_z=gram_z)
 
     def channels(layer: int, h: torch.Tensor) -> None:
         wide[layer].add(h.flatten(0, -2))  # some layers flatten rows before their MLP
@@ -62,6 +59,6 @@ def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor
     return {name: processes.total(sums[name]) / count for name in sorted(sums)}
 
 
-def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:
-    batch, heads, tokens, width = q_BHTK.shape
-    return q_BHTK.reshape(batch, groups, -1, width).transpose(0, 1).flatten(1, 2)
+def _gram(x_BHTK: torch.Tensor) -> torch.Tensor:
+    """Moments of every head, first of every row: many small products keep a GPU busier than few long ones."""
+    return (x_BHTK.mT @ x_BHTK).sum(0, dtype=torch.float64)

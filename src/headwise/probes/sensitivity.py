@@ -17,7 +17,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
-from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.probes._magnitude import weight_orders
 from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
@@ -42,9 +42,9 @@ class _LayerSums:
         tail = a_BTC.flip(-1).cumsum(-1).flip(-1)  # removing directions c and all after it
         self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1))
 
-    def add_cross(self, name: str, a_GNU: torch.Tensor) -> None:
-        part = a_GNU.mT @ a_GNU
-        self.cross.setdefault(name, torch.zeros_like(part, dtype=torch.float64)).add_(part)
+    def add_cross(self, name: str, a_GBTU: torch.Tensor) -> None:
+        part = (a_GBTU.mT @ a_GBTU).sum(1, dtype=torch.float64)  # many small products keep a GPU busier than few long
+        self.cross[name] = self.cross[name] + part if name in self.cross else part
 
 
 class Sensitivity:
@@ -90,12 +90,12 @@ class Sensitivity:
         if self.grain.rotary and not self.shapes[layer].projected:
             plain = (q * grad).sum(2)
             pairs = plain.unflatten(-1, (2, -1)).sum(-2)  # coordinate j pairs with j + half
-            self.sums[layer].add_cross("qk_pairs", self._answered(pairs, 2).flatten(1, 2))
+            self.sums[layer].add_cross("qk_pairs", self._answered(pairs, 2))
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
         heads_BTH = self._answered((z * grad).sum(-1), 1)
-        self.sums[layer].add_cross("heads", heads_BTH.flatten(0, 1).unsqueeze(0))
+        self.sums[layer].add_cross("heads", heads_BTH.unsqueeze(0))
         z, grad = (t.unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4) for t in (z, grad))  # G B H/G T V
         a_BTC = (_through(z, p) * _through(grad, r)).sum((0, 2))
         self.sums[layer].add_tail("v", self._answered(a_BTC, 1))
@@ -157,8 +157,8 @@ def measure(
     grain = probe.grain
     curves: dict[str, list[Row]] = {}
     orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
-    for shape, sums in zip(probe.shapes, probe.sums, strict=True):
-        kept, scale = _orders(sums, shape, probe), 1.0 if probe.whole else sums.tokens / probe.terms
+    for shape, sums, kept in zip(probe.shapes, probe.sums, _all_orders(probe), strict=True):
+        scale = 1.0 if probe.whole else sums.tokens / probe.terms
         orders.append({name: order for name, (order, _) in kept.items()})
         for name, full, sizes in (
             ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
@@ -195,7 +195,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
         return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
-    per_layer = [c.sum(0) / probe.terms for c in crosses if c is not None]
+    per_layer = [c.sum(0).cpu() / probe.terms for c in crosses if c is not None]
     gone, _ = elimination_order(sum(per_layer))
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
@@ -251,19 +251,35 @@ def _tail_curve(
     return sizes, values, (0.0, *(float(error[size]) for size in pick))
 
 
-def _orders(
-    sums: _LayerSums, shape: LayerShape, probe: Sensitivity
-) -> dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]:
-    """Per unit: which to keep, most needed first, and the damage after each removal, one list per group."""
-    out = {}
-    for name, cross in sums.cross.items():
-        if name != "heads":
-            crosses = cross / probe.terms
-            if probe.whole:  # fewer answers than units would make some look free
-                share = min(1.0, cross.shape[-1] / probe.terms)
-                crosses = (1 - share) * crosses + share * torch.diag_embed(crosses.diagonal(dim1=-2, dim2=-1))
-            out[name] = _eliminate(list(crosses))
-    heads = sums.cross["heads"][0] / probe.terms
+Kept = dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]
+
+
+def _all_orders(probe: Sensitivity) -> list[Kept]:
+    """Per layer and unit: which to keep, most needed first, and the damage after each removal, one list per group."""
+    wide = [place for place, sums in enumerate(probe.sums) if "mlp" in sums.cross]
+    crosses = [_believed(probe.sums[place].cross.pop("mlp")[0], probe) for place in wide]
+    found = [_orders(sums, shape, probe) for sums, shape in zip(probe.sums, probe.shapes, strict=True)]
+    for place, (order, damage) in zip(wide, elimination_orders(crosses), strict=True):
+        found[place]["mlp"] = (tuple(reversed(order)),), [[value / probe.terms for value in damage]]
+    return found
+
+
+def _believed(cross: torch.Tensor, probe: Sensitivity) -> torch.Tensor:
+    """Cross moments as far as there are answers enough to tell: fewer than units would make some look free."""
+    if not probe.whole:
+        return cross
+    share = min(1.0, cross.shape[-1] / probe.terms)
+    return (1 - share) * cross + share * torch.diag_embed(cross.diagonal(dim1=-2, dim2=-1))
+
+
+def _orders(sums: _LayerSums, shape: LayerShape, probe: Sensitivity) -> Kept:
+    """The same of one layer, but its MLP."""
+    out = {
+        name: _eliminate(list(_believed(cross / probe.terms, probe).cpu()))
+        for name, cross in sums.cross.items()
+        if name != "heads"
+    }
+    heads = (sums.cross["heads"][0] / probe.terms).cpu()
     groups = heads.view(shape.kv_heads, shape.queries_per_group, shape.kv_heads, shape.queries_per_group)
     out["heads"] = _eliminate([groups[g, :, g, :] for g in range(shape.kv_heads)])
     out["kv_heads"] = _eliminate([groups.sum((1, 3))])
