@@ -328,7 +328,7 @@ class TailoredAttention(nn.Module):
             return _turned(q_BHTW, cos, sin), _turned(k_BGTW, cos, sin), v_BGTV
         cos_BGTP, sin_BGTP = self._kept(cos), self._kept(sin)
         cos, sin = torch.cat((cos_BGTP, cos_BGTP), dim=-1), _signed(sin_BGTP, sin_BGTP)
-        grouped = q_BHTW.unflatten(1, (self.kv_heads, -1))  # queries share the tables of their key
+        grouped = q_BHTW.view(q_BHTW.shape[0], self.kv_heads, -1, *q_BHTW.shape[2:])  # sharing their key's tables
         q_BHTW = _turned(grouped, cos.unsqueeze(2), sin.unsqueeze(2)).flatten(1, 2)
         return q_BHTW, _turned(k_BGTW, cos, sin), v_BGTV
 
@@ -349,10 +349,11 @@ class TailoredAttention(nn.Module):
         if self.qk_dim == self.qk_width:
             return q_BHTW, k_BGTW
         batch, heads, tokens, width = q_BHTW.shape
-        sharing = heads // self.kv_heads
-        rows = (sharing, tokens) if tokens > 1 else (1, sharing)  # one product for a token's queries of a group
-        grouped = q_BHTW.reshape(batch, self.kv_heads, *rows, width) @ self.q_down_GWK.unsqueeze(1)
-        return grouped.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
+        if tokens == 1:  # one product for all queries of a group
+            q_BHTK = q_BHTW.reshape(batch, self.kv_heads, -1, width) @ self.q_down_GWK
+        else:
+            q_BHTK = q_BHTW.view(batch, self.kv_heads, -1, tokens, width) @ self.q_down_GWK.unsqueeze(1)
+        return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
 
     def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
         """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
