@@ -24,7 +24,7 @@ from torch import nn
 from headwise.errors import HeadwiseError
 from headwise.linalg import balanced, value_directions
 from headwise.probes._watch import Track, batches, silently, watching
-from headwise.runtime.modeling_headwise import _turn
+from headwise.runtime.modeling_headwise import _signed, _turned
 
 WARM_UP = 0.05  # share of the steps during which the rate rises
 LAST_RATE = 0.05  # of the highest rate, at the end of the cosine
@@ -267,13 +267,14 @@ def by_weights(family: ModuleType, model: nn.Module, length: int) -> list[Direct
     for block, context in zip(family.blocks(model), contexts, strict=True):
         attention, gain = block.attention, block.attention_norm.weight.detach().double()
         cos, sin = (table[0, :, None].double() for table in context["position_embeddings"])
+        sin = _signed(*sin.chunk(2, -1))
 
         def moment(linear: nn.Linear, heads: int, gain: torch.Tensor = gain) -> torch.Tensor:
             weight = (linear.weight.detach().double() * gain).unflatten(0, (heads, -1))
             return weight @ weight.mT
 
         def turned(moments: torch.Tensor, cos: torch.Tensor = cos, sin: torch.Tensor = sin) -> torch.Tensor:
-            return torch.stack([_turn(_turn(m, cos, sin).mT, cos, sin).mean(0) for m in moments])
+            return torch.stack([_turned(_turned(m, cos, sin).mT, cos, sin).mean(0) for m in moments])
 
         q = turned(moment(attention.q_proj, attention.query_heads))
         k = turned(moment(attention.k_proj, attention.kv_heads))

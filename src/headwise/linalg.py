@@ -6,65 +6,69 @@ Moments are accumulated and decomposed in double precision: they are small, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
-P = ParamSpec("P")
-R = TypeVar("R")
+Elimination = tuple[list[int], list[float]]
+TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
+Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
-def _on_one_thread(function: Callable[P, R]) -> Callable[P, R]:
-    """Decompose small matrices on one CPU thread: several only wait for each other, and long on a busy machine."""
+def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Decomposition]:
+    """Decompose small matrices on one CPU thread, wherever they are.
+
+    Several threads only wait for each other, and long on a busy machine; and CUDA decomposes a batch of them one by
+    one, each more slowly than a CPU.
+    """
 
     @functools.wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
+    def wrapped(first: torch.Tensor, *others: torch.Tensor | None) -> Decomposition:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return function(*args, **kwargs)
+            found = function(first.cpu(), *(None if other is None else other.cpu() for other in others))
         finally:
             torch.set_num_threads(threads)
+        a, b, c = (part.to(first.device) for part in found)
+        return a, b, c
 
     return wrapped
 
 
-@_on_one_thread
-def root(moment: torch.Tensor, inverse: bool = False) -> torch.Tensor:
-    """Symmetric square root of a positive semi-definite matrix, or its inverse."""
+def roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric square root of a positive semi-definite matrix, and its inverse."""
     values, vectors = torch.linalg.eigh(moment.double())
     floor = values.amax(-1, keepdim=True).clamp_min(1e-30) * FLOOR
-    values = values.clamp_min(floor).sqrt()
-    return (vectors * (1 / values if inverse else values).unsqueeze(-2)) @ vectors.mT
+    values = values.clamp_min(floor).sqrt().unsqueeze(-2)
+    return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
 
 
 @_on_one_thread
-def balanced(
-    gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def balanced(gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | None = None) -> Decomposition:
     """Directions that keep the bilinear form q' M k best, for every rank at once: `q' P_q[:, :r] P_k[:, :r]' k`.
 
     Returns `P_q`, `P_k` and the singular values: dropping directions r and above makes the mean squared error
     `sum(s[r:] ** 2)`. With `core` None the form is the plain dot product and all directions together give it back.
     """
-    root_q, root_k = root(gram_q), root(gram_k)
+    (root_q, inverse_q), (root_k, inverse_k) = roots(gram_q), roots(gram_k)
     middle = root_q @ root_k if core is None else root_q @ core.double() @ root_k
     u, s, vt = torch.linalg.svd(middle)
     weight = s.clamp_min(s.amax(-1, keepdim=True) * 1e-12).sqrt().unsqueeze(-2)
-    return root(gram_q, inverse=True) @ u * weight, root(gram_k, inverse=True) @ vt.mT * weight, s
+    return inverse_q @ u * weight, inverse_k @ vt.mT * weight, s
 
 
 @_on_one_thread
-def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> Decomposition:
     """Directions of head outputs by how much they matter: `z P[:, :r] R[:r]` is the best rank-r copy of z.
 
     `gram` is the second moment of z, `metric` says how much the model minds an error. Returns P, R, singular values.
     """
-    forward = root(gram)
-    u, s, _ = torch.linalg.svd(forward @ root(metric))
-    return root(gram, inverse=True) @ u, u.mT @ forward, s
+    (forward, back), (weighed, _) = roots(gram), roots(metric)
+    u, s, _ = torch.linalg.svd(forward @ weighed)
+    return back @ u, u.mT @ forward, s
 
 
 def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,29 +85,65 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
-    xx, xy, start = xx.double(), xy.double(), start.double()
-    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None]
+    penalty, factor = _penalised(xx.double(), strength)
+    return torch.cholesky_solve(xy.double() + penalty * start.double(), factor)
+
+
+def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch.Tensor:
+    """How far `ridge` moves from its start, from the moments X'X and X'(Y - X start)."""
+    return torch.cholesky_solve(missed.double(), _penalised(xx.double(), strength)[1])
+
+
+def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lambda, and the Cholesky factor of X'X with it on the diagonal."""
+    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     system = xx.clone()  # of wide MLPs these are gigabytes: no other copy
-    system.diagonal(dim1=-2, dim2=-1).add_(penalty)
-    return torch.linalg.solve(system, xy + penalty[..., None] * start)
+    system.diagonal(dim1=-2, dim2=-1).add_(penalty[..., 0])
+    return penalty, torch.linalg.cholesky(system)
 
 
-def elimination_order(cross: torch.Tensor) -> tuple[list[int], list[float]]:
+def elimination_order(cross: torch.Tensor) -> Elimination:
     """Greedy backward elimination on `1/2 * 1_R' A 1_R`: which unit to remove next, and the damage after each removal.
 
     Returns the units in the order of their removal and the damage of having removed them so far, cross terms included.
     """
-    cross = cross.double().cpu()
-    alive = torch.ones(len(cross), dtype=torch.bool)
-    pull = torch.zeros(len(cross), dtype=torch.float64)  # sum of A over the units that are already gone
+    matrix = cross.cpu().numpy()  # whose steps cost a third of what tensors' do
+    own = 0.5 * matrix.diagonal().astype(np.float64)
+    pull = np.zeros(len(matrix))  # sum of A over the units that are already gone
     order, damage, total = [], [], 0.0
-    own = cross.diagonal()
-    for _ in range(len(cross)):
-        step = torch.where(alive, 0.5 * own + pull, torch.inf)
+    for _ in range(len(matrix)):
+        step = own + pull
         unit = int(step.argmin())
         total += float(step[unit])
-        alive[unit] = False
-        pull += cross[unit]
+        own[unit] = np.inf  # gone
+        pull += matrix[unit]
         order.append(unit)
         damage.append(max(total, 0.0))
     return order, damage
+
+
+def elimination_orders(crosses: Sequence[torch.Tensor]) -> list[Elimination]:
+    """`elimination_order` of many matrices; on CUDA of all that are of one size at once, without moving them."""
+    if not crosses or not crosses[0].is_cuda:
+        return [elimination_order(cross) for cross in crosses]
+    found: dict[int, Elimination] = {}
+    for size in sorted({len(cross) for cross in crosses}):
+        places = [place for place, cross in enumerate(crosses) if len(cross) == size]
+        count = max(1, TOGETHER // size**2)
+        for part in (places[start : start + count] for start in range(0, len(places), count)):
+            found |= zip(part, eliminated_together(torch.stack([crosses[place] for place in part])), strict=True)
+    return [found[place] for place in range(len(crosses))]
+
+
+def eliminated_together(cross_LUU: torch.Tensor) -> list[Elimination]:
+    """`elimination_order` of matrices of one size, a unit of each at every step."""
+    own = 0.5 * cross_LUU.diagonal(dim1=-2, dim2=-1).double()
+    pull, steps, layers = torch.zeros_like(own), [], torch.arange(len(own), device=own.device)
+    for _ in range(own.shape[1]):
+        step = own + pull
+        unit = step.argmin(1, keepdim=True)
+        steps.append((unit, step.gather(1, unit)))
+        own.scatter_(1, unit, torch.inf)  # gone
+        pull += cross_LUU[layers, unit[:, 0]]
+    order, cost = (torch.cat(part, 1) for part in zip(*steps, strict=True))
+    return list(zip(order.tolist(), cost.cumsum(1).clamp_min(0.0).tolist(), strict=True))

@@ -24,5 +24,6 @@ def read_moments(path: Path, device: torch.device | str) -> list[Moments]:
     out: dict[int, Moments] = {}
     for key, tensor in load_file(path).items():
         index, name = key.split(".", 1)
-        out.setdefault(int(index), {})[name] = tensor.to(device).double()
+        wide = name == "gram_mlp"  # large, and made double where it is used
+        out.setdefault(int(index), {})[name] = tensor.to(device, None if wide else torch.float64)
     return [out[i] for i in sorted(out)]

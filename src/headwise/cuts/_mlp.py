@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwise.cuts._heads import Tensors
-from headwise.linalg import ridge
+from headwise.linalg import ridge_step
 
 
 def keep_channels(
@@ -18,10 +18,10 @@ def keep_channels(
             if f"{name}.{kind}" in tensors:
                 out[f"{name}.{kind}"] = tensors[f"{name}.{kind}"][kept].contiguous()
     down = tensors["down.weight"]
-    if gram is None:
-        out["down.weight"] = down[:, kept].contiguous()
-    else:
-        moments = gram.to(down.device, torch.float64)
-        target = moments[kept] @ down.mT.double()
-        out["down.weight"] = ridge(moments[kept][:, kept], target, down[:, kept].mT, strength).mT.to(down).contiguous()
+    out["down.weight"] = down[:, kept].contiguous()
+    if gram is not None:
+        lost = sorted(set(range(down.shape[1])) - set(kept))
+        rows = gram.to(down.device)[kept].double()  # kept channels with all: those that are lost are what is missed
+        step = ridge_step(rows[:, kept], rows[:, lost] @ down[:, lost].mT.double(), strength)
+        out["down.weight"] += step.mT.to(down)
     return out

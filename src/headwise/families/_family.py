@@ -269,6 +269,10 @@ class Family(Reader, ABC):
         finally:
             hook.remove()
 
+    def read(self, model: nn.Module, ids: torch.Tensor) -> None:
+        """Pass rows through all layers for those who watch them: nobody waits for logits."""
+        self.call(self.body(model), ids)
+
     @torch.no_grad()
     def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer."""

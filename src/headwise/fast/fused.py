@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import linear
 
 from headwise.fast.attend import FastAttend, Switch
-from headwise.runtime.modeling_headwise import TailoredAttention, _turn
+from headwise.runtime.modeling_headwise import TailoredAttention, _signed, _turned
 
 
 @torch.no_grad()
@@ -75,7 +75,8 @@ class FusedAttention(TailoredAttention):
         both, v = linear(hidden, self.joint, self.joint_bias).split([(H + G) * self.qk_width, G * self.v_dim], -1)
         x = both.view(*hidden.shape[:-1], H + G, self.qk_width).transpose(1, 2)
         if self.rotary and position_embeddings is not None:
-            x = _turn(x, *(self._table(table) for table in position_embeddings))
+            cos, sin = (self._table(table) for table in position_embeddings)
+            x = _turned(x, cos, _signed(*sin.chunk(2, -1)))
         return x[:, :H], x[:, H:], v.view(*hidden.shape[:-1], G, self.v_dim).transpose(1, 2)
 
     def _table(self, table_BTW: torch.Tensor) -> torch.Tensor:

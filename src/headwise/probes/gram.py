@@ -8,6 +8,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import batches, places
 from headwise.families import Family
+from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 
 NAME = "gram"
@@ -18,18 +19,19 @@ MEANING = "second moments of queries, keys, head outputs and MLP channels"
 def collect(
     family: Family, model: nn.Module, tokens: torch.Tensor, mlp: bool, track: Track = silently
 ) -> list[dict[str, torch.Tensor]]:
-    """Mean second moments per layer, in double precision.
+    """Mean second moments per layer, summed over a batch in float32 and over batches in double precision.
 
     `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key of its sequence, because
-    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M).
+    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M),
+    which is large and needed less exactly, is in float32.
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
     size = min(4096, places(tokens, row) // processes.count())  # all have something to read
     sums = Sums(len(layers))
     with watching(layers, sums.attention, sums.channels if mlp else None):
         for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
-            family.run(model, batch.to(model.device))
-    return [_shared(layer, places(tokens, row)) for layer in sums.layers]
+            family.read(model, batch.to(model.device))
+    return [sums.means(layer, places(tokens, row)) for layer in range(len(layers))]
 
 
 class Sums:
@@ -37,6 +39,7 @@ class Sums:
 
     def __init__(self, count: int) -> None:
         self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
+        self.wide = [Gram() for _ in range(count)]
 
     def _add(self, layer: int, **parts: torch.Tensor) -> None:
         for name, part in parts.items():
@@ -45,24 +48,23 @@ class Sums:
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         """Queries, keys and head outputs of a batch."""
-        q, k = _by_group(q, k.shape[1]), k.transpose(0, 1)
-        centred = (k - k.mean(2, keepdim=True)).flatten(1, 2)
-        z_HNV = z.permute(2, 0, 1, 3).flatten(1, 2)
-        self._add(
-            layer, gram_q=q.mT @ q, gram_k=centred.mT @ centred, power_k=k.square().sum((1, 2)), gram_z=z_HNV.mT @ z_HNV
-        )
+        gram_q = _gram(q).unflatten(0, (k.shape[1], -1)).sum(1)
+        gram_k, gram_z = _gram(k - k.mean(2, keepdim=True)), _gram(z.transpose(1, 2))
+        self._add(layer, gram_q=gram_q, gram_k=gram_k, power_k=k.square().sum((0, 2)), gram_z=gram_z)
 
     def channels(self, layer: int, h: torch.Tensor) -> None:
         """MLP channels of a batch."""
-        flat = h.flatten(0, -2)  # some layers flatten rows before their MLP
-        self._add(layer, gram_mlp=flat.mT @ flat)
+        self.wide[layer].add(h.flatten(0, -2))  # some layers flatten rows before their MLP
+
+    def means(self, layer: int, count: int) -> dict[str, torch.Tensor]:
+        """Means over what all processes read of a layer; its sums are used up."""
+        sums = self.layers[layer]
+        found = {name: processes.total(sums.pop(name)) / count for name in sorted(sums)}
+        if self.wide[layer].sum is not None:
+            found["gram_mlp"] = self.wide[layer].total().div_(count)
+        return found
 
 
-def _shared(sums: dict[str, torch.Tensor], count: int) -> dict[str, torch.Tensor]:
-    """Means over what all processes read."""
-    return {name: processes.total(sums[name]) / count for name in sorted(sums)}
-
-
-def _by_group(q_BHTK: torch.Tensor, groups: int) -> torch.Tensor:
-    batch, heads, tokens, width = q_BHTK.shape
-    return q_BHTK.reshape(batch, groups, -1, width).transpose(0, 1).flatten(1, 2)
+def _gram(x_BHTK: torch.Tensor) -> torch.Tensor:
+    """Moments of every head, first of every row: many small products keep a GPU busier than few long ones."""
+    return (x_BHTK.mT @ x_BHTK).sum(0, dtype=torch.float64)

@@ -18,9 +18,10 @@ from torch import nn
 from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
-from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.memory import available_bytes, recomputing, spread
 from headwise.probes._magnitude import weight_orders
+from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -36,15 +37,16 @@ class _LayerSums:
 
     tails: dict[str, list[torch.Tensor]] = field(default_factory=dict)
     cross: dict[str, torch.Tensor] = field(default_factory=dict)
+    mlp: Gram = field(default_factory=Gram)
     tokens: int = 0  # that the layer changed
 
     def add_tail(self, name: str, a_BTC: torch.Tensor) -> None:
         tail = a_BTC.flip(-1).cumsum(-1).flip(-1)  # removing directions c and all after it
-        self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1).double().cpu())
+        self.tails.setdefault(name, []).append(0.5 * tail.square().mean(1))
 
-    def add_cross(self, name: str, a_GNU: torch.Tensor) -> None:
-        part = a_GNU.mT @ a_GNU
-        self.cross.setdefault(name, torch.zeros_like(part, dtype=torch.float64)).add_(part)
+    def add_cross(self, name: str, a_GBTU: torch.Tensor) -> None:
+        part = (a_GBTU.mT @ a_GBTU).sum(1, dtype=torch.float64)  # many small products keep a GPU busier than few long
+        self.cross[name] = self.cross[name] + part if name in self.cross else part
 
 
 class Sensitivity:
@@ -84,27 +86,26 @@ class Sensitivity:
         return a.sum(tokens, keepdim=True) if self.whole else a
 
     def _see_channels(self, layer: int, a: torch.Tensor) -> None:
-        self.sums[layer].add_cross("mlp", self._answered(a, -2).flatten(0, -2).unsqueeze(0))
+        self.sums[layer].mlp.add(self._answered(a, -2).flatten(0, -2))
 
     def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, (t.to(q.device) for t in self.bases[layer])
-        q, grad = (t.unflatten(1, (groups, -1)) for t in (q, grad))  # B G H/G T K
-        a_BGTC = ((q @ p_q.unsqueeze(1)) * (grad @ p_k.unsqueeze(1))).sum(2)
-        self.sums[layer].add_tail("qk_projected", self._answered(a_BGTC.sum(1), 1))
+        q, grad = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (q, grad))  # G B H/G T K
+        a_BTC = (_through(q, p_q) * _through(grad, p_k)).sum((0, 2))
+        self.sums[layer].add_tail("qk_projected", self._answered(a_BTC, 1))
         if self.grain.rotary and not self.shapes[layer].projected:
             plain = (q * grad).sum(2)
             pairs = plain.unflatten(-1, (2, -1)).sum(-2)  # coordinate j pairs with j + half
-            pairs = self._answered(pairs, 2)
-            self.sums[layer].add_cross("qk_pairs", pairs.transpose(0, 1).flatten(1, 2))
+            self.sums[layer].add_cross("qk_pairs", self._answered(pairs, 2))
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, (t.to(z.device) for t in self.bases[layer])
-        z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
-        a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
-        self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
-        self.sums[layer].tokens += a_BGTC.shape[0] * a_BGTC.shape[2]
-        heads = self._answered((z * grad).sum(-1), 2)
-        self.sums[layer].add_cross("heads", heads.permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
+        heads_BTH = self._answered((z * grad).sum(-1), 1)
+        self.sums[layer].add_cross("heads", heads_BTH.unsqueeze(0))
+        z, grad = (t.unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4) for t in (z, grad))  # G B H/G T V
+        a_BTC = (_through(z, p) * _through(grad, r)).sum((0, 2))
+        self.sums[layer].add_tail("v", self._answered(a_BTC, 1))
+        self.sums[layer].tokens += a_BTC.shape[0] * a_BTC.shape[1]
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
@@ -127,10 +128,12 @@ class Sensitivity:
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(name in wanted)
-        if self.spread:
-            for sums in self.sums:
-                sums.cross = {name: cross.cpu() for name, cross in sums.cross.items()}
         self._share()
+        for sums in self.sums:
+            if sums.mlp.sum is not None:
+                sums.cross["mlp"] = sums.mlp.total().unsqueeze(0)
+            if self.spread:  # layers were on several devices
+                sums.cross = {name: cross.cpu() for name, cross in sums.cross.items()}
 
     def _share(self) -> None:
         """Put together what all processes read."""
@@ -141,6 +144,11 @@ class Sensitivity:
             sums.tokens = int(processes.total(torch.tensor(sums.tokens)))
             sums.tails = {name: [processes.joined(torch.cat(sums.tails[name]))] for name in sorted(sums.tails)}
             sums.cross = {name: processes.total(sums.cross[name]) for name in sorted(sums.cross)}
+
+
+def _through(x_GBHTK: torch.Tensor, basis_GKC: torch.Tensor) -> torch.Tensor:
+    """Every group's rows through its own basis: one batched product, a matrix per group and no copies of it."""
+    return (x_GBHTK.flatten(1, 3) @ basis_GKC).view(*x_GBHTK.shape[:-1], -1)
 
 
 def measure(
@@ -168,8 +176,8 @@ def measure(
     grain = probe.grain
     curves: dict[str, list[Row]] = {}
     orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
-    for shape, sums in zip(probe.shapes, probe.sums, strict=True):
-        kept, scale = _orders(sums, shape, probe), 1.0 if probe.whole else sums.tokens / probe.terms
+    for shape, sums, kept in zip(probe.shapes, probe.sums, _all_orders(probe), strict=True):
+        scale = 1.0 if probe.whole else sums.tokens / probe.terms
         orders.append({name: order for name, (order, _) in kept.items()})
         for name, full, sizes in (
             ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
@@ -213,7 +221,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
         return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
-    per_layer = [c.sum(0) / probe.terms for c in crosses if c is not None]
+    per_layer = [c.sum(0).cpu() / probe.terms for c in crosses if c is not None]
     gone, _ = elimination_order(sum(per_layer))
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
@@ -262,26 +270,42 @@ def _reading(name: str, rows: list[Row], n: int, seed: int, unit: str) -> Readin
 def _tail_curve(
     parts: list[torch.Tensor], full: int, sizes: tuple[int, ...], scale: float
 ) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
-    per_row = torch.cat(parts) * scale  # from per token to per answer
+    per_row = torch.cat(parts).double().cpu() * scale  # from per token to per answer
     mean, error = per_row.mean(0), per_row.std(0) / max(1, len(per_row) - 1) ** 0.5
     pick = [size for size in sizes if size < full]
     values = (0.0, *(float(mean[size]) for size in pick))
     return sizes, values, (0.0, *(float(error[size]) for size in pick))
 
 
-def _orders(
-    sums: _LayerSums, shape: LayerShape, probe: Sensitivity
-) -> dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]:
-    """Per unit: which to keep, most needed first, and the damage after each removal, one list per group."""
-    out = {}
-    for name, cross in sums.cross.items():
-        if name != "heads":
-            crosses = cross / probe.terms
-            if probe.whole:  # fewer answers than units would make some look free
-                share = min(1.0, cross.shape[-1] / probe.terms)
-                crosses = (1 - share) * crosses + share * torch.diag_embed(crosses.diagonal(dim1=-2, dim2=-1))
-            out[name] = _eliminate(list(crosses))
-    heads = sums.cross["heads"][0] / probe.terms
+Kept = dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]
+
+
+def _all_orders(probe: Sensitivity) -> list[Kept]:
+    """Per layer and unit: which to keep, most needed first, and the damage after each removal, one list per group."""
+    wide = [place for place, sums in enumerate(probe.sums) if "mlp" in sums.cross]
+    crosses = [_believed(probe.sums[place].cross.pop("mlp")[0], probe) for place in wide]
+    found = [_orders(sums, shape, probe) for sums, shape in zip(probe.sums, probe.shapes, strict=True)]
+    for place, (order, damage) in zip(wide, elimination_orders(crosses), strict=True):
+        found[place]["mlp"] = (tuple(reversed(order)),), [[value / probe.terms for value in damage]]
+    return found
+
+
+def _believed(cross: torch.Tensor, probe: Sensitivity) -> torch.Tensor:
+    """Cross moments as far as there are answers enough to tell: fewer than units would make some look free."""
+    if not probe.whole:
+        return cross
+    share = min(1.0, cross.shape[-1] / probe.terms)
+    return (1 - share) * cross + share * torch.diag_embed(cross.diagonal(dim1=-2, dim2=-1))
+
+
+def _orders(sums: _LayerSums, shape: LayerShape, probe: Sensitivity) -> Kept:
+    """The same of one layer, but its MLP."""
+    out = {
+        name: _eliminate(list(_believed(cross / probe.terms, probe).cpu()))
+        for name, cross in sums.cross.items()
+        if name != "heads"
+    }
+    heads = (sums.cross["heads"][0] / probe.terms).cpu()
     groups = heads.view(shape.kv_heads, shape.queries_per_group, shape.kv_heads, shape.queries_per_group)
     out["heads"] = _eliminate([groups[g, :, g, :] for g in range(shape.kv_heads)])
     out["kv_heads"] = _eliminate([groups.sum((1, 3))])

@@ -167,13 +167,20 @@ def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
 
 
-def _turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs that the tables cover; coordinate j pairs with j + half. What lies beyond stays as it is."""
+def _signed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """A table of sines by its halves, as `_turned` takes it."""
+    return torch.cat((-first, second), dim=-1)
+
+
+def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the pairs that the tables cover; coordinate j pairs with j + half. What lies beyond stays as it is.
+
+    The sines carry the signs that stock code gives coordinates: the same to the last bit, in fewer steps.
+    """
     width = cos.shape[-1]
-    turning, still = x[..., :width], x[..., width:]
-    half = width // 2
-    turned = ((turning * cos) + (torch.cat((-turning[..., half:], turning[..., :half]), dim=-1) * sin)).to(x.dtype)
-    return torch.cat((turned, still), dim=-1) if still.shape[-1] else turned
+    turning = x if width == x.shape[-1] else x[..., :width]
+    turned = (turning * cos + turning.roll(width // 2, -1) * sin).to(x.dtype)
+    return turned if turning is x else torch.cat((turned, x[..., width:]), dim=-1)
 
 
 class SoftmaxAttention(nn.Module):
@@ -206,7 +213,8 @@ class SoftmaxAttention(nn.Module):
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
             width = max(qk_dim, v_dim)
-            q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, width - x.shape[-1])) for x in (q_BHTK, k_BGTK, v_BGTV))
+            parts = (q_BHTK, k_BGTK, v_BGTV)
+            q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, n)) if (n := width - x.shape[-1]) else x for x in parts)
         scaling: Any = self.scaling
         if self.scales_queries:
             q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
@@ -223,7 +231,7 @@ class SoftmaxAttention(nn.Module):
             **more,
             **kwargs,
         )
-        return z_BTHV[..., :v_dim], weights
+        return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
 
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
         """One new token against the cache, without repeating keys for the query heads that share them."""
@@ -316,12 +324,13 @@ class TailoredAttention(nn.Module):
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
         if self.qk_width == self.head_dim:
-            cos_q = cos_k = cos.unsqueeze(1)
-            sin_q = sin_k = sin.unsqueeze(1)
-        else:
-            cos_k, sin_k = (self._kept(table) for table in (cos, sin))
-            cos_q, sin_q = (t.repeat_interleave(self.query_heads // self.kv_heads, dim=1) for t in (cos_k, sin_k))
-        return _turn(q_BHTW, cos_q, sin_q), _turn(k_BGTW, cos_k, sin_k), v_BGTV
+            cos, sin = cos.unsqueeze(1), _signed(*sin.unsqueeze(1).chunk(2, -1))
+            return _turned(q_BHTW, cos, sin), _turned(k_BGTW, cos, sin), v_BGTV
+        cos_BGTP, sin_BGTP = self._kept(cos), self._kept(sin)
+        cos, sin = torch.cat((cos_BGTP, cos_BGTP), dim=-1), _signed(sin_BGTP, sin_BGTP)
+        grouped = q_BHTW.view(q_BHTW.shape[0], self.kv_heads, -1, *q_BHTW.shape[2:])  # sharing their key's tables
+        q_BHTW = _turned(grouped, cos.unsqueeze(2), sin.unsqueeze(2)).flatten(1, 2)
+        return q_BHTW, _turned(k_BGTW, cos, sin), v_BGTV
 
     def _normed(self, x: torch.Tensor, norm: nn.Module | None, heads: int) -> torch.Tensor:
         """Heads apart (B, heads, T, W); a norm of queries or keys is over a head or over all of them together."""
@@ -331,18 +340,20 @@ class TailoredAttention(nn.Module):
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def _kept(self, table_BTW: torch.Tensor) -> torch.Tensor:
-        """The columns of the stock rotary table that each key/value head kept, twice (both halves of a pair)."""
-        kept_BTGP = table_BTW[..., self.pairs_GP]
-        return torch.cat((kept_BTGP, kept_BTGP), dim=-1).transpose(1, 2)
+        """The columns of the stock rotary table that each key/value head kept (B, G, T, P)."""
+        columns = table_BTW.index_select(-1, self.pairs_GP.flatten())
+        return columns.view(*columns.shape[:-1], self.kv_heads, -1).transpose(1, 2)
 
     def project(self, q_BHTW: torch.Tensor, k_BGTW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as the softmax and the cache see them."""
         if self.qk_dim == self.qk_width:
             return q_BHTW, k_BGTW
         batch, heads, tokens, width = q_BHTW.shape
-        grouped = q_BHTW.reshape(batch, self.kv_heads, heads // self.kv_heads * tokens, width)
-        q_BHTK = (grouped @ self.q_down_GWK).view(batch, heads, tokens, self.qk_dim)
-        return q_BHTK, k_BGTW @ self.k_down_GWK
+        if tokens == 1:  # one product for all queries of a group
+            q_BHTK = q_BHTW.reshape(batch, self.kv_heads, -1, width) @ self.q_down_GWK
+        else:
+            q_BHTK = q_BHTW.view(batch, self.kv_heads, -1, tokens, width) @ self.q_down_GWK.unsqueeze(1)
+        return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
 
     def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
         """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
@@ -381,9 +392,8 @@ class TailoredAttention(nn.Module):
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
         z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
-        z = z.flatten(2)
-        if hasattr(self, "o_proj"):
-            z = self.o_proj(z)
+        z, output = z.flatten(2), self._modules.get("o_proj")
+        z = z if output is None else output(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
 
 

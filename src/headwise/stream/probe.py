@@ -74,8 +74,7 @@ class Walk:
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
                 self._on(index, f"rows.{number}", context)
-        total = places(self.tokens)
-        moments = {name: sums.layers[0].pop(name).div_(total) for name in sorted(sums.layers[0])}
+        moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
         rows = [(shelf.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)

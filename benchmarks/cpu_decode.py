@@ -1,0 +1,147 @@
+"""Whether a cut model is ever slower than its source on a CPU: time per token of the embedded model, uncut and cut.
+
+    python benchmarks/cpu_decode.py
+
+Reading a prompt (prefill) and writing on from it token by token (decode), in float32, by the plain runtime that lies
+beside every saved model, against the stock model in transformers. Source and cut take turns; a ratio is the cut's time
+over that of the source run next to it, told as the median of all repeats with the quartiles, since single repeats on a
+machine that does other things mean little. Writes `benchmarks/results/cpu_decode.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from solve import hardware
+
+from headwise import cuts, families, pipeline, strategies
+from headwise.runfolder import Settings, budgets_for
+from headwise.types import write_atomically
+
+RESULT = Path(__file__).parent / "results" / "cpu_decode.json"
+BUDGETS = ("kv=75%", "kv=50%", "kv=25%", "params=80%")
+PROMPTS, STEPS = (256, 896), 24  # short, and nearly as long as the model takes
+SETTINGS = Settings("embedded", budgets=("params=80%",), tokens=4096, eval_tokens=512, swap_tokens=0, heal="none")
+
+
+def cut_models() -> dict[str, Any]:
+    """The embedded model, cut to every budget by plans from predicted prices: quality is not what is measured."""
+    bench = pipeline.workbench(SETTINGS)
+    readings, moments = pipeline.probe(SETTINGS, bench, bench.source, diagnose=False)
+    shape = bench.family.shape_of(bench.source.config)
+    found: dict[str, Any] = {}
+    for text in BUDGETS:
+        plan = strategies.allocate(readings, budgets_for(SETTINGS.__class__("embedded", budgets=(text,)), shape))
+        found[text] = cuts.reshape(bench.family, bench.source, plan, moments).eval()
+    return found
+
+
+@torch.inference_mode()
+def one(model: Any, ids: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
+    """Milliseconds per token of reading the prompt and of writing on."""
+    start = clock()
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    middle = clock()
+    for _ in range(STEPS):
+        token = out.logits[:, -1].argmax(-1, keepdim=True)
+        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+    return (middle - start) * 1e3 / ids.shape[1], (clock() - middle) * 1e3 / STEPS
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and quartiles."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return {"median": middle, "low": low, "high": high, "least": min(values)}
+
+
+def compare(source: Any, cut: Any, ids: torch.Tensor, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
+    """Source and cut in turns."""
+    times: dict[str, list[tuple[float, float]]] = {"source": [], "cut": []}
+    for number in range(-1, repeats):
+        for name, model in (("source", source), ("cut", cut)) if number % 2 else (("cut", cut), ("source", source)):
+            found = one(model, ids, clock)
+            if number >= 0:  # the first warms up
+                times[name].append(found)
+    return {
+        stage: {
+            "ratio": spread([cut[place] / own[place] for own, cut in zip(times["source"], times["cut"], strict=True)]),
+            **{f"{name}_ms_per_token": spread([t[place] for t in found]) for name, found in times.items()},
+        }
+        for place, stage in enumerate(("prefill", "decode"))
+    }
+
+
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    lines = [
+        "## A cut model on a CPU",
+        "",
+        "`python benchmarks/cpu_decode.py`. Time per token of the embedded model, cut, over that of its source (stock"
+        f" transformers), a prompt read and {result['steps']} tokens written, float32,"
+        f" {result['hardware']['processor']}; medians with quartiles of {result['repeats']} repeats in turns. Below 1"
+        " is faster.",
+        "",
+        "| threads | prompt | budget | prefill | decode |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        cells = [str(row["threads"]), str(row["prompt"]), row["budget"]]
+        for stage in ("prefill", "decode"):
+            found = row[stage]["ratio"]
+            cells.append(f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeats", type=int, default=40)
+    parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
+    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, for one thread on a busy machine")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    torch.manual_seed(0)
+    source, _ = families.load("embedded")
+    models = cut_models()
+    ids = torch.randint(3, source.config.vocab_size, (1, max(PROMPTS)))
+    clock = time.process_time if asked.cpu_time else time.perf_counter
+    rows = []
+    for threads, prompt in itertools.product(asked.threads, PROMPTS):
+        torch.set_num_threads(threads)
+        for text, cut in models.items():
+            found = compare(source, cut, ids[:, :prompt], asked.repeats, clock)
+            rows.append({"threads": threads, "prompt": prompt, "budget": text, **found})
+            ratios = [f"{stage} {found[stage]['ratio']['median']:.3f}" for stage in ("prefill", "decode")]
+            print(f"{threads} threads, prompt of {prompt}, {text}: {', '.join(ratios)}", flush=True)
+    result = {
+        "benchmark": "time per token of the embedded model, cut, over that of its source",
+        "date": datetime.now(UTC).date().isoformat(),
+        "hardware": hardware(),
+        "clock": "CPU time" if asked.cpu_time else "wall clock",
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "steps": STEPS,
+        "repeats": asked.repeats,
+        "rows": rows,
+    }
+    write_atomically(asked.out, json.dumps(result, indent=1) + "\n")
+    print(section(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,288 @@
+"""What probing costs beside plain passes over the same text in the same batches, and the stages after it, in seconds.
+
+    python benchmarks/probe_cost.py --device cuda   # a Llama of 0.3B random parameters
+    python benchmarks/probe_cost.py --device cpu    # the embedded model
+
+Repeats are interleaved; ratios are of medians over neighbours in time, with the lowest and highest repeat. `agreement`
+compares moments and prices with those of the same model run in double precision: the largest error of a layer, relative
+to its largest value. Writes `benchmarks/results/probe_cost.json`, where rows of other devices stay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from solve import hardware
+from torch import nn
+
+from headwise import budgets, cuts, data, families, strategies
+from headwise.families import Family
+from headwise.probes import gram, sensitivity
+from headwise.tasks.causal import Causal
+from headwise.types import Readings, write_atomically
+
+RESULT = Path(__file__).parent / "results" / "probe_cost.json"
+SHAPE = dict(
+    num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+    intermediate_size=2816, vocab_size=32000, tie_word_embeddings=True,
+)  # fmt: skip
+LENGTH = 512
+BATCH = 4096  # tokens, as the probes read them
+BUDGET = "params=80%"
+PROMISED = {"gram": 1.3, "sensitivity": 1.35}
+
+
+class Bench(NamedTuple):
+    """A model on our modules and the text that it reads."""
+
+    name: str
+    family: Family
+    model: Any
+    tokenizer: Any
+    rows: torch.Tensor
+
+
+def bench_on(device: str, tokens: int) -> Bench:
+    """The model of a device; weights and text are random where there is nothing to load."""
+    torch.manual_seed(0)
+    if device == "cpu":
+        stock, tokenizer = families.load("embedded")
+        rows = data.blocks_of(data.documents("stdlib"), tokenizer, LENGTH, tokens // LENGTH)
+        name = "embedded"
+    else:
+        with torch.device(device):
+            stock = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
+        rows, tokenizer = torch.randint(3, SHAPE["vocab_size"], (tokens // LENGTH, LENGTH)), None
+        name = f"random Llama, {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}B parameters"
+    family = families.family_of(stock.config)
+    return Bench(name, family, family.tailor(stock), tokenizer, rows)
+
+
+def plain_forward(bench: Bench) -> None:
+    """Logits of all rows."""
+    with torch.no_grad():
+        for batch in data.batches(bench.rows, BATCH):
+            bench.family.run(bench.model, batch.to(bench.model.device))
+
+
+def plain_backward(bench: Bench, weights: bool) -> None:
+    """The loss of all rows and its gradient, of the weights or of activations alone."""
+    task = Causal()
+    bench.model.requires_grad_(weights)
+    for batch in task.prepare(bench.rows, 0).batches(BATCH):
+        batch = batch.to(bench.model.device)
+        stream = None if weights else bench.family.embed(bench.model, batch.inputs).requires_grad_()
+        task.loss(task.outputs(bench.family, bench.model, batch, stream), batch.labels).backward()
+        bench.model.zero_grad(set_to_none=True)
+    bench.model.requires_grad_(True)
+
+
+def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
+    """What work gives, and its seconds."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    found = work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return found, time.perf_counter() - start
+
+
+def works(bench: Bench, moments: Any) -> dict[str, Callable[[], Any]]:
+    """What is timed, in the order of one repeat."""
+
+    def passes() -> None:
+        probe.run(bench.rows, 0)
+        probe.sums = [type(sums)() for sums in probe.sums]
+
+    probe = sensitivity.Sensitivity(bench.family, bench.model, moments, True, Causal())
+    return {
+        "forward": lambda: plain_forward(bench),
+        "gram": lambda: gram.collect(bench.family, bench.model, bench.rows, True),
+        "forward and backward": lambda: plain_backward(bench, weights=True),
+        "sensitivity": lambda: sensitivity.measure(bench.family, bench.model, bench.rows, moments, True, 0),
+        "forward and backward, activations alone": lambda: plain_backward(bench, weights=False),
+        "sensitivity, passes alone": passes,
+    }
+
+
+def ratio(times: dict[str, list[float]], work: str, plain: str) -> dict[str, float]:
+    """Median of the ratios within repeats, with the lowest and highest."""
+    found = [a / b for a, b in zip(times[work], times[plain], strict=True)]
+    return {"median": statistics.median(found), "low": min(found), "high": max(found)}
+
+
+def costs(bench: Bench, repeats: int, seconds: float) -> dict[str, Any]:
+    """Interleaved times of probes and plain passes; no repeat begins after so many seconds."""
+    device, begin = bench.model.device, time.perf_counter()
+    todo = works(bench, gram.collect(bench.family, bench.model, bench.rows, True))
+    times: dict[str, list[float]] = {name: [] for name in todo}
+    for repeat in range(-1, repeats):  # the first warms up
+        if repeat > 1 and time.perf_counter() - begin > seconds:
+            break
+        for name, work in todo.items():
+            seconds = timed(work, device)[1]
+            if repeat >= 0:
+                times[name].append(seconds)
+        print(f"repeat {repeat}: " + ", ".join(f"{n} {t[-1]:.2f} s" for n, t in times.items() if t), flush=True)
+    found = {
+        "gram": ratio(times, "gram", "forward"),
+        "sensitivity": ratio(times, "sensitivity", "forward and backward"),
+        "sensitivity_strictly": ratio(times, "sensitivity", "forward and backward, activations alone"),
+        "sensitivity_passes_strictly": ratio(
+            times, "sensitivity, passes alone", "forward and backward, activations alone"
+        ),
+    }
+    middle = {name: {"median": statistics.median(t), "low": min(t), "high": max(t)} for name, t in times.items()}
+    return {"repeats": len(times["gram"]), "ratios": found, "seconds": middle}
+
+
+def stages(bench: Bench) -> dict[str, float]:
+    """Seconds of solving, reshaping and saving, once each."""
+    family, model, device = bench.family, bench.model, bench.model.device
+    moments, seconds = timed(lambda: gram.collect(family, model, bench.rows, True), device)
+    found = {"gram": seconds}
+    measured, found["sensitivity"] = timed(
+        lambda: sensitivity.measure(family, model, bench.rows, moments, True, 0), device
+    )
+    shape = family.shape_of(model.config)
+    readings = Readings("random", shape.to_json(), tuple(measured[0]), tuple(measured[1]), bench.rows.numel(), 0)
+    limits = (budgets.parse(BUDGET, shape),)
+    plan, found["solve"] = timed(lambda: strategies.allocate(readings, limits), device)
+    cut, found["reshape"] = timed(lambda: cuts.reshape(family, model, plan, moments), device)
+    if bench.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as folder, families.quietly():
+            target = Path(folder) / "model"
+            found["save"] = timed(lambda: cuts.save(family, cut, bench.tokenizer, target, False), device)[1]
+    return found
+
+
+def agreement(bench: Bench, tokens: int) -> dict[str, float]:
+    """How far moments and prices are from those of double precision, on some of the text."""
+    rows = bench.rows[: tokens // LENGTH]
+    both: list[tuple[Any, Any]] = []
+    exact: nn.Module = copy.deepcopy(bench.model).double()
+    for model in (bench.model, exact):
+        moments = gram.collect(bench.family, model, rows, True)
+        both.append((moments, sensitivity.measure(bench.family, model, rows, moments, True, 0)[0]))
+    (ours, prices), (theirs, wanted) = both
+    found: dict[str, float] = {}
+    for layer, double in zip(ours, theirs, strict=True):
+        for name, moment in layer.items():
+            error = float((moment - double[name]).abs().max() / double[name].abs().max())
+            found[name] = max(found.get(name, 0.0), error)
+    for reading, double in zip(prices, wanted, strict=True):
+        for row, right in zip(reading.values, double.values, strict=True):
+            error = max(abs(a - b) for a, b in zip(row, right, strict=True)) / max(*right, 1e-30)
+            found[reading.kind] = max(found.get(reading.kind, 0.0), error)
+    return found
+
+
+def profile(bench: Bench) -> None:
+    """Print which kernels take the time of both probes."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    cuda = bench.model.device.type == "cuda"
+    some = bench._replace(rows=bench.rows[: 2 * BATCH // LENGTH])
+    moments = gram.collect(bench.family, bench.model, some.rows, True)
+    for name, work in works(some, moments).items():
+        work()
+        with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as seen:
+            timed(work, bench.model.device)
+        print(f"== {name}")
+        order = "self_cuda_time_total" if cuda else "self_cpu_time_total"
+        print(seen.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=70), flush=True)
+
+
+def row(device: str, tokens: int, repeats: int, seconds: float, precision: str, profiled: bool) -> dict[str, Any]:
+    """Everything measured on one device at one precision of products."""
+    torch.set_float32_matmul_precision(precision)
+    bench = bench_on(device, tokens)
+    if profiled:
+        profile(bench)
+    machine = torch.cuda.get_device_name(device) if device == "cuda" else hardware()
+    return {
+        "device": device,
+        "products": {"highest": "float32", "high": "TF32"}[precision] if device == "cuda" else "float32",
+        "hardware": machine,
+        "threads": torch.get_num_threads(),
+        "model": bench.name,
+        "tokens": bench.rows.numel(),
+        "batch_tokens": BATCH,
+        "length": LENGTH,
+        **costs(bench, repeats, seconds),
+        "stages": stages(bench),
+        "agreement": agreement(bench, min(tokens, 8192)),
+        "date": datetime.now(UTC).date().isoformat(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+
+
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    lines = [
+        "## What probing costs",
+        "",
+        "`python benchmarks/probe_cost.py --device DEVICE`. `gram` (second moments, forward passes only) against a"
+        " plain forward pass, and `sensitivity` (prices of every unit, one backward pass, and working them out) against"
+        " a plain forward and backward pass with the weights' gradients, over the same text in the same batches; in"
+        " brackets the lowest and highest repeat. The last columns are the stages that follow, in seconds.",
+        "",
+        "| device, products | model, tokens | gram | sensitivity | solve | reshape |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        machine = row["hardware"] if isinstance(row["hardware"], str) else row["hardware"]["processor"]
+        cells = [f"{machine}, {row['products']}", f"{row['model']}, {row['tokens']}"]
+        for name in PROMISED:
+            found = row["ratios"][name]
+            cells.append(f"{found['median']:.2f} x ({found['low']:.2f} to {found['high']:.2f})")
+        cells += [f"{row['stages'][name]:.1f} s" for name in ("solve", "reshape")]
+        lines.append(f"| {' | '.join(cells)} |")
+    worst = max(value for row in result["rows"] for value in row["agreement"].values())
+    lines += ["", f"Moments and prices are within {worst:.1e} of those of the same model in double precision."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure on one device, keep what others said, print and record."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no further repeat after so many")
+    parser.add_argument("--products", choices=("highest", "high"), default="highest", help="high: TF32")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    tokens = asked.tokens or (32_768 if asked.device == "cuda" else 8_192)
+    new = row(asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile)
+    old = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
+    kept = [r for r in old if (r["device"], r["products"]) != (new["device"], new["products"])]
+    result = {"promised": PROMISED, "rows": sorted([*kept, new], key=lambda r: (r["device"] != "cuda", r["products"]))}
+    write_atomically(asked.out, json.dumps(result, indent=1) + "\n")
+    print(section(result))
+    print(json.dumps({name: new[name] for name in ("ratios", "seconds", "stages", "agreement")}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
