@@ -93,12 +93,12 @@ class Sensitivity:
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, self.bases[layer]
-        z, grad = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (z, grad))  # B G T H/G V
-        a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(3)
+        z, grad = (t.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4) for t in (z, grad))  # B G H/G T V
+        a_BGTC = ((z @ p.unsqueeze(1)) * (grad @ r.unsqueeze(1))).sum(2)
         self.sums[layer].add_tail("v", self._answered(a_BGTC.sum(1), 1))
         self.sums[layer].tokens += a_BGTC.shape[0] * a_BGTC.shape[2]
-        heads = self._answered((z * grad).sum(-1), 2)
-        self.sums[layer].add_cross("heads", heads.permute(1, 3, 0, 2).flatten(2).flatten(0, 1).mT.unsqueeze(0))
+        heads = self._answered((z * grad).sum(-1), 3)
+        self.sums[layer].add_cross("heads", heads.permute(1, 2, 0, 3).flatten(2).flatten(0, 1).mT.unsqueeze(0))
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Parameters get no gradients: activations alone carry them."""
