@@ -20,6 +20,8 @@ class Options:
     lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
     match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
     cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
+    side_by_side: int | None = None  # layers that learn at once, on what refitted and not healed layers put out
+    attention: float | None = None  # weight of the attention's distance from the source's, of layers that learn
     recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
 
     def __post_init__(self) -> None:
