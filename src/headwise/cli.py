@@ -278,7 +278,11 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
     if as_json:
         _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
         return
+    from headwise.report._checked import recovery_in_words
+
     typer.echo(_summary_of(verdict))
+    if gained := recovery_in_words(dossier.healing):
+        typer.echo(f"{gained}, on text that nothing was fitted to")
     typer.echo(f"{out / 'report.html'}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headwise.report import _facts as facts
 from headwise.report import _rivals as rivals
-from headwise.report._checked import damage_marks, loss_curve, pairs_in_words, price_pairs
+from headwise.report._checked import damage_marks, loss_curve, pairs_in_words, price_pairs, recovery_in_words
 from headwise.report._commands import FOLDER, how_to_make, run_command
 from headwise.report._data import (
     UNIT_LABELS,
@@ -205,6 +205,8 @@ def _healing(dossier: Dossier, maps: Maps) -> str:
     words = f"Method: {healing.get('method', 'unknown')}."
     words += f" {number(tokens)} tokens." if tokens is not None else ""
     words += f" {number(seconds)} seconds." if seconds is not None else ""
+    gained = recovery_in_words(healing)
+    words += f" On text that nothing was fitted to: {gained}." if gained else ""
     losses = loss_curve(healing)
     curve = figure("Loss", draw_loss(losses, "loss")) if len(losses) > 1 else ""
     parts = healing_parts(healing)
