@@ -22,6 +22,7 @@ from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
 from headwise.heal import blockwise
 from headwise.heal._job import Job
+from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
 from headwise.probes import gram
 from headwise.registry import find, names
@@ -106,7 +107,10 @@ def test_learning_starts_from_the_refit_and_brings_the_whole_model_nearer_to_its
     errors = [float((logits - want).square().mean()) for logits in got]
     assert errors[1] < errors[0]
     assert [stage["method"] for stage in found[1]["stages"]] == ["refit", "blockwise"]
-    assert [set(record["layers"][0]) for record in found] == [{"attention", "mlp"}, {"attention", "mlp", "stream"}]
+    assert [set(record["layers"][0]) - {"channels"} for record in found] == [
+        {"attention", "mlp"},
+        {"attention", "mlp", "stream"},
+    ]
 
 
 def test_a_layer_that_cannot_get_better_is_left_alone():
@@ -128,6 +132,68 @@ def test_layers_learn_to_stand_in_for_those_that_are_gone(gone):
     _, found = blockwise.heal(job_of(llama, "llama", gone=gone))
     gains = gains_of(found)
     assert len(gains) == 3 - len(gone) and any(gain["error_after"] < gain["error_before"] for gain in gains)
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_layers_learn_side_by_side_as_well_and_however_many_at_once(family, kind, changes):
+    job = job_of(family, kind, changes)
+    models, found = zip(
+        *(blockwise.heal(replace(job, options=Options(steps=12, side_by_side=count))) for count in (1, 3)), strict=True
+    )
+    assert equal(*map(state, models)) and found[0] == found[1], "how many learn at once changes nothing"
+    assert sum(g["error_after"] for g in gains_of(found[0])) < sum(g["error_before"] for g in gains_of(found[0]))
+    assert all(p.grad is None for model in (models[0], job.source) for p in model.parameters())
+
+
+def test_a_layer_that_learns_side_by_side_does_not_see_what_others_learned():
+    job = replace(job_of(llama, "llama"), options=Options(steps=12, side_by_side=1))
+    whole, _ = blockwise.heal(job)
+    first = llama.tailor(job.cut)  # whose second layer will read another stream once the first has learned
+    llama.layers(first)[0].load_state_dict(llama.layers(whole)[0].state_dict())
+    other, _ = blockwise.heal(replace(job, cut=first))
+    one, two, base = (state(llama.layers(model)[1]) for model in (whole, other, job.cut))
+    assert not equal(one, two) and not equal(one, base)
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_attention_is_compared_as_the_model_computes_it(family, kind, changes):
+    job = job_of(family, kind, changes)
+    rows = job.calibration.batches()[0]
+    contexts = family.contexts(job.source, [rows.inputs])[0]
+    stream = family.embed(job.source, rows.inputs)
+    for block, context in zip(family.blocks(job.source), contexts, strict=True):
+        with torch.no_grad():
+            seen = passage(block, stream, context)
+            places = torch.arange(seen.q.shape[2])
+            weights = attention_of(block, seen, context, places).exp()
+            q, k, v = block.heads(stream, context)
+            z = block.attended(q, k, v, context).unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
+            values = v.repeat_interleave(block.attention.attend.num_key_value_groups, dim=1)
+            assert torch.allclose(weights @ values, z, atol=1e-5), "the same weights give the same outputs"
+            stream = seen.out
+
+
+def test_matching_attention_brings_its_weights_nearer():
+    job = job_of(llama, "llama")  # whose second layer has all its heads, with fewer dimensions
+    rows = job.calibration.inputs
+    contexts = llama.contexts(job.source, [rows])[0]
+    places = torch.arange(rows.shape[1])
+
+    def attention(first, second):
+        """Of the second layer, on what a first layer puts out."""
+        stream = first(llama.embed(job.source, rows), contexts[0])
+        return attention_of(second, passage(second, stream, contexts[1]), contexts[1], places)
+
+    def distance(model):
+        with torch.no_grad():
+            want = attention(*llama.blocks(job.source)[:2])
+            return float((want.exp() * (want - attention(llama.blocks(job.cut)[0], llama.blocks(model)[1]))).sum())
+
+    plain, matched = (
+        blockwise.heal(replace(job, options=Options(steps=24, side_by_side=1, attention=weight)))[0]
+        for weight in (None, 1000.0)  # random heads look everywhere alike
+    )
+    assert distance(matched) < min(distance(plain), distance(job.cut))
 
 
 class Killed(Exception):
@@ -158,6 +224,16 @@ def test_work_that_was_killed_goes_on_and_ends_in_the_same_model(tmp_path):
     assert all((tmp_path / name).stat().st_mtime_ns == at for name, at in done.items()), "nothing is done twice"
     other = heal.healed("blockwise", replace(job, folder=tmp_path, options=Options(steps=18)))[0]
     assert not equal(state(other), state(whole)), "work under other settings is not taken for this"
+
+
+def test_work_side_by_side_that_was_killed_goes_on_as_well(tmp_path):
+    job = replace(job_of(llama, "llama"), options=Options(steps=12, side_by_side=2))
+    whole, told = blockwise.heal(job)
+    with pytest.raises(Killed):
+        blockwise.heal(replace(job, folder=tmp_path, track=until(2)))
+    assert {path.name for path in tmp_path.iterdir()} == {"blockwise-1.safetensors", "blockwise-2.safetensors"}
+    resumed, found = blockwise.heal(replace(job, folder=tmp_path))
+    assert equal(state(resumed), state(whole)) and found == told
 
 
 def test_a_damaged_file_is_work_still_to_do(tmp_path):
@@ -201,9 +277,11 @@ def test_the_curve_lands_in_the_folder_and_in_the_report(run, capsys):
     found = json.loads((run / "heal.json").read_text())
     assert found["method"] == "blockwise" and len(found["curve"]) > 2 and len(found["rounds"]) == 1
     assert found["rounds"][0]["method"] == "blockwise", "models are healed between rounds as well"
-    assert set(found["layers"][0]) == {"attention", "mlp", "stream"}
+    assert {"attention", "mlp", "stream"} <= set(found["layers"][0])
+    assert len(found["layers"][0]["stream"]["curve"]) == len(found["curve"]), "every layer's own curve is kept"
+    assert found["rehearsed_before"] > 0
     page = (run / "report.html").read_text()
-    assert "loss while healing" in page and "Method: blockwise" in page
+    assert "loss while healing" in page and "Method: blockwise" in page and "before healing" in page
     assert "--heal blockwise" in page and "--heal-option steps=12" in page, "the command that makes the run again"
     assert not list(run.rglob("*blockwise-*")), "unfinished work is gone once the model is there"
 
