@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_families import attending, random_plan
 from test_pipeline import RUN, call, refused
 
@@ -234,6 +239,51 @@ def test_work_side_by_side_that_was_killed_goes_on_as_well(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"blockwise-1.safetensors", "blockwise-2.safetensors"}
     resumed, found = blockwise.heal(replace(job, folder=tmp_path))
     assert equal(state(resumed), state(whole)) and found == told
+
+
+SHARED = """
+import json, sys, torch
+from pathlib import Path
+from test_heal import Options, blockwise, job_of, llama, replace, state
+from headwise import processes
+from safetensors.torch import save_file
+
+processes.begin("cpu")
+job = replace(job_of(llama, "llama"), options=Options(steps=8, side_by_side=1), folder=Path(sys.argv[1]))
+healed, record = blockwise.heal(job)
+save_file({k: v.contiguous() for k, v in state(healed).items() if k != "lm_head.weight"}, sys.argv[2])
+print(json.dumps(record), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_share_layers_that_learn_side_by_side(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    told |= {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))}
+    files = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED, str(tmp_path / "work"), str(file)],
+            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, file in enumerate(files)
+    ]
+    said = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], [error.decode()[-2000:] for _, error in said]
+    records = [json.loads(out.decode().splitlines()[-1]) for out, _ in said]
+    found = [load_file(file) for file in files]
+    assert equal(*found) and records[0] == records[1], "all have all layers"
+    assert len(list((tmp_path / "work").iterdir())) == 3, "each keeps those that it taught"
+    alone, record = blockwise.heal(replace(job_of(llama, "llama"), options=Options(steps=8, side_by_side=1)))
+    assert all(torch.allclose(state(alone)[name], tensor, atol=1e-4) for name, tensor in found[0].items())
+    assert [g["error_after"] for g in gains_of(record)] == pytest.approx(
+        [g["error_after"] for g in gains_of(records[0])]
+    )
 
 
 def test_a_damaged_file_is_work_still_to_do(tmp_path):

@@ -117,15 +117,16 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Cut a quarter of the embedded model's cache, on the source code of your own standard library."""
+    """Halve the embedded model's cache and heal it, on the source code of your own standard library."""
     from headwise import api
 
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
     small: dict[str, Any] = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0)
+    healing: dict[str, Any] = dict(heal="blockwise", heal_options=("steps=72", "side_by_side=2"))
     with Bars() as track:
-        dossier = api.run("embedded", "kv=75%", out, track=track, **small)
+        dossier = api.run("embedded", "kv=50%", out, track=track, **small, **healing)
     _finish(dossier, out, as_json)
 
 

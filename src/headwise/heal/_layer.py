@@ -16,7 +16,7 @@ from headwise.tasks import Prepared
 
 CHECKS = 5  # on held-out rows, evenly spaced
 MIDDLE = 0.3  # weight of the stream after attention beside that after the layer
-RATE = 0.01  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
+RATE = 0.005  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
 LOWER = 0.3
 LEAST = 1e-6  # gain that is no rounding
 LOWEST = 3e-4  # below it a layer has nothing to learn

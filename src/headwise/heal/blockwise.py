@@ -31,7 +31,7 @@ MEANING = "every layer learns to match its source layer; minutes, no backward pa
 AFTER = "refit"
 TOGETHER = True  # side by side every process keeps its own layers
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy
 PASSES = 4  # over the rows, where no number of steps is given
 HELD = 8  # every so many rows one is for the checks
 
@@ -174,7 +174,8 @@ class _Walk:
         """Chosen rows in batches, before the first layer."""
         job, rows, chosen = self.job, self.job.calibration, chosen.nonzero().flatten()
         some = rows._replace(inputs=rows.inputs[chosen], labels=rows.labels[chosen], truth=None)
-        parts = [part.to(self.healed.device) for part in some.batches(BATCH_TOKENS)]
+        tokens = BATCH_TOKENS.get(self.healed.device.type, 512)
+        parts = [part.to(self.healed.device) for part in some.batches(tokens)]
         contexts = job.family.contexts(job.source, [part.inputs for part in parts])
         embed = job.family.embed
         return [
