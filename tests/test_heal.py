@@ -282,7 +282,7 @@ def test_processes_share_layers_that_learn_side_by_side(tmp_path):
     alone, record = blockwise.heal(replace(job_of(llama, "llama"), options=Options(steps=8, side_by_side=1)))
     assert all(torch.allclose(state(alone)[name], tensor, atol=1e-4) for name, tensor in found[0].items())
     assert [g["error_after"] for g in gains_of(record)] == pytest.approx(
-        [g["error_after"] for g in gains_of(records[0])]
+        [g["error_after"] for g in gains_of(records[0])], rel=1e-4
     )
 
 
