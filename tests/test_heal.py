@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from headwise.families.gpt2 import FAMILY as gpt2
 from headwise.families.llama import FAMILY as llama
 from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
-from headwise.heal import blockwise
+from headwise.heal import blockwise, refit
 from headwise.heal._job import Job
 from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
@@ -83,6 +84,31 @@ def test_a_method_says_what_it_is_and_what_it_starts_from(name):
         assert module.NAME not in seen, "a chain has an end"
         seen.add(module.NAME)
     assert module.NAME == "refit", "prices are measured after a refit, so all that heals begins with one"
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_a_refit_holds_nothing_of_a_layer_that_is_done_but_the_streams(family, kind, changes, monkeypatch):
+    problems, rows = weakref.WeakSet(), []
+
+    class Watched(refit._LeastSquares):
+        def __init__(self, linear):
+            super().__init__(linear)
+            problems.add(self)
+
+    def kept(*args):
+        rows.append(batch := plain(*args))
+        return batch
+
+    def track(items, label):
+        for item in items:
+            assert not problems, "moments go with their layer"
+            assert rows and all(getattr(batch, name) is None for batch in rows for name in worked_on)
+            yield item
+
+    plain, worked_on = refit._Rows, ("source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
+    monkeypatch.setattr(refit, "_LeastSquares", Watched)
+    monkeypatch.setattr(refit, "_Rows", kept)
+    refit.heal(replace(job_of(family, kind, changes), track=track))
 
 
 @pytest.mark.parametrize(("family", "kind", "changes"), MODELS)

@@ -15,7 +15,7 @@ class Options:
     tokens: int | None = None  # that are learned from, of a method that learns; distillation reads the text repeatedly
     steps: int | None = None  # at most, of a block or of the whole model
     rate: float | None = None  # learning rate; None: found by trial
-    batch: int | None = None  # tokens of a step of distillation
+    batch: int | None = None  # tokens of a step
     micro: int | None = None  # tokens that a process computes at once
     lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
     match: float | None = None  # weight of the streams' distance from the source's, beside the answers'

@@ -42,7 +42,7 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     walk = _Walk(job, healed, rows)
     steps = job.options.steps or PASSES * len(walk.seen)
     at_once = job.options.side_by_side
-    asked = json.dumps([steps, job.options.rate, job.seed, bool(at_once), job.options.attention])
+    asked = json.dumps([steps, job.options.rate, job.options.batch, job.seed, bool(at_once), job.options.attention])
     alone = at_once is None and processes.index() > 0  # the same work as the first process's
     shelf = Shelf(None if alone else job.folder, NAME, asked, rows)
     with _frozen(job.source):
@@ -174,7 +174,7 @@ class _Walk:
         """Chosen rows in batches, before the first layer."""
         job, rows, chosen = self.job, self.job.calibration, chosen.nonzero().flatten()
         some = rows._replace(inputs=rows.inputs[chosen], labels=rows.labels[chosen], truth=None)
-        tokens = BATCH_TOKENS.get(self.healed.device.type, 512)
+        tokens = job.options.batch or BATCH_TOKENS.get(self.healed.device.type, 512)
         parts = [part.to(self.healed.device) for part in some.batches(tokens)]
         contexts = job.family.contexts(job.source, [part.inputs for part in parts])
         embed = job.family.embed

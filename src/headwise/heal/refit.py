@@ -256,7 +256,7 @@ class _LayerRefit:
             context = self._context(row)
             row.cut_middle, row.z = self.ours.middle(self.ours.own(row.cut, context), row.z), None
             if last:
-                row.cut = self.ours.joined(row.cut, row.cut_middle, context)
+                row.cut, row.cut_middle = self.ours.joined(row.cut, row.cut_middle, context), None
         return gain
 
     def _inner(self) -> dict[str, float]:
