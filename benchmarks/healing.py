@@ -31,7 +31,7 @@ from headwise.types import VERSION
 METHODS = ["refit", "blockwise", "blockwise side_by_side=2", "blockwise attention=0.1"]  # all but the first after it
 ROUNDS = 3
 ROUNDS_BUDGETS = ("kv=50%", "kv=25%")
-ROUNDS_TOKENS = 12_288
+ROUNDS_TOKENS, ROUNDS_STEPS = 10_240, 36  # of calibration, and per layer
 
 
 def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
@@ -76,7 +76,9 @@ def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
 def measure_rounds(settings: Settings, bench: pipeline.Workbench) -> dict[str, Any]:
     """Blockwise healing after one cut at once, and after each of several cuts with the model probed in between."""
     bench = bench._replace(calibration=bench.calibration[: ROUNDS_TOKENS // bench.calibration.shape[1]])
-    settings = replace(settings, swap_tokens=0, heal="blockwise")
+    options = tuple(option for option in settings.heal_options if not option.startswith("steps="))
+    options = (*options, f"steps={ROUNDS_STEPS}")
+    settings = replace(settings, swap_tokens=0, heal="blockwise", heal_options=options)
     first = pipeline.probe(settings, bench, bench.source, diagnose=False)
     rows: list[dict[str, Any]] = []
     for text in ROUNDS_BUDGETS:
@@ -91,7 +93,7 @@ def measure_rounds(settings: Settings, bench: pipeline.Workbench) -> dict[str, A
             found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation, task=bench.task)
             method = "blockwise, at once" if count == 1 else f"blockwise, {count} rounds"
             rows.append(_row(text, method, found, seconds, []))
-    return {"calibration_tokens": bench.calibration.numel(), "rows": rows}
+    return {"calibration_tokens": bench.calibration.numel(), "steps": ROUNDS_STEPS, "rows": rows}
 
 
 def _row(
@@ -128,7 +130,7 @@ def main() -> None:
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--budget", action="append")
     parser.add_argument("--method", action="append", help=f"of those that heal; {' and '.join(METHODS)} if not given")
-    parser.add_argument("--heal-option", action="append", default=[])
+    parser.add_argument("--heal-option", action="append", help="steps=72, as in the demo, if none is given")
     parser.add_argument("--data")
     parser.add_argument("--tokens", type=int, default=24_576)  # these as in the demo
     parser.add_argument("--eval-tokens", type=int, default=12_288)
@@ -137,7 +139,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     asked = vars(parser.parse_args())
     out, methods = asked.pop("out"), asked.pop("method") or METHODS
-    budgets, options = tuple(asked.pop("budget") or ["kv=50%"]), tuple(asked.pop("heal_option"))
+    budgets, options = tuple(asked.pop("budget") or ["kv=50%"]), tuple(asked.pop("heal_option") or ["steps=72"])
     torch.set_num_threads(1)
     result = measure(Settings(budgets=budgets, heal_options=options, **asked), methods)
     out.parent.mkdir(parents=True, exist_ok=True)
