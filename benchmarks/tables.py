@@ -143,8 +143,8 @@ def healing() -> str:
             cells = f"{row['measured']:.4f} ± {half:.4f} |  | {row['cpu_seconds']:.0f}"
             lines.append(f"| {row['budget']} | {row['method']} | {cells} |")
         notes.append(
-            f"- At once and in rounds: {found['calibration_tokens']:,} calibration tokens, {found['steps']} steps a layer, "
-            "prices as predicted; the seconds of rounds include probing in between."
+            f"- At once and in rounds: {found['calibration_tokens']:,} calibration tokens, {found['steps']} steps a "
+            "layer, prices as predicted; the seconds of rounds include probing in between."
         )
     return "\n".join([*lines, "", *notes])
 
