@@ -274,7 +274,7 @@ def _say(found: Any, as_json: bool) -> None:
 
 
 def _finish(dossier: Any, out: Path, as_json: bool) -> None:
-    """The verdict, for people in three lines or for programs as JSON."""
+    """The verdict, for people in a few lines or for programs as JSON."""
     verdict = dossier.verdict
     if as_json:
         _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
