@@ -3,9 +3,9 @@ last one to give the source's answers.
 
 No gradient crosses a layer: memory is that of a layer, and time that of a few passes over the rows. One after the
 other, a layer reads what the healed layers before it put out, so that it also learns to make up for them; side by
-side, all but the last read what the refitted ones before them put out, so that they do not wait for each other. A layer
-is checked on rows that it does not learn from, goes back to its best state whenever a check finds it worse, and is left
-as it was if nothing found was better.
+side, layers read what the refitted ones before them put out, so that they do not wait for each other. A layer is
+checked on rows that it does not learn from, goes back to its best state whenever a check finds it worse, and is left as
+it was if nothing found was better.
 """
 
 from __future__ import annotations
@@ -64,23 +64,17 @@ def _in_turn(job: Job, walk: _Walk, shelf: Shelf, steps: int) -> list[list[float
 
 
 def _side_by_side(job: Job, walk: _Walk, shelf: Shelf, steps: int, at_once: int) -> list[list[float]]:
-    """Several layers at once in this process, and others in every other, all on what the refitted model puts out.
-
-    Only the last layer waits for the others: the answers depend on what it makes of theirs.
-    """
+    """Several layers at once in this process, and others in every other, all on what the refitted model puts out."""
     errors: list[list[float]] = []
-    last, size = len(walk.ours) - 1, at_once * processes.count()
-    for first in job.track([*range(0, last, size), last], NAME):
+    count, size = len(walk.ours), at_once * processes.count()
+    for first in job.track(range(0, count, size), NAME):
         group = []
-        for index in range(first, min(first + size, max(last, first + 1))):
+        for index in range(first, min(first + size, count)):
             lesson = walk.lesson(index)
             group.append((lesson, shelf.place(lesson.layer), index))
             walk.move_on(index)
-        if first == last:
-            walk.read_again(group[0][0], last)
-        mine = processes.mine(group)
-        with _threads(max(1, min(at_once, len(mine))), walk.healed.device) as pool:
-            own = list(pool.map(lambda task: _learned(job, task[0], task[1], steps, task[2]), mine))
+        with _threads(at_once, walk.healed.device) as pool:
+            own = list(pool.map(lambda task: _learned(job, task[0], task[1], steps, task[2]), processes.mine(group)))
         found = torch.zeros(len(group), CHECKS + 1, dtype=torch.float64)
         found[processes.index() :: processes.count()] = torch.tensor(own, dtype=torch.float64).view(-1, CHECKS + 1)
         errors += processes.total(found).tolist()
@@ -221,14 +215,6 @@ class _Walk:
             part.weights = attention_of(block, found, context, part.queries)
         for index in indices[1:]:
             part.wanted = self.theirs[index](part.wanted, part.contexts[index])
-
-    @torch.no_grad()
-    def read_again(self, lesson: LayerLesson, index: int) -> None:
-        """Let a layer read what the layers before it put out now."""
-        for part in lesson.seen + lesson.checked:
-            part.cut = self.job.family.embed(self.healed, part.rows.inputs)
-            for before in range(index):
-                part.cut = self.ours[before](part.cut, part.contexts[self.kept[before]])
 
     @torch.no_grad()
     def move_on(self, index: int) -> None:
