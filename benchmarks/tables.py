@@ -133,11 +133,20 @@ def healing() -> str:
         lines.append(
             f"| {row['budget']} | {row['method']} | {row['measured']:.4f} ± {half:.4f} | {' | '.join(shares)} |"
         )
-    note = (
+    notes = [
         f"- {result['calibration_tokens']:,} calibration tokens, {result['evaluation_tokens']:,} evaluation tokens, "
         f"{result['hardware']}, {result['date']}; recovered: of the damage before any healing, on held-out text."
-    )
-    return "\n".join([*lines, "", note])
+    ]
+    if found := result.get("rounds"):
+        for row in found["rows"]:
+            half = (row["measured_high"] - row["measured_low"]) / 2
+            cells = f"{row['measured']:.4f} ± {half:.4f} |  | {row['cpu_seconds']:.0f}"
+            lines.append(f"| {row['budget']} | {row['method']} | {cells} |")
+        notes.append(
+            f"- At once and in rounds: {found['calibration_tokens']:,} calibration tokens, {found['steps']} steps a "
+            "layer, prices as predicted; the seconds of rounds include probing in between."
+        )
+    return "\n".join([*lines, "", *notes])
 
 
 def picture() -> str:

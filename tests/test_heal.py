@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import socket
+import subprocess
+import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_families import attending, random_plan
 from test_pipeline import RUN, call, refused
 
@@ -20,8 +26,9 @@ from headwise.families.gpt2 import FAMILY as gpt2
 from headwise.families.llama import FAMILY as llama
 from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
-from headwise.heal import blockwise
+from headwise.heal import blockwise, refit
 from headwise.heal._job import Job
+from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
 from headwise.probes import gram
 from headwise.registry import find, names
@@ -80,6 +87,31 @@ def test_a_method_says_what_it_is_and_what_it_starts_from(name):
 
 
 @pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_a_refit_holds_nothing_of_a_layer_that_is_done_but_the_streams(family, kind, changes, monkeypatch):
+    problems, rows = weakref.WeakSet(), []
+
+    class Watched(refit._LeastSquares):
+        def __init__(self, linear):
+            super().__init__(linear)
+            problems.add(self)
+
+    def kept(*args):
+        rows.append(batch := plain(*args))
+        return batch
+
+    def track(items, label):
+        for item in items:
+            assert not problems, "moments go with their layer"
+            assert rows and all(getattr(batch, name) is None for batch in rows for name in worked_on)
+            yield item
+
+    plain, worked_on = refit._Rows, ("source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
+    monkeypatch.setattr(refit, "_LeastSquares", Watched)
+    monkeypatch.setattr(refit, "_Rows", kept)
+    refit.heal(replace(job_of(family, kind, changes), track=track))
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
 def test_every_layer_gets_better_or_stays_and_the_models_given_are_untouched(family, kind, changes):
     job = job_of(family, kind, changes)
     before = state(job.source), state(job.cut)
@@ -106,7 +138,10 @@ def test_learning_starts_from_the_refit_and_brings_the_whole_model_nearer_to_its
     errors = [float((logits - want).square().mean()) for logits in got]
     assert errors[1] < errors[0]
     assert [stage["method"] for stage in found[1]["stages"]] == ["refit", "blockwise"]
-    assert [set(record["layers"][0]) for record in found] == [{"attention", "mlp"}, {"attention", "mlp", "stream"}]
+    assert [set(record["layers"][0]) - {"channels"} for record in found] == [
+        {"attention", "mlp"},
+        {"attention", "mlp", "stream"},
+    ]
 
 
 def test_a_layer_that_cannot_get_better_is_left_alone():
@@ -128,6 +163,68 @@ def test_layers_learn_to_stand_in_for_those_that_are_gone(gone):
     _, found = blockwise.heal(job_of(llama, "llama", gone=gone))
     gains = gains_of(found)
     assert len(gains) == 3 - len(gone) and any(gain["error_after"] < gain["error_before"] for gain in gains)
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_layers_learn_side_by_side_as_well_and_however_many_at_once(family, kind, changes):
+    job = job_of(family, kind, changes)
+    models, found = zip(
+        *(blockwise.heal(replace(job, options=Options(steps=12, side_by_side=count))) for count in (1, 3)), strict=True
+    )
+    assert equal(*map(state, models)) and found[0] == found[1], "how many learn at once changes nothing"
+    assert sum(g["error_after"] for g in gains_of(found[0])) < sum(g["error_before"] for g in gains_of(found[0]))
+    assert all(p.grad is None for model in (models[0], job.source) for p in model.parameters())
+
+
+def test_a_layer_that_learns_side_by_side_does_not_see_what_others_learned():
+    job = replace(job_of(llama, "llama"), options=Options(steps=12, side_by_side=1))
+    whole, _ = blockwise.heal(job)
+    first = llama.tailor(job.cut)  # whose second layer will read another stream once the first has learned
+    llama.layers(first)[0].load_state_dict(llama.layers(whole)[0].state_dict())
+    other, _ = blockwise.heal(replace(job, cut=first))
+    one, two, base = (state(llama.layers(model)[1]) for model in (whole, other, job.cut))
+    assert not equal(one, two) and not equal(one, base)
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_attention_is_compared_as_the_model_computes_it(family, kind, changes):
+    job = job_of(family, kind, changes)
+    rows = job.calibration.batches()[0]
+    contexts = family.contexts(job.source, [rows.inputs])[0]
+    stream = family.embed(job.source, rows.inputs)
+    for block, context in zip(family.blocks(job.source), contexts, strict=True):
+        with torch.no_grad():
+            seen = passage(block, stream, context)
+            places = torch.arange(seen.q.shape[2])
+            weights = attention_of(block, seen, context, places).exp()
+            q, k, v = block.heads(stream, context)
+            z = block.attended(q, k, v, context).unflatten(-1, (weights.shape[1], -1)).transpose(1, 2)
+            values = v.repeat_interleave(block.attention.attend.num_key_value_groups, dim=1)
+            assert torch.allclose(weights @ values, z, atol=1e-5), "the same weights give the same outputs"
+            stream = seen.out
+
+
+def test_matching_attention_brings_its_weights_nearer():
+    job = job_of(llama, "llama")  # whose second layer has all its heads, with fewer dimensions
+    rows = job.calibration.inputs
+    contexts = llama.contexts(job.source, [rows])[0]
+    places = torch.arange(rows.shape[1])
+
+    def attention(first, second):
+        """Of the second layer, on what a first layer puts out."""
+        stream = first(llama.embed(job.source, rows), contexts[0])
+        return attention_of(second, passage(second, stream, contexts[1]), contexts[1], places)
+
+    def distance(model):
+        with torch.no_grad():
+            want = attention(*llama.blocks(job.source)[:2])
+            return float((want.exp() * (want - attention(llama.blocks(job.cut)[0], llama.blocks(model)[1]))).sum())
+
+    plain, matched = (
+        blockwise.heal(replace(job, options=Options(steps=24, side_by_side=1, attention=weight)))[0]
+        for weight in (None, 1000.0)  # random heads look everywhere alike
+    )
+    assert distance(matched) < min(distance(plain), distance(job.cut))
 
 
 class Killed(Exception):
@@ -158,6 +255,61 @@ def test_work_that_was_killed_goes_on_and_ends_in_the_same_model(tmp_path):
     assert all((tmp_path / name).stat().st_mtime_ns == at for name, at in done.items()), "nothing is done twice"
     other = heal.healed("blockwise", replace(job, folder=tmp_path, options=Options(steps=18)))[0]
     assert not equal(state(other), state(whole)), "work under other settings is not taken for this"
+
+
+def test_work_side_by_side_that_was_killed_goes_on_as_well(tmp_path):
+    job = replace(job_of(llama, "llama"), options=Options(steps=12, side_by_side=2))
+    whole, told = blockwise.heal(job)
+    with pytest.raises(Killed):
+        blockwise.heal(replace(job, folder=tmp_path, track=until(2)))
+    assert {path.name for path in tmp_path.iterdir()} == {"blockwise-1.safetensors", "blockwise-2.safetensors"}
+    resumed, found = blockwise.heal(replace(job, folder=tmp_path))
+    assert equal(state(resumed), state(whole)) and found == told
+
+
+SHARED = """
+import json, sys, torch
+from pathlib import Path
+from test_heal import Options, blockwise, job_of, llama, replace, state
+from headwise import processes
+from safetensors.torch import save_file
+
+processes.begin("cpu")
+job = replace(job_of(llama, "llama"), options=Options(steps=8, side_by_side=1), folder=Path(sys.argv[1]))
+healed, record = blockwise.heal(job)
+save_file({k: v.contiguous() for k, v in state(healed).items() if k != "lm_head.weight"}, sys.argv[2])
+print(json.dumps(record), flush=True)
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_processes_share_layers_that_learn_side_by_side(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    told |= {"PYTHONPATH": os.pathsep.join((str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")))}
+    files = [tmp_path / f"{rank}.safetensors" for rank in range(2)]
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-c", SHARED, str(tmp_path / "work"), str(file)],
+            env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, file in enumerate(files)
+    ]
+    said = [worker.communicate(timeout=300) for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], [error.decode()[-2000:] for _, error in said]
+    records = [json.loads(out.decode().splitlines()[-1]) for out, _ in said]
+    found = [load_file(file) for file in files]
+    assert equal(*found) and records[0] == records[1], "all have all layers"
+    assert len(list((tmp_path / "work").iterdir())) == 3, "each keeps those that it taught"
+    alone, record = blockwise.heal(replace(job_of(llama, "llama"), options=Options(steps=8, side_by_side=1)))
+    assert all(torch.allclose(state(alone)[name], tensor, atol=1e-4) for name, tensor in found[0].items())
+    assert [g["error_after"] for g in gains_of(record)] == pytest.approx(
+        [g["error_after"] for g in gains_of(records[0])], rel=1e-4
+    )
 
 
 def test_a_damaged_file_is_work_still_to_do(tmp_path):
@@ -201,9 +353,11 @@ def test_the_curve_lands_in_the_folder_and_in_the_report(run, capsys):
     found = json.loads((run / "heal.json").read_text())
     assert found["method"] == "blockwise" and len(found["curve"]) > 2 and len(found["rounds"]) == 1
     assert found["rounds"][0]["method"] == "blockwise", "models are healed between rounds as well"
-    assert set(found["layers"][0]) == {"attention", "mlp", "stream"}
+    assert {"attention", "mlp", "stream"} <= set(found["layers"][0])
+    assert len(found["layers"][0]["stream"]["curve"]) == len(found["curve"]), "every layer's own curve is kept"
+    assert found["rehearsed_before"] > 0
     page = (run / "report.html").read_text()
-    assert "loss while healing" in page and "Method: blockwise" in page
+    assert "loss while healing" in page and "Method: blockwise" in page and "before healing" in page
     assert "--heal blockwise" in page and "--heal-option steps=12" in page, "the command that makes the run again"
     assert not list(run.rglob("*blockwise-*")), "unfinished work is gone once the model is there"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -195,6 +196,13 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
     page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
     check_page(page)
     assert "loss while healing" in page
+
+
+@pytest.mark.parametrize("values", [[1e300, 1e300], [1e17, 1e17, 1e17], [-1.7e308, 1.7e308], [0.0, 0.0]], ids=str)
+def test_a_loss_curve_may_be_flat_or_huge(values: list[float]) -> None:
+    drawn = draw_loss([(float(step), value) for step, value in enumerate(values)], "loss")
+    points = re.search(r'd="M([^"]+)"|points="([^"]+)"', drawn)
+    assert points and not re.search("nan|inf", drawn), "a line is drawn, at coordinates"
 
 
 def test_conditioning_has_its_own_question() -> None:

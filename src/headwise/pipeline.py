@@ -191,14 +191,19 @@ def fit(
             moments = blind_moments(bench.family, model)
         model = reshape(bench.family, model, step, moments)
         if settings.heal != "none":
-            work = folder and folder.round(number).healing
+            work, before = folder and folder.round(number).healing, _rehearsed(settings, bench, model)
             model, healing = heal.healed(settings.heal, bench.job(settings, model, track, work))
-            healings.append(healing)
+            healings.append({**healing, "rehearsed_before": before})
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    rehearsal = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
-    return Fitted(model, total, healings, rehearsal.expected_damage())
+    return Fitted(model, total, healings, _rehearsed(settings, bench, model))
+
+
+def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> float:
+    """Damage to expect of a model, from text of the calibration's kind that nothing was fitted to."""
+    found = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
+    return found.expected_damage()
 
 
 def _allocated(

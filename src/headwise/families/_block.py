@@ -85,9 +85,13 @@ class Block:
         middle = self.middle(own, self.attended(*self.heads(stream, context), context))
         return self.joined(stream, self.end(middle, self.channels(own, middle)) if self.down else middle, context)
 
+    def mlp_input(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
+        """What the MLP reads, for the streams before the layer and after attention."""
+        return _maybe(self.mlp_norm, start if self.parallel else middle)
+
     def channels(self, start: torch.Tensor, middle: torch.Tensor) -> torch.Tensor:
         """The MLP's channels, for the streams before the layer and after attention."""
-        x = _maybe(self.mlp_norm, start if self.parallel else middle)
+        x = self.mlp_input(start, middle)
         hidden: torch.Tensor = self.activation(self.inner[0](x))
         return _maybe(self.channel_norm, hidden * self.inner[1](x) if len(self.inner) > 1 else hidden)
 

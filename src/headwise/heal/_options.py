@@ -15,11 +15,13 @@ class Options:
     tokens: int | None = None  # that are learned from, of a method that learns; distillation reads the text repeatedly
     steps: int | None = None  # at most, of a block or of the whole model
     rate: float | None = None  # learning rate; None: found by trial
-    batch: int | None = None  # tokens of a step of distillation
+    batch: int | None = None  # tokens of a step
     micro: int | None = None  # tokens that a process computes at once
     lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
     match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
     cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
+    side_by_side: int | None = None  # layers that learn at once, on what refitted and not healed layers put out
+    attention: float | None = None  # weight of the attention's distance from the source's, of layers that learn
     recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
     truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
     embeddings: int | None = None  # 1: embeddings and head learn too

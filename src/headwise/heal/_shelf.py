@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,9 +15,37 @@ from torch import nn
 from headwise.types import write_atomically
 
 
+class Place(NamedTuple):
+    """Where one layer that was worked on is kept, and the mark that its file must bear."""
+
+    path: Path | None
+    mark: str
+
+    def fetch(self, layer: nn.Module) -> dict[str, Any] | None:
+        """Give a layer the weights it was left with, and return what was noted then; None if the work is to do."""
+        if self.path is None:
+            return None
+        try:
+            with safe_open(self.path, "pt") as file:
+                noted = file.metadata() or {}
+            if noted.get("mark") != self.mark:
+                return None
+            layer.load_state_dict(load_file(self.path))
+        except (OSError, SafetensorError):  # not there, or no file of ours
+            return None
+        found: dict[str, Any] = json.loads(noted["found"])
+        return found
+
+    def put(self, layer: nn.Module, found: dict[str, Any]) -> None:
+        """Keep a layer that is done, and what is to be known about it."""
+        if self.path is not None:
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layer.state_dict().items()}
+            write_atomically(self.path, save(tensors, {"mark": self.mark, "found": json.dumps(found)}))
+
+
 class Shelf:
-    """Layers that were worked on, in order. A file counts only for the same work on the same weights after the same
-    pieces: its mark is drawn from all of these.
+    """Places for layers, in order. A file counts only for the same work on the same weights after the same pieces: its
+    mark is drawn from all of these.
     """
 
     def __init__(self, folder: Path | None, name: str, asked: str, rows: torch.Tensor) -> None:
@@ -26,34 +54,11 @@ class Shelf:
         if folder is not None:
             self.mark.update(rows.cpu().contiguous().numpy().tobytes())
 
-    def _file(self) -> Path | None:
-        return None if self.folder is None else self.folder / f"{self.name}-{self.number}.safetensors"
-
-    def fetch(self, layer: nn.Module) -> dict[str, Any] | None:
-        """Give a layer the weights it was left with, and return what was noted then; None if the work is still to do.
-
-        Begins the next piece.
-        """
+    def place(self, layer: nn.Module) -> Place:
+        """The place of the next layer, as it is before the work."""
         self.number += 1
-        path = self._file()
-        if path is None:
-            return None
+        if self.folder is None:
+            return Place(None, "")
         for name, tensor in layer.state_dict().items():
             self.mark.update(name.encode() + tensor.detach().cpu().contiguous().numpy().tobytes())
-        try:
-            with safe_open(path, "pt") as file:
-                noted = file.metadata() or {}
-            if noted.get("mark") != self.mark.hexdigest():
-                return None
-            layer.load_state_dict(load_file(path))
-        except (OSError, SafetensorError):  # not there, or no file of ours
-            return None
-        found: dict[str, Any] = json.loads(noted["found"])
-        return found
-
-    def put(self, layer: nn.Module, found: dict[str, Any]) -> None:
-        """Keep a layer that is done, and what is to be known about it."""
-        path = self._file()
-        if path is not None:
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in layer.state_dict().items()}
-            write_atomically(path, save(tensors, {"mark": self.mark.hexdigest(), "found": json.dumps(found)}))
+        return Place(self.folder / f"{self.name}-{self.number}.safetensors", self.mark.hexdigest())

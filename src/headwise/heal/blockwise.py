@@ -1,87 +1,146 @@
 """Blockwise: every layer learns by gradient to leave behind the residual stream that its source layer leaves, and the
 last one to give the source's answers.
 
-Layers learn one after the other, and no gradient crosses one: memory is that of a layer, and time that of a few passes
-over the rows. A layer reads what the healed layers before it put out, so that it also learns to make up for them;
-mixing in what the source's layers put out did not help the answers. It is checked on rows that it does not learn from,
-goes back to its best state whenever a check finds it worse, and is left as it was if nothing found was better.
+No gradient crosses a layer: memory is that of a layer, and time that of a few passes over the rows. One after the
+other, a layer reads what the healed layers before it put out, so that it also learns to make up for them; side by
+side, layers read what the refitted ones before them put out, so that they do not wait for each other. A layer is
+checked on rows that it does not learn from, goes back to its best state whenever a check finds it worse, and is left as
+it was if nothing found was better.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import count_tokens, mean_length
-from headwise.families import Block
 from headwise.heal._job import Job, origins
-from headwise.heal._shelf import Shelf
-from headwise.tasks import Prepared
+from headwise.heal._layer import CHECKS, LEAST, QUERIES, RATE, AnswerLesson, LayerLesson, Part, attention_of, passage
+from headwise.heal._shelf import Place, Shelf
 
 NAME = "blockwise"
 MEANING = "every layer learns to match its source layer; minutes, no backward pass through the whole model"
 AFTER = "refit"
+TOGETHER = True  # side by side every process keeps its own layers
 
-BATCH_TOKENS = 2048
+BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy
 PASSES = 4  # over the rows, where no number of steps is given
-CHECKS = 5  # on held-out rows, evenly spaced
 HELD = 8  # every so many rows one is for the checks
-MIDDLE = 0.3  # weight of the stream after attention beside that after the layer
-RATE = 0.01  # of a tensor's mean size per step, at most; lowered whenever a check finds the layer worse
-LOWER = 0.3
-LEAST = 1e-6  # gain that is no rounding
-LOWEST = 3e-4  # below it a layer has nothing to learn
-
-
-@dataclass(slots=True)
-class _Part:
-    """Some rows of one length between two layers: the streams of both models, and what the next layer should make."""
-
-    rows: Prepared
-    source: torch.Tensor
-    cut: torch.Tensor
-    contexts: list[dict[str, Any]]  # of the source's layers
-    wanted: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    middle: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # wanted after attention
 
 
 def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     """A copy of the cut model whose layers have learned, and what every one gained on rows it did not learn from."""
-    healed = job.family.tailor(job.cut)
-    rows = _chosen(job)
-    held = torch.arange(len(rows)) % HELD == HELD - 1
-    halves = (~held, held) if held.any() else (~held, ~held)  # too few to hold any out
-    seen, checked = (_parts(job, healed, half) for half in halves)
-    ours, theirs, kept = job.family.blocks(healed), job.family.blocks(job.source), origins(job.source, healed)
-    steps = job.options.steps or PASSES * len(seen)
-    shelf = Shelf(job.folder, NAME, json.dumps([steps, job.options.rate, job.seed]), rows)
-    _lost(theirs, range(kept[0]), seen + checked)
-    errors: list[list[float]] = []
-    for index in job.track(range(len(ours)), NAME):
-        end = kept[index + 1] if index + 1 < len(kept) else len(theirs)
-        _look_ahead(theirs, range(kept[index], end), seen + checked)
-        layer = job.family.layers(healed)[index]
-        lesson = _Lesson(layer, ours[index], kept[index], seen, checked)
-        if index == len(ours) - 1:
-            lesson = _LastLesson(job, lesson)
-        found = shelf.fetch(layer)
-        if found is None:
-            found = {"errors": lesson.learn(steps, job.options.rate or RATE, job.seed + index)}
-            shelf.put(layer, found)
-        errors.append(found["errors"])
-        _move_on(ours[index], kept[index], seen + checked)
+    healed, rows = job.family.tailor(job.cut), _chosen(job)
+    walk = _Walk(job, healed, rows)
+    steps = job.options.steps or PASSES * len(walk.seen)
+    at_once = job.options.side_by_side
+    asked = json.dumps([steps, job.options.rate, job.options.batch, job.seed, bool(at_once), job.options.attention])
+    alone = at_once is None and processes.index() > 0  # the same work as the first process's
+    shelf = Shelf(None if alone else job.folder, NAME, asked, rows)
+    with _frozen(job.source):
+        if at_once is None:
+            errors = _in_turn(job, walk, shelf, steps)
+        else:
+            errors = _side_by_side(job, walk, shelf, steps, at_once)
     return healed, {"tokens": count_tokens(rows, job.task.row_tokens), **_told(errors, steps)}
 
 
+def _in_turn(job: Job, walk: _Walk, shelf: Shelf, steps: int) -> list[list[float]]:
+    """Layer after layer, each on what the healed ones before it put out."""
+    errors = []
+    for index in job.track(range(len(walk.ours)), NAME):
+        lesson = walk.lesson(index)
+        errors.append(_learned(job, lesson, shelf.place(lesson.layer), steps, index))
+        walk.move_on(index)
+    return errors
+
+
+def _side_by_side(job: Job, walk: _Walk, shelf: Shelf, steps: int, at_once: int) -> list[list[float]]:
+    """Several layers at once in this process, and others in every other, all on what the refitted model puts out."""
+    errors: list[list[float]] = []
+    count, size = len(walk.ours), at_once * processes.count()
+    for first in job.track(range(0, count, size), NAME):
+        group = []
+        for index in range(first, min(first + size, count)):
+            lesson = walk.lesson(index)
+            group.append((lesson, shelf.place(lesson.layer), index))
+            walk.move_on(index)
+        with _threads(at_once, walk.healed.device) as pool:
+            own = list(pool.map(lambda task: _learned(job, task[0], task[1], steps, task[2]), processes.mine(group)))
+        found = torch.zeros(len(group), CHECKS + 1, dtype=torch.float64)
+        found[processes.index() :: processes.count()] = torch.tensor(own, dtype=torch.float64).view(-1, CHECKS + 1)
+        errors += processes.total(found).tolist()
+        for number, (lesson, _, _) in enumerate(group):
+            _share(lesson.layer, number % processes.count())
+    return errors
+
+
+def _learned(job: Job, lesson: LayerLesson, place: Place, steps: int, index: int) -> list[float]:
+    """The errors of a layer that has learned, now or before a kill."""
+    found = place.fetch(lesson.layer)
+    if found is None:
+        found = {"errors": lesson.learn(steps, job.options.rate or RATE, job.seed + index)}
+        place.put(lesson.layer, found)
+    errors: list[float] = found["errors"]
+    return errors
+
+
+@torch.no_grad()
+def _share(layer: nn.Module, owner: int) -> None:
+    """Give all processes the layer that one of them taught."""
+    if processes.count() > 1:
+        for weight in layer.parameters():
+            weight.copy_(processes.total(weight if processes.index() == owner else torch.zeros_like(weight)))
+
+
+@contextmanager
+def _threads(count: int, device: torch.device) -> Iterator[ThreadPoolExecutor]:
+    """Threads that share the cores that torch may use."""
+    cores = torch.get_num_threads()
+
+    def begin() -> None:
+        torch.set_num_threads(max(1, cores // count))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    try:
+        with ThreadPoolExecutor(count, initializer=begin) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(cores)
+
+
+@contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """No gradients for a model's own weights, while others learn from it."""
+    asked = [p for p in model.parameters() if p.requires_grad]
+    for parameter in asked:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
 def _told(errors: list[list[float]], steps: int) -> dict[str, Any]:
-    """Gains per layer, and at every check the mean of what is left of their errors, those before being 1."""
+    """Gains and curves per layer, and at every check the mean of what is left of their errors, those before being 1."""
     layers = [
-        {"answers" if found is errors[-1] else "stream": {"error_before": found[0], "error_after": found[-1]}}
+        {
+            AnswerLesson.name if found is errors[-1] else LayerLesson.name: {
+                "error_before": found[0],
+                "error_after": found[-1],
+                "curve": found,
+            }
+        }
         for found in errors
     ]
     marks = [round(steps * check / CHECKS) for check in range(CHECKS + 1)]
@@ -98,165 +157,68 @@ def _chosen(job: Job) -> torch.Tensor:
     return rows[: max(1, job.options.tokens // mean_length(rows, job.task.row_tokens))]
 
 
-@torch.no_grad()
-def _parts(job: Job, healed: nn.Module, chosen: torch.Tensor) -> list[_Part]:
-    """Chosen rows in batches, before the first layer."""
-    rows, chosen = job.calibration, chosen.nonzero().flatten()
-    some = rows._replace(inputs=rows.inputs[chosen], labels=rows.labels[chosen], truth=None)
-    parts = [part.to(healed.device) for part in some.batches(BATCH_TOKENS)]
-    contexts = job.family.contexts(job.source, [part.inputs for part in parts])
-    embed = job.family.embed
-    return [
-        _Part(part, embed(job.source, part.inputs), embed(healed, part.inputs), context)
-        for part, context in zip(parts, contexts, strict=True)
-    ]
+class _Walk:
+    """Both models' streams, brought from layer to layer."""
 
+    def __init__(self, job: Job, healed: nn.Module, rows: torch.Tensor) -> None:
+        self.job, self.healed = job, healed
+        held = torch.arange(len(rows)) % HELD == HELD - 1
+        halves = (~held, held) if held.any() else (~held, ~held)  # too few to hold any out
+        self.seen, self.checked = (self._parts(half) for half in halves)
+        self.ours, self.theirs = job.family.blocks(healed), job.family.blocks(job.source)
+        self.kept = origins(job.source, healed)
+        self._past_lost(range(self.kept[0]))
 
-@torch.no_grad()
-def _lost(theirs: list[Block], indices: Sequence[int], parts: list[_Part]) -> None:
-    """Bring the source's streams past layers that the cut model does not have."""
-    for part in parts:
-        for index in indices:
-            part.source = theirs[index](part.source, part.contexts[index])
+    @torch.no_grad()
+    def _parts(self, chosen: torch.Tensor) -> list[Part]:
+        """Chosen rows in batches, before the first layer."""
+        job, rows, chosen = self.job, self.job.calibration, chosen.nonzero().flatten()
+        some = rows._replace(inputs=rows.inputs[chosen], labels=rows.labels[chosen], truth=None)
+        tokens = job.options.batch or BATCH_TOKENS.get(self.healed.device.type, 512)
+        parts = [part.to(self.healed.device) for part in some.batches(tokens)]
+        contexts = job.family.contexts(job.source, [part.inputs for part in parts])
+        embed = job.family.embed
+        return [
+            Part(part, embed(job.source, part.inputs), embed(self.healed, part.inputs), context)
+            for part, context in zip(parts, contexts, strict=True)
+        ]
 
+    @torch.no_grad()
+    def _past_lost(self, indices: Sequence[int]) -> None:
+        """Bring the source's streams past layers that the cut model does not have."""
+        for part in self.seen + self.checked:
+            for index in indices:
+                part.source = self.theirs[index](part.source, part.contexts[index])
 
-@torch.no_grad()
-def _look_ahead(theirs: list[Block], indices: Sequence[int], parts: list[_Part]) -> None:
-    """What the source makes of its streams in a layer, and in those lost behind it."""
-    for part in parts:
-        part.middle, part.wanted = _through(theirs[indices[0]], part.source, part.contexts[indices[0]])
+    def lesson(self, index: int) -> LayerLesson:
+        """What a layer has to learn, with parts of its own: the walk goes on without them."""
+        kept = self.kept[index]
+        end = self.kept[index + 1] if index + 1 < len(self.kept) else len(self.theirs)
+        weight = self.job.options.attention or 0.0
+        same = self.ours[index].attention.query_heads == self.theirs[kept].attention.query_heads
+        for number, part in enumerate(self.seen + self.checked):
+            self._look_ahead(part, range(kept, end), number if weight and same else None)
+        layer = self.job.family.layers(self.healed)[index]
+        seen, checked = ([replace(part) for part in parts] for parts in (self.seen, self.checked))
+        lesson = LayerLesson(layer, self.ours[index], kept, seen, checked, weight)
+        return AnswerLesson(self.job, lesson) if index == len(self.ours) - 1 else lesson
+
+    @torch.no_grad()
+    def _look_ahead(self, part: Part, indices: range, number: int | None) -> None:
+        """What the source makes of its stream in a layer, and in those lost behind it."""
+        block, context = self.theirs[indices[0]], part.contexts[indices[0]]
+        found = passage(block, part.source, context)
+        part.middle, part.wanted, part.weights = found.middle, found.out, None
+        if number is not None:
+            draw = torch.Generator().manual_seed(self.job.seed + number)
+            part.queries = torch.randperm(found.q.shape[2], generator=draw)[:QUERIES].sort().values.to(found.q.device)
+            part.weights = attention_of(block, found, context, part.queries)
         for index in indices[1:]:
-            part.wanted = theirs[index](part.wanted, part.contexts[index])
-
-
-def _through(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """A layer's own tokens after attention, and the stream after the layer."""
-    own = block.own(stream, context)
-    middle = block.middle(own, block.attended(*block.heads(stream, context), context))
-    end = block.end(middle, block.channels(own, middle)) if block.down else middle
-    return middle, block.joined(stream, end, context)
-
-
-@torch.no_grad()
-def _move_on(block: Block, index: int, parts: list[_Part]) -> None:
-    """Bring both streams past a layer."""
-    for part in parts:
-        part.cut = block(part.cut, part.contexts[index])
-        part.source = part.wanted
-
-
-class _Lesson:
-    """One layer that learns, which was number `index` of the source's."""
-
-    aside = MIDDLE
-
-    def __init__(self, layer: nn.Module, block: Block, index: int, seen: list[_Part], checked: list[_Part]) -> None:
-        self.layer, self.block, self.index, self.seen, self.checked = layer, block, index, seen, checked
-        self.power = self._mean(lambda part: (part.wanted - part.source).square())
-
-    def _mean(self, of: Any) -> float:
-        """Mean over all held-out places."""
-        found = [(float(values.double().sum()), values.numel()) for values in map(of, self.checked)]
-        return max(0.0, sum(total for total, _ in found) / max(1, sum(count for _, count in found)))
-
-    def distance(self, part: _Part, out: torch.Tensor) -> torch.Tensor:
-        """Squared, to the source's stream, relative to what the source's layer changes."""
-        return (out - part.wanted).square() / max(self.power, 1e-30)
+            part.wanted = self.theirs[index](part.wanted, part.contexts[index])
 
     @torch.no_grad()
-    def error(self) -> float:
-        """On the held-out rows, as the layer will read them."""
-        return self._mean(lambda part: self.distance(part, self.block(part.cut, part.contexts[self.index])))
-
-    def _loss(self, part: _Part) -> torch.Tensor:
-        """What is made less."""
-        middle, out = _through(self.block, part.cut, part.contexts[self.index])
-        aside = (middle - part.middle).square().mean() / max(self.power, 1e-30)
-        return self.distance(part, out).mean() + self.aside * aside
-
-    def learn(self, steps: int, rate: float, seed: int) -> list[float]:
-        """Train the layer in place; returns the least error found until each check. Ends in the best state."""
-        state = _State(self.layer)
-        errors, draw = [self.error()], torch.Generator().manual_seed(seed)
-        marks = [round(steps * check / CHECKS) for check in range(CHECKS + 1)]
-        optimiser = state.optimiser()
-        try:
-            for first, last in zip(marks, marks[1:], strict=False):
-                if rate >= LOWEST:
-                    self._train(optimiser, range(first, last), steps, rate, draw)
-                    found = self.error()
-                    if found < errors[-1] - LEAST:
-                        state.keep()
-                        errors.append(found)
-                        continue
-                    state.restore()
-                    rate, optimiser = rate * LOWER, state.optimiser()
-                errors.append(errors[-1])
-        finally:
-            state.restore()
-            state.close()
-        return errors
-
-    def _train(
-        self, optimiser: torch.optim.Optimizer, numbers: range, steps: int, rate: float, draw: torch.Generator
-    ) -> None:
-        """Some steps, at a rate that rises within each stretch and falls over all of them."""
-        for number in numbers:
-            part = self.seen[int(torch.randint(len(self.seen), (), generator=draw))]
-            rise = min(1.0, (number - numbers.start + 1) / 4)
-            for group in optimiser.param_groups:
-                group["lr"] = rate * rise * (1 - number / steps) * group["size"]
-            optimiser.zero_grad()
-            self._loss(part).backward()
-            optimiser.step()
-
-
-class _LastLesson(_Lesson):
-    """The last layer, which learns to give the source's answers: what its task measures damage in."""
-
-    aside = 0.0
-
-    def __init__(self, job: Job, lesson: _Lesson) -> None:
-        super().__init__(lesson.layer, lesson.block, lesson.index, lesson.seen, lesson.checked)
-        self.job = job
-
-    def distance(self, part: _Part, out: torch.Tensor) -> torch.Tensor:
-        """Divergence of the answers, per row."""
-        task, family, source = self.job.task, self.job.family, self.job.source
-        with torch.no_grad():
-            wanted = task.outputs_from(family, source, part.wanted, part.rows)
-        return task.divergence(wanted, task.outputs_from(family, source, out, part.rows))
-
-
-class _State:
-    """The weights of a layer that learn, and the best that they have been."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-        self.weights = [p for p in layer.parameters() if p.is_floating_point()]
-        self.asked = [p.requires_grad for p in self.weights]
-        for weight in self.weights:
-            weight.requires_grad_(True)
-        self.keep()
-
-    def optimiser(self) -> torch.optim.Optimizer:
-        """Adam, with steps in proportion to the size of what moves: its first steps are of full length."""
-        sizes = [float(weight.detach().square().mean().sqrt()) for weight in self.weights]
-        groups = [{"params": [w], "size": s} for w, s in zip(self.weights, sizes, strict=True)]
-        return torch.optim.Adam(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-12)
-
-    def keep(self) -> None:
-        """What the weights are now is the best."""
-        self.best = [weight.detach().clone() for weight in self.weights]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Go back to the best."""
-        for weight, best in zip(self.weights, self.best, strict=True):
-            weight.copy_(best)
-
-    def close(self) -> None:
-        """Leave the layer as it was, but for what it learned."""
-        for weight, asked in zip(self.weights, self.asked, strict=True):
-            weight.requires_grad_(asked)
-            weight.grad = None
+    def move_on(self, index: int) -> None:
+        """Bring both streams past a layer."""
+        for part in self.seen + self.checked:
+            part.cut = self.ours[index](part.cut, part.contexts[self.kept[index]])
+            part.source = part.wanted

@@ -2,7 +2,10 @@
 
 At every layer least-squares problems are solved from moments of the cut model's own activations: the projections of
 queries and keys, so that logits come out as the source's; the value directions and the output projection, so that the
-residual stream after attention does; and the down projection, so that the stream after the MLP does.
+residual stream after attention does; the MLP's first projections, so that its channels do; and the down projection, so
+that the stream after the MLP does. Nothing of a layer but the streams behind it is held when the next one is solved.
+Scales of the MLP's norm and the projections before rotary positions, solved in the same way, gained nothing on held-out
+text.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ class _Rows:
     contexts: list[dict[str, Any]]  # of the source's layers
     source_z: torch.Tensor | None = None  # what the heads of the layer put out, while it is worked on
     z: torch.Tensor | None = None
-    source_middle: torch.Tensor | None = None  # the layer's own tokens after its attention, while its MLP is worked on
+    source_middle: torch.Tensor | None = None  # the layer's own tokens after its attention
+    source_end: torch.Tensor | None = None  # and after its MLP, where that is known beforehand
     cut_middle: torch.Tensor | None = None
     channels: torch.Tensor | None = None  # of the cut model's MLP
 
@@ -72,7 +76,7 @@ def refit(
         worker = LayerRefit(ours[index], theirs, kept[index], rows, strength)
         worker.queries_and_keys()
         worker.values()
-        gains.append(worker.output_and_down(lost))
+        gains.append(worker.output_and_down(lost, inner=True))
     return healed, {"method": NAME, "tokens": places(tokens, image), "strength": strength, "layers": gains}
 
 
@@ -85,7 +89,7 @@ class LayerHealer:
     def __init__(self, family: Family, model: nn.Module, tokens: torch.Tensor, strength: float = 1e-2) -> None:
         self.family, self.strength = family, strength
         self.whole = family.blocks(model)
-        self.known: tuple[int, list[torch.Tensor]] = (-1, [])  # what the heads of one whole layer put out
+        self.known: tuple[int, list[tuple[torch.Tensor, ...]]] = (-1, [])  # what one whole layer computes
         row = family.row_tokens(model.config, tokens)
         parts = [part.to(model.device) for part in batches(tokens, row=row)]
         self.contexts = family.contexts(model, parts)
@@ -101,14 +105,24 @@ class LayerHealer:
     def heal(self, index: int, layer: nn.Module) -> nn.Module:
         """The layer with values, output and down projection refitted; changes and returns `layer`."""
         if index != self.known[0]:  # several options of a layer are tried in turn
-            block, pairs = self.whole[index], zip(self.streams[index], self.contexts, strict=True)
-            self.known = (index, [block.attended(*block.heads(s, c[index]), c[index]) for s, c in pairs])
+            pairs = zip(self.streams[index], self.contexts, strict=True)
+            self.known = (index, [self._computed(index, stream, contexts[index]) for stream, contexts in pairs])
         found = zip(self.streams[index], self.contexts, self.known[1], strict=True)
-        rows = [_Rows(stream, stream, contexts, z) for stream, contexts, z in found]
+        rows = [
+            _Rows(stream, stream, contexts, z, source_middle=middle, source_end=end[0] if end else None)
+            for stream, contexts, (z, middle, *end) in found
+        ]
         worker = LayerRefit(self.family.block(layer), self.whole, index, rows, self.strength)
         worker.values()
         worker.output_and_down()
         return layer
+
+    def _computed(self, index: int, stream: torch.Tensor, context: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+        """What a whole layer's heads put out, and its own tokens after attention and, where it has one, the MLP."""
+        block = self.whole[index]
+        own, z = block.own(stream, context), block.attended(*block.heads(stream, context), context)
+        middle = block.middle(own, z)
+        return (z, middle, block.end(middle, block.channels(own, middle))) if block.down else (z, middle)
 
 
 class LayerRefit:
@@ -130,14 +144,23 @@ class LayerRefit:
             row.source_z = self._outputs(self.theirs, row.source, self._context(row))
         return row.source_z
 
+    def _source_middle(self, row: _Rows) -> torch.Tensor:
+        """The source's own tokens after attention, worked out once."""
+        if row.source_middle is None:
+            own = self.theirs.own(row.source, self._context(row))
+            row.source_middle = self.theirs.middle(own, self._source_z(row))
+        return row.source_middle
+
     def _wanted(self, row: _Rows) -> torch.Tensor:
         """What the output projection should give: the source's sum, or its own output where a norm follows it."""
-        z = self._source_z(row)
-        given: torch.Tensor = self.theirs.output(z)
-        source, cut = (self.theirs.own(stream, self._context(row)) for stream in (row.source, row.cut))
-        if self.theirs.by_channel:
-            return _before(self.ours.attention_scale, self.theirs.middle(source, z) - cut)
-        return given if self.theirs.attention_scale is not None else source + given - cut
+        theirs = self.theirs
+        source, cut = (theirs.own(stream, self._context(row)) for stream in (row.source, row.cut))
+        if theirs.by_channel:
+            return _before(self.ours.attention_scale, self._source_middle(row) - cut)
+        if theirs.attention_scale is None and theirs.attention_end is None:
+            return self._source_middle(row) - cut
+        given: torch.Tensor = theirs.output(self._source_z(row))
+        return given if theirs.attention_scale is not None else source + given - cut
 
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
@@ -194,11 +217,17 @@ class LayerRefit:
             z = row.z.unflatten(-1, (heads, width)).transpose(-3, -2)
             row.z = (z @ p_head.to(z)).transpose(-3, -2).flatten(-2)
 
-    def output_and_down(self, lost: Sequence[int] = ()) -> dict[str, dict[str, float]]:
-        """Both refits that a residual stream wants, and what they gained; `lost` layers of the source lay behind."""
+    def output_and_down(self, lost: Sequence[int] = (), inner: bool = False) -> dict[str, dict[str, float]]:
+        """The refits that a residual stream wants, and what they gained; `lost` layers of the source lay behind.
+
+        `inner` also refits what comes before the MLP's channels, which a layer among whole ones hardly needs.
+        """
         if self.ours.down is None:
             return {"attention": self._output(lost, last=True)}
-        return {"attention": self._output(), "mlp": self._down(self.ours.down, lost)}
+        found = {"attention": self._output()}
+        if inner and self.ours.inner[0].weight.shape == self.theirs.inner[0].weight.shape:
+            found["channels"] = self._inner()
+        return {**found, "mlp": self._down(self.ours.down, lost)}
 
     def _past(self, row: _Rows, own: torch.Tensor, lost: Sequence[int]) -> torch.Tensor:
         """The source's stream after the layer, whose own tokens it is given, and after the lost ones behind it."""
@@ -216,10 +245,10 @@ class LayerRefit:
         for row in self.rows:
             context = self._context(row)
             row.z = self._outputs(self.ours, row.cut, context) if row.z is None else row.z
-            wanted = self._wanted(row)
-            row.source_middle, row.source_z = theirs.middle(theirs.own(row.source, context), self._source_z(row)), None
+            wanted, middle = self._wanted(row), self._source_middle(row)
+            row.source_z = None
             if last:
-                row.source = self._past(row, row.source_middle, lost)
+                row.source, row.source_middle = self._past(row, middle, lost), None
                 if theirs.attention_scale is None and theirs.attention_end is None:
                     wanted = theirs.own(row.source, context) - theirs.own(row.cut, context)
             problem.add(row.z, wanted)
@@ -228,31 +257,48 @@ class LayerRefit:
             context = self._context(row)
             row.cut_middle, row.z = self.ours.middle(self.ours.own(row.cut, context), row.z), None
             if last:
-                row.cut = self.ours.joined(row.cut, row.cut_middle, context)
+                row.cut, row.cut_middle = self.ours.joined(row.cut, row.cut_middle, context), None
         return gain
+
+    def _inner(self) -> dict[str, float]:
+        """The MLP's first projections: its channels before the activation become the source's, as far as they can."""
+        gains = []
+        for ours, theirs in zip(self.ours.inner, self.theirs.inner, strict=True):  # one at a time: they are wide
+            problem = _LeastSquares(ours)
+            for row in self.rows:
+                context = self._context(row)
+                read = self.ours.mlp_input(self.ours.own(row.cut, context), row.cut_middle)
+                wanted = self.theirs.mlp_input(self.theirs.own(row.source, context), row.source_middle)
+                problem.add(read, theirs(wanted))
+            gains.append(problem.solve(self.strength))
+        return {name: sum(gain[name] for gain in gains) / len(gains) for name in gains[0]}
 
     def _down(self, down: nn.Linear, lost: Sequence[int]) -> dict[str, float]:
         """Down projection: the same for the stream after the MLP, and after the layers that were `lost` behind it."""
         problem, theirs = _LeastSquares(down), self.theirs
         for row in self.rows:
             context = self._context(row)
-            channels = theirs.channels(theirs.own(row.source, context), row.source_middle)
-            given = theirs.down(channels) if theirs.down is not None else channels  # ours has an MLP, so has theirs
-            row.source = self._past(row, theirs.end(row.source_middle, channels), lost)
-            bare = theirs.mlp_scale is None and theirs.mlp_end is None
+            channels = None
+            if row.source_end is None:
+                channels = theirs.channels(theirs.own(row.source, context), row.source_middle)
+                row.source_end = theirs.end(row.source_middle, channels)
+            before, row.source = row.source, self._past(row, row.source_end, lost)
             ends = theirs.own(row.source, context)
             if theirs.by_channel:
                 wanted = _before(self.ours.mlp_scale, ends - row.cut_middle)
-            elif theirs.mlp_scale is not None:
-                wanted = given
+            elif theirs.mlp_scale is None and theirs.mlp_end is None:
+                wanted = ends - row.cut_middle
             else:
-                wanted = (ends if bare else row.source_middle + given) - row.cut_middle
+                if channels is None:
+                    channels = theirs.channels(theirs.own(before, context), row.source_middle)
+                given = theirs.down(channels) if theirs.down is not None else channels  # ours has one, so has theirs
+                wanted = given if theirs.mlp_scale is not None else row.source_middle + given - row.cut_middle
             row.channels = self.ours.channels(self.ours.own(row.cut, context), row.cut_middle)
             problem.add(row.channels, wanted)
         gain = problem.solve(self.strength)
         for row in self.rows:
             row.cut = self.ours.joined(row.cut, self.ours.end(row.cut_middle, row.channels), self._context(row))
-            row.source_middle = row.cut_middle = row.channels = None
+            row.source_middle = row.source_end = row.cut_middle = row.channels = None
         return gain
 
 

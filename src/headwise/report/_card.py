@@ -7,6 +7,7 @@ import re
 
 from headwise.report import _facts as facts
 from headwise.report import _rivals as rivals
+from headwise.report._checked import recovery_in_words
 from headwise.report._commands import how_to_make, run_command
 from headwise.report._data import LABELS, UNIT_LABELS, damage_rows, healing_parts
 from headwise.report._text import cell, fence, human, number, relative
@@ -116,6 +117,8 @@ def _healing(dossier: Dossier) -> str:
     if dossier.healing is None:
         return _missing("The model was not healed", how_to_make(dossier, "heal"))
     words = f"Method: {cell(dossier.healing.get('method', 'unknown'))}."
+    gained = recovery_in_words(dossier.healing)
+    words += f" On text that nothing was fitted to: {gained}." if gained else ""
     rows = tuple(
         (str(row.layer), part, number(row.before), number(row.after), relative(row.before, row.after))
         for part, layers in healing_parts(dossier.healing).items()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any, NamedTuple
 
-from headwise.report._text import as_number
+from headwise.report._text import as_number, number
 from headwise.types import Dossier, Readings
 
 
@@ -66,6 +66,15 @@ def damage_marks(dossier: Dossier) -> tuple[Mark, ...]:
     marks = [Mark("sum of prices", summed)] if summed is not None else []
     marks += [Mark("rehearsed", rehearsed)] if rehearsed is not None else []
     return (*marks, Mark("measured", measured, low, high)) if measured is not None else tuple(marks)
+
+
+def recovery_in_words(healing: dict[str, Any] | None) -> str:
+    """What healing recovered of the damage, on text that nothing was fitted to; empty where that was not measured."""
+    before, after = (as_number((healing or {}).get(name)) for name in ("rehearsed_before", "rehearsed"))
+    if before is None or after is None or before <= 0:
+        return ""
+    share = f"{1 - after / before:.0%} recovered" if after <= before else "nothing recovered"
+    return f"damage {number(before, 3)} before healing, {number(after, 3)} after: {share}"
 
 
 def loss_curve(healing: dict[str, Any]) -> tuple[tuple[float, float], ...]:

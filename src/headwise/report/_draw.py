@@ -235,8 +235,7 @@ def draw_marks(marks: Sequence[Mark]) -> str:
 def draw_loss(points: Sequence[tuple[float, float]], label: str, held: Sequence[tuple[float, float]] = ()) -> str:
     """One falling line, and dots on text that was kept from it."""
     xs, ys = [x for x, _ in points], [y for _, y in (*points, *held)]
-    across = Scale(min(xs), max(xs) if max(xs) > min(xs) else min(xs) + 1, 46, 352)
-    up = Scale(min(ys), max(ys) if max(ys) > min(ys) else min(ys) + 1, 168, 16)
+    across, up = Scale(*_ends(xs), 46, 352), Scale(*_ends(ys), 168, 16)
     body = text(46, 8, label, "m")
     body += "".join(
         line(46, up(t), 352, up(t), "l") + text(41, up(t) + 3, number(t, 3), "m", "end") for t in up.ticks(4)
@@ -245,6 +244,13 @@ def draw_loss(points: Sequence[tuple[float, float]], label: str, held: Sequence[
     body += polyline([(across(x), up(y)) for x, y in points], "c")
     body += "".join(titled(f"step {number(x)}: {number(y, 3)}", circle(across(x), up(y), 3.2, "k")) for x, y in held)
     return svg(360, 184, f"{label} while healing", body, "lines")
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """The least and the largest value, apart from each other even where all are the same, or huge."""
+    low, high = (min(max(end, -1e300), 1e300) for end in (min(values), max(values)))
+    size = max(abs(low), abs(high))
+    return (low, high) if high - low > 1e-9 * size else (low, low + max(1.0, 0.1 * size))
 
 
 def draw_healing(part: str, rows: tuple[HealRow, ...], ends: tuple[float, float], log: bool) -> str:

@@ -6,7 +6,14 @@ from collections.abc import Callable
 
 from headwise.report import _facts as facts
 from headwise.report import _rivals as rivals
-from headwise.report._checked import damage_marks, held_out_curve, loss_curve, pairs_in_words, price_pairs
+from headwise.report._checked import (
+    damage_marks,
+    held_out_curve,
+    loss_curve,
+    pairs_in_words,
+    price_pairs,
+    recovery_in_words,
+)
 from headwise.report._commands import FOLDER, how_to_make, run_command
 from headwise.report._data import (
     UNIT_LABELS,
@@ -208,6 +215,8 @@ def _healing(dossier: Dossier, maps: Maps) -> str:
     rate, speed = as_number(healing.get("rate")), as_number(healing.get("tokens_per_second"))
     words += f" Rate {number(rate)}." if rate is not None else ""
     words += f" {number(speed)} tokens per second." if speed is not None else ""
+    gained = recovery_in_words(healing)
+    words += f" On text that nothing was fitted to: {gained}." if gained else ""
     losses, held = loss_curve(healing), held_out_curve(healing)
     name = "Loss; dots: on text kept from it" if held else "Loss"
     curve = figure(name, draw_loss(losses, "loss", held)) if len(losses) > 1 else ""

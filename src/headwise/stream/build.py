@@ -31,13 +31,13 @@ from headwise.stream._shelf import Shelf, read_tensors, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.types import Plan, write_atomically
 
-REFITTED = ("v.weight", "v.bias", "o.weight", "down.weight")  # what a refit changes of what a cut may share
+REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")  # what a refit changes of what a cut may share
 
 
 class _Rows:
     """One batch on its way through both models, as the refit wants it, with every tensor on disk while it waits."""
 
-    KEPT = ("source", "cut", "source_z", "z", "source_middle", "cut_middle", "channels")
+    KEPT = ("source", "cut", "source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
 
     def __init__(self, folder: Path, context: dict[str, Any], device: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -143,7 +143,7 @@ class Build:
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, self.strength)
         worker.queries_and_keys()
         worker.values()
-        write_atomically(self._gain(index), json.dumps(worker.output_and_down()))
+        write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
                 self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))
