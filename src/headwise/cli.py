@@ -224,7 +224,7 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
     with Bars() as track:
         verdict = api.verify(folder, track)
-    _say(verdict.to_json() if as_json else _summary_of(verdict), as_json)
+    _say(verdict.to_json() if as_json else in_short(verdict), as_json)
 
 
 @app.command()
@@ -295,38 +295,12 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
         _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
         return
     from headwise.report._checked import recovery_in_words
+    from headwise.show import in_short
 
-    typer.echo(_summary_of(verdict))
+    typer.echo(in_short(verdict))
     if gained := recovery_in_words(dossier.healing):
         typer.echo(f"{gained}, on text that nothing was fitted to")
     typer.echo(f"{out / 'report.html'}")
-
-
-def _summary_of(verdict: Any) -> str:
-    size, names = verdict.size, {"kv_bytes_per_token": "cache", "parameters": "parameters"}
-    shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
-    kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
-    bad = [check.name for check in verdict.checks if not check.passed]
-    checks = f"FAILED: {', '.join(bad)}" if bad else f"all {len(verdict.checks)} checks passed"
-    return f"{', '.join(kept)} of the source\n{_quality_of(verdict.quality)} on {verdict.evaluation}\n{checks}"
-
-
-def _quality_of(quality: dict[str, float]) -> str:
-    """Perplexity, or what else the task has: the loss, the cosine of embeddings, the KL."""
-    for name in ("perplexity", "loss"):
-        if f"{name}_after_low" in quality:
-            before, after, low, high = (quality[f"{name}_{e}"] for e in ("before", "after", "after_low", "after_high"))
-            change = (after / before - 1) * 100
-            return f"{name} {before:.3f} -> {after:.3f} ({change:+.2f}%; 95% interval {low:.3f} to {high:.3f})"
-    name = "cosine" if "cosine" in quality else "kl"
-    label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
-    low, high = quality[f"{name}_low"], quality[f"{name}_high"]
-    form = ".4f" if name == "cosine" else ".3g"
-    said = f"{label} {quality[name]:{form}} (95% interval {low:{form}} to {high:{form}})"
-    if "accuracy_after" not in quality:
-        return said
-    before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
-    return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"
 
 
 def _keep_stdout_clean() -> None:

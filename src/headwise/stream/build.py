@@ -31,7 +31,8 @@ from headwise.stream._shelf import Shelf, read_tensors, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.types import Plan, write_atomically
 
-REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")  # what a refit changes of what a cut may share
+# What a refit changes of what a cut may share.
+REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
 
 class _Rows:
