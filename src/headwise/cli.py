@@ -221,6 +221,7 @@ def heal(folder: Folder, heal: Heal = DEFAULT.heal, heal_option: HealOptions = N
 def verify(folder: Folder, as_json: Json = False) -> None:
     """Prove what was done: exactness, quality, speed."""
     from headwise import api
+    from headwise.show import in_short
 
     with Bars() as track:
         verdict = api.verify(folder, track)
