@@ -85,21 +85,27 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
-    penalty, factor = _penalised(xx.double(), strength)
-    return torch.cholesky_solve(xy.double() + penalty * start.double(), factor)
+    penalty, system = _penalised(xx.double(), strength)
+    return _solved(system, xy.double() + penalty * start.double())
 
 
 def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch.Tensor:
     """How far `ridge` moves from its start, from the moments X'X and X'(Y - X start)."""
-    return torch.cholesky_solve(missed.double(), _penalised(xx.double(), strength)[1])
+    return _solved(_penalised(xx.double(), strength)[1], missed.double())
 
 
 def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Lambda, and the Cholesky factor of X'X with it on the diagonal."""
+    """Lambda, and X'X with it on the diagonal."""
     penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     system = xx.clone()  # of wide MLPs these are gigabytes: no other copy
     system.diagonal(dim1=-2, dim2=-1).add_(penalty[..., 0])
-    return penalty, torch.linalg.cholesky(system)
+    return penalty, system
+
+
+def _solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """By Cholesky; a system that rounding left indefinite takes the slower way."""
+    factor, failed = torch.linalg.cholesky_ex(system)
+    return torch.linalg.solve(system, wanted) if bool(failed.any()) else torch.cholesky_solve(wanted, factor)
 
 
 def elimination_order(cross: torch.Tensor) -> Elimination:

@@ -28,15 +28,20 @@ def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, 
 
 
 def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
-    """Multiples of eight, which kernels like, or finer where heads are small; nothing below a quarter."""
+    """Multiples of eight, which kernels like, or finer where heads are small.
+
+    Heads keep an eighth at least, MLPs a quarter: with a quarter for heads too a quarter of the cache would leave nothing
+    to decide.
+    """
     step = 8 if head_dim >= 64 else 4 if head_dim >= 32 else 2
+    floor = max(step, head_dim // 8 // step * step)
     mlp_step = 32 if mlp_width >= 256 else 8
     return Grain(
         qk_step=step,
         v_step=step,
         mlp_step=mlp_step,
-        qk_floor=max(step, head_dim // 4),
-        v_floor=max(step, head_dim // 4),
+        qk_floor=floor,
+        v_floor=floor,
         mlp_floor=max(mlp_step, mlp_width // 4),
         rotary=pairs,
         projectable=True,
