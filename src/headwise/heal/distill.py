@@ -102,6 +102,7 @@ class _Healing:
         folder, about = self.folder, self.folder / "about.json"
         facts = {
             "options": asdict(self.job.options.fixed()),
+            "steps": "in shares of sizes",
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
             "rows": [
