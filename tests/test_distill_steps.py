@@ -40,7 +40,9 @@ def test_first_steps_are_shares_of_the_tensors_sizes():
         torch.testing.assert_close(moved, torch.full_like(moved, 0.01), rtol=0.02, atol=1e-6)
 
 
-def test_steps_are_those_of_adam_with_a_rate_of_its_own_for_every_tensor():
+@pytest.mark.parametrize("at_once", [10, 1 << 20])
+def test_steps_are_those_of_adam_with_a_rate_of_its_own_for_every_tensor(at_once, monkeypatch):
+    monkeypatch.setattr("headwise.heal._adam.AT_ONCE", at_once)
     torch.manual_seed(0)
     ours = [nn.Parameter(torch.randn(6, 5)), nn.Parameter(torch.randn(4) * 0.01)]
     theirs = [nn.Parameter(weight.detach().clone()) for weight in ours]
@@ -108,13 +110,15 @@ def trial(rate, divergence):
 
 def test_a_rate_is_the_largest_that_a_short_trial_does_not_refuse():
     trials = [trial(0.0, 1.0), trial(1e-3, 0.9), trial(3e-3, 0.85), trial(1e-2, 0.9), trial(3e-2, 2.0)]
-    assert _rate.best(trials) == 1e-2, "what a large rate disturbs at first it makes good in a long course"
-    assert _rate.best(trials[:3] + trials[4:]) == 3e-3
-    assert _rate.best([trial(0.0, 1.0), trial(1e-3, 1.01), trial(3e-3, 1.05)]) is None
+    long, short = FitSettings(steps=1000), FitSettings(steps=4)
+    assert _rate.best(trials, long) == 1e-2, "what a large rate disturbs at first it makes good in a long course"
+    assert _rate.best(trials, short) == 3e-3, "but not in one that is no longer than a trial"
+    assert _rate.best(trials[:3] + trials[4:], long) == 3e-3
+    assert _rate.best([trial(0.0, 1.0), trial(1e-3, 1.01), trial(3e-3, 1.05)], long) is None
     counted = [
         {"rate": rate, "divergence": 0.1, "loss": loss} for rate, loss in ((0.0, 3.1), (1e-3, 3.0), (3e-3, 3.05))
     ]
-    assert _rate.best(counted) == 1e-3, "the surprise at the text hides no harm"
+    assert _rate.best(counted, long) == 1e-3, "the surprise at the text hides no harm"
 
 
 def test_trials_change_nothing_and_stop_at_a_rate_that_ruins(job):
@@ -201,3 +205,22 @@ def test_on_a_cpu_and_where_steps_differ_nothing_is_captured(job, monkeypatch):
         other = distill._Healing(job_of(llama, Causal(), job.source, job.cut, replace(FEW, **change), rows=rows)).course
         other.device = torch.device("cuda")
         assert other.replayable() == (other.rows % other.parts == 0 and "batch" in change), change
+
+
+def test_a_healing_that_stopped_goes_on_to_the_last_bit(job, tmp_path):
+    def stopping(items, label):
+        for item in items:
+            if item == 17 and not isinstance(label, str):
+                raise KeyboardInterrupt
+            yield item
+
+    asked = replace(job, options=replace(FEW, rate=3e-3))
+    whole, _ = distill.heal(asked)
+    with pytest.raises(KeyboardInterrupt):
+        distill.heal(replace(asked, folder=tmp_path, track=stopping))
+    assert list((tmp_path / "distill").glob("step-*")), "there is something to go on from"
+    again, _ = distill.heal(replace(asked, folder=tmp_path))
+    found = whole.state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in again.state_dict().items())
+    other = llama.tailor(job.cut).state_dict()
+    assert not all(torch.equal(tensor, other[name]) for name, tensor in found.items()), "something was learned"

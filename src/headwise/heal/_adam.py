@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from headwise.heal._lora import LowRank
 from headwise.train import shards
 
 TINY = 1e-12  # gradients of a lightly damaged model are small
+AT_ONCE = 1 << 27  # numbers, for whose steps there is room
 
 
 class RelativeAdam(torch.optim.Optimizer):
@@ -57,19 +58,31 @@ class RelativeAdam(torch.optim.Optimizer):
     @torch.no_grad()
     def move(self) -> None:
         """The same at the rate that the device knows."""
-        pairs = [(w, size) for w, size in zip(self.weights, self.sizes, strict=True) if w.grad is not None]
-        weights, gradients = [shards.own(w) for w, _ in pairs], [shards.own(w.grad) for w, _ in pairs]
-        first, second = ([shards.own(self.state[w][name]) for w, _ in pairs] for name in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = self.betas
         count = self.state[self.weights[0]]["step"].add_(1)
         pace = self.rate * (1 - torch.pow(beta2, count)).sqrt() / (1 - torch.pow(beta1, count))
+        some: list[tuple[torch.Tensor, float]] = []
+        for weight, size in zip(self.weights, self.sizes, strict=True):
+            if weight.grad is not None:
+                some.append((weight, size))
+            if sum(shards.own(w).numel() for w, _ in some) > AT_ONCE:
+                self._advance(some, pace)
+                some = []
+        if some:
+            self._advance(some, pace)
+
+    def _advance(self, some: list[tuple[torch.Tensor, float]], pace: torch.Tensor) -> None:
+        """Some tensors at once, with few launches."""
+        weights, gradients = [shards.own(w) for w, _ in some], [shards.own(cast(torch.Tensor, w.grad)) for w, _ in some]
+        first, second = ([shards.own(self.state[w][name]) for w, _ in some] for name in ("exp_avg", "exp_avg_sq"))
+        beta1, beta2 = self.betas
         torch._foreach_lerp_(first, gradients, 1 - beta1)
         torch._foreach_mul_(second, beta2)
         torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
         roots = torch._foreach_sqrt(second)
         torch._foreach_add_(roots, TINY)
         way = torch._foreach_div(first, roots)
-        torch._foreach_mul_(way, [size for _, size in pairs])
+        torch._foreach_mul_(way, [size for _, size in some])
         torch._foreach_mul_(way, pace)
         torch._foreach_sub_(weights, way)
 

@@ -3,11 +3,13 @@
 A cut model is near where it should be, and the first steps of Adam move every weight by the whole rate: what trains a
 fresh model ruins a lightly damaged one. So rates are tried from the smallest on, each in a whole small course of its
 own that rises and falls, and judged on rows that are not learned from. A short course prefers low rates, because what
-a high one disturbs at first is made good only later: taken is the highest that is nearly as good as the best.
+a high one disturbs at first is made good only later: taken is the highest that is nearly as good as the best, the
+nearer the shorter the course to come is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -19,7 +21,7 @@ RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 STEPS = (4, 50)  # of a trial, at least and at most
 SHARE = 0.03  # of the steps to come
 WARM_UP = 0.3  # share of a trial
-NEARLY = 0.15  # of the best trial's divergence, by which a higher rate may be worse
+NEARLY = 0.15  # of the best trial's divergence, by which a higher rate may be worse before a long course
 HOPELESS = 1.5  # times the best divergence: higher rates are not tried
 BAD = 1e9  # instead of what is no number
 
@@ -56,10 +58,11 @@ def tried(
     return found
 
 
-def best(trials: list[dict[str, float]]) -> float | None:
+def best(trials: list[dict[str, float]], settings: FitSettings) -> float | None:
     """The highest rate that came nearly as near as any; None where every one did harm."""
     first = min(trials, key=lambda row: row["loss"])
     if not first["rate"]:
         return None
-    limit = first["loss"] + NEARLY * first["divergence"]  # of the text's own surprise, if it counts, nothing is added
-    return max(row["rate"] for row in trials if row["loss"] <= limit)
+    longer = math.log(settings.steps / steps_of(settings)) / math.log(1 / SHARE)  # 0: as long as a trial
+    worse = NEARLY * min(1.0, max(0.0, longer)) * first["divergence"]  # the text's own surprise, if it counts, is not
+    return max(row["rate"] for row in trials if row["loss"] <= first["loss"] + worse)
