@@ -167,6 +167,21 @@ def test_replayed_steps_are_the_ordinary_ones(job, text, device):
         torch.testing.assert_close(others[name], tensor, rtol=0, atol=size * (1e-5 if device == "cpu" else 0.05))
 
 
+def test_a_capture_makes_no_mask_that_ordinary_steps_do_without(job, monkeypatch):
+    found, attend = [], nn.functional.scaled_dot_product_attention
+
+    def look(q, k, v, attn_mask=None, **more):
+        found.append(attn_mask is not None)
+        return attend(q, k, v, attn_mask=attn_mask, **more)
+
+    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", look)
+    monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
+    llama.run(job.cut, job.rehearsal.inputs)
+    with _replay._unmasked():
+        llama.run(job.cut, job.rehearsal.inputs)
+    assert found == [True] * (len(found) // 2) + [False] * (len(found) // 2)
+
+
 def test_what_cannot_be_captured_is_done_step_by_step(job):
     options = Options.parse(["batch=256", "steps=12"])
     curve, weights, _ = learned(job, None, options)

@@ -26,12 +26,37 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
     """What does again what `body` launches on the device; `body` itself does nothing meanwhile."""
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with torch.cuda.graph(graph):
+        with _unmasked(), torch.cuda.graph(graph):
             body()
     except BaseException:
         torch.cuda.set_stream(here)  # a capture that failed may leave its own
         raise
     return graph.replay
+
+
+@contextmanager
+def _unmasked() -> Iterator[None]:
+    """No masks where steps one by one have none: rows that come without one are whole, each a text of its own.
+
+    To see that, transformers looks at the positions, for which the host waits; within a capture it makes a mask to be
+    safe, and attention with a mask is slower.
+    """
+    from transformers import masking_utils as masks
+
+    own = {
+        name: getattr(masks, name) for name in ("find_packed_sequence_indices", "is_tracing") if hasattr(masks, name)
+    }
+    new = {
+        "find_packed_sequence_indices": lambda position_ids: None,
+        "is_tracing": lambda tensor=None: tensor is not None and own["is_tracing"](tensor),
+    }
+    try:
+        for name in own:
+            setattr(masks, name, new[name])
+        yield
+    finally:
+        for name, function in own.items():
+            setattr(masks, name, function)
 
 
 @contextmanager
