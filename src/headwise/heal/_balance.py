@@ -1,8 +1,8 @@
 """Put the factors of a product on one scale, which changes nothing that the model computes.
 
 Cutting leaves values whitened: every kept direction has the same variance, however small it was, and its output
-weights are as much smaller. A step of AdamW moves all weights alike, so that such a direction would be lost at once,
-and distillation would do harm at any rate.
+weights are as much smaller. A step of Adam moves all weights of a tensor alike, so that such a direction would be lost
+at once, and distillation would do harm at any rate.
 """
 
 from __future__ import annotations

@@ -13,12 +13,14 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, lengths_of, mean_length, rows_by_length
 from headwise.errors import HeadwiseError
+from headwise.heal._adam import RelativeAdam, sizes_of
 from headwise.heal._answers import Answers
 from headwise.heal._lesson import Lesson, Part
+from headwise.heal._replay import WORTH, Replay
 from headwise.tasks import Prepared
 from headwise.train import shards
 from headwise.train.accelerator import accelerator_for
-from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit, optimiser_for
+from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit
 from headwise.train.order import Order
 
 WHOLE = 1 << 40  # rows of a length are one batch
@@ -75,6 +77,7 @@ class Course:
         self.accelerator: Any = None
         self.answers: Answers | None = None
         self.device = next(lesson.parameters()).device
+        self.sizes = sizes_of(lesson)  # at the start, of whole tensors: a run that goes on finds the same
         self.model: nn.Module = lesson
         length = mean_length(learned.inputs, learned.row)
         self.rows = max(1, batch_tokens // length)
@@ -146,8 +149,13 @@ class Course:
         return {"divergence": apart / count, "loss": chosen / count}
 
     def state(self, settings: FitSettings) -> State:
-        """A run before its first step."""
-        return State(self.model, optimiser_for(self.lesson, settings), torch.zeros(2, device=self.device))
+        """A run before its first step; its rate is the share of a tensor's size that a step moves it by."""
+        trained = self.trained()
+        if not trained:
+            raise HeadwiseError("the cut model has no weights left that could learn; heal with --heal refit.")
+        sizes = [self.sizes[name] for name in trained]
+        optimiser = RelativeAdam(list(trained.values()), sizes, settings.rate, (settings.beta1, settings.beta2))
+        return State(self.model, optimiser, torch.zeros(2, device=self.device))
 
     def learn(
         self,
@@ -167,7 +175,20 @@ class Course:
             next(progress, None)
 
         more: dict[str, Any] = dict(evaluate=evaluate, on_step=on_step, state=state, accelerator=self.accelerator)
+        if self.replayable() and settings.steps - state.step >= WORTH:
+            more["move_by"] = Replay()
         fit(self.lesson, self.batches, settings, self.loss(), **more)
+
+    def replayable(self) -> bool:
+        """Whether one step is like another, on a GPU that one process has.
+
+        What embeddings learn is sorted on the way, for which the host waits; layers that compute again look up the
+        state of random numbers. Neither can be captured.
+        """
+        alone = self.device.type == "cuda" and processes.count() == 1 and not self.lesson.recompute
+        looked_up = (part.weight for part in self.lesson.modules() if isinstance(part, nn.Embedding))
+        alike = self.shared_lengths and self.rows % self.parts == 0
+        return alone and alike and not any(weight.requires_grad for weight in looked_up)
 
     def trained(self) -> dict[str, torch.Tensor]:
         """The parameters that change, by name."""

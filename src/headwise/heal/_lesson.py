@@ -173,7 +173,7 @@ class Lesson(nn.Module):
         size = self._tokens_at_once(values_BTX[0].device)
         again = rows * tokens > size and torch.is_grad_enabled()
         found = [
-            checkpoint(lost, *(v[None] for v in piece), use_reentrant=False)
+            checkpoint(lost, *(v[None] for v in piece), use_reentrant=False, preserve_rng_state=False)
             if again
             else lost(*(v[None] for v in piece))
             for piece in zip(*(values.flatten(0, 1).split(size) for values in values_BTX), strict=True)

@@ -22,10 +22,16 @@ class LowRank(nn.Module):
         down = torch.randn(rank, inputs, generator=generator) / math.sqrt(inputs)
         self.down_RI = nn.Parameter(down.to(weight))
         self.up_OR = nn.Parameter(weight.new_zeros(outputs, rank))
+        self.size = float(weight.detach().float().square().mean().sqrt())
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
         """The changed weight."""
         return weight + self.up_OR @ self.down_RI
+
+    def full_size(self) -> float:
+        """The size of `up_OR`'s entries at which the change is about as large as the weight."""
+        rank, inputs = self.down_RI.shape
+        return self.size * math.sqrt(inputs / rank)
 
 
 def add(modules: Iterable[nn.Module], rank: int, seed: int = 0) -> int:

@@ -14,7 +14,7 @@ class Options:
 
     tokens: int | None = None  # that are learned from, of a method that learns; distillation reads the text repeatedly
     steps: int | None = None  # at most, of a block or of the whole model
-    rate: float | None = None  # learning rate; None: found by trial
+    rate: float | None = None  # share of a tensor's mean size that a step moves it by, at most; None: found by trial
     batch: int | None = None  # tokens of a step
     micro: int | None = None  # tokens that a process computes at once
     lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
@@ -39,9 +39,9 @@ class Options:
 
     @classmethod
     def parse(cls, texts: Iterable[str]) -> Options:
-        """Read options such as `steps=200` and `rate=1e-4`.
+        """Read options such as `steps=200` and `rate=3e-3`.
 
-        >>> Options.parse(["steps=200", "rate=1e-4"]).steps
+        >>> Options.parse(["steps=200", "rate=3e-3"]).steps
         200
         """
         kinds = {field.name: int if "int" in str(field.type) else float for field in fields(cls)}

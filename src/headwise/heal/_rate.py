@@ -1,12 +1,15 @@
-"""A learning rate for healing, found by trial.
+"""A rate for healing, found by trial: the share of a tensor's size that a step moves it by.
 
-A cut model is near where it should be, and AdamW's first steps move every weight by the whole rate: what trains a
-fresh model ruins a lightly damaged one. So rates are tried from the smallest on for a few steps each, and the one that
-comes nearest the source on rows that are not learned from is taken.
+A cut model is near where it should be, and the first steps of Adam move every weight by the whole rate: what trains a
+fresh model ruins a lightly damaged one. So rates are tried from the smallest on, each in a whole small course of its
+own that rises and falls, and judged on rows that are not learned from. A short course prefers low rates, because what
+a high one disturbs at first is made good only later: taken is the highest that is nearly as good as the best, the
+nearer the shorter the course to come is.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -14,10 +17,12 @@ from headwise.errors import HeadwiseError
 from headwise.heal._course import Course
 from headwise.train.loop import FitSettings
 
-RATES = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3)
-STEPS = (4, 20)  # of a trial, at least and at most
-SHARE = 0.05  # of the steps to come
-WARM_UP = 0.5  # share of a trial
+RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+STEPS = (4, 50)  # of a trial, at least and at most
+SHARE = 0.03  # of the steps to come
+WARM_UP = 0.3  # share of a trial
+NEARLY = 0.15  # of the best trial's divergence, by which a higher rate may be worse before a long course
+HOPELESS = 1.5  # times the best divergence: higher rates are not tried
 BAD = 1e9  # instead of what is no number
 
 
@@ -29,7 +34,7 @@ def steps_of(settings: FitSettings) -> int:
 def tried(
     course: Course, settings: FitSettings, start: dict[str, float], said: Callable[[float], Iterable[object]]
 ) -> list[dict[str, float]]:
-    """What `judge` says after a few steps at each rate, until one is clearly worse than the best; nothing is changed.
+    """What `judge` says after a small course at each rate, until one is hopeless; nothing is changed.
 
     `said(rate)` is asked for something to advance step by step, which shows progress.
     """
@@ -48,12 +53,16 @@ def tried(
         found.append(
             {"rate": rate, **{name: min(value, BAD) if value == value else BAD for name, value in after.items()}}
         )
-        if found[-1]["divergence"] > 1.2 * min(row["divergence"] for row in found):
+        if found[-1]["divergence"] > HOPELESS * min(row["divergence"] for row in found):
             break
     return found
 
 
-def best(trials: list[dict[str, float]]) -> float | None:
-    """The rate that came nearest; None where every one did harm."""
-    rate = min(trials, key=lambda row: row["loss"])["rate"]
-    return rate or None
+def best(trials: list[dict[str, float]], settings: FitSettings) -> float | None:
+    """The highest rate that came nearly as near as any; None where every one did harm."""
+    first = min(trials, key=lambda row: row["loss"])
+    if not first["rate"]:
+        return None
+    longer = math.log(settings.steps / steps_of(settings)) / math.log(1 / SHARE)  # 0: as long as a trial
+    worse = NEARLY * min(1.0, max(0.0, longer)) * first["divergence"]  # the text's own surprise, if it counts, is not
+    return max(row["rate"] for row in trials if row["loss"] <= first["loss"] + worse)

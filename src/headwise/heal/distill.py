@@ -102,6 +102,7 @@ class _Healing:
         folder, about = self.folder, self.folder / "about.json"
         facts = {
             "options": asdict(self.job.options.fixed()),
+            "steps": "in shares of sizes",
             "fit": {k: v for k, v in self.fitting.to_json().items() if k != "accumulate"},
             "shapes": self.job.cut.config.headwise,
             "rows": [
@@ -157,7 +158,7 @@ class _Healing:
         course, job = self.course, self.job
         course.spread(self.shared)
         start, trials = self._start()
-        rate = job.options.rate or _rate.best(trials)
+        rate = job.options.rate or _rate.best(trials, self.fitting)
         if rate is None:
             return job.family.tailor(job.cut).to(self.device), self._record(None, start, start, trials)
         self.fitting = FitSettings(**{**self.fitting.to_json(), "rate": rate})

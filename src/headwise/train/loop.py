@@ -25,6 +25,7 @@ from headwise.types import Record
 Batches = Callable[[int], Any]  # number of a batch -> what the loss reads; counts on through accumulated parts
 Loss = Callable[[nn.Module, Any], torch.Tensor]  # -> the mean loss of a batch, on the device
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
+Move = Callable[["State", Batches, Loss, "FitSettings", Callable[[], Any]], None]  # as `move`
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +98,14 @@ def fit(
     on_step: Callable[[State], None] | None = None,
     state: State | None = None,
     accelerator: Any = None,
+    move_by: Move | None = None,
 ) -> list[Point]:
     """Train a model in place and return its curve.
 
     `batches(number)` gives a batch whose tensors are on the model's device; `loss(model, batch)` its mean loss, by
     default what `model(**batch)` calls so. `evaluate(model)` runs in evaluation mode, at the end and every
     `evaluate_every` steps. `on_step(state)` runs after every step. `state` (from `begin`, then loaded) goes on with a
-    run; `accelerator` is Accelerate's, for several processes.
+    run; `accelerator` is Accelerate's, for several processes; `move_by` does a step's work in place of `move`.
     """
     state = state or begin(model, settings, accelerator)
     device = state.sums.device
@@ -113,7 +115,9 @@ def fit(
     started = time.perf_counter() - state.seconds
     with fast_products(device):
         while state.step < settings.steps:
-            _step(state, batches, compute, settings, cast, accelerator)
+            _prepare(state, settings, accelerator)
+            (move_by or move)(state, batches, compute, settings, cast)
+            state.step, state.summed = state.step + 1, state.summed + 1
             if state.step % settings.point_every == 0 or state.step == settings.steps or _due(state, settings):
                 value, norm = _read(state, settings, accelerator)
                 state.seconds = time.perf_counter() - started
@@ -130,14 +134,16 @@ def fit(
     return state.curve
 
 
-def _step(
-    state: State, batches: Batches, loss: Loss, settings: FitSettings, cast: Callable[[], Any], accelerator: Any
-) -> None:
-    """One step: accumulate gradients, clip, move. Never waits for the device."""
+def _prepare(state: State, settings: FitSettings, accelerator: Any) -> None:
+    """Rate and random numbers of the step to come."""
     for group in state.optimiser.param_groups:
         group["lr"] = settings.rate * pace(state.step, settings)
     process = 0 if accelerator is None else accelerator.process_index
     torch.manual_seed((settings.seed * 1_000_003 + state.step) * 1_009 + process)  # of dropout
+
+
+def move(state: State, batches: Batches, loss: Loss, settings: FitSettings, cast: Callable[[], Any]) -> None:
+    """The work of one step: accumulate gradients, clip, move. Never waits for the device."""
     for part in range(settings.accumulate):
         with _unsynchronised(state.model, part < settings.accumulate - 1):
             with cast():
@@ -148,7 +154,6 @@ def _step(
     state.sums[1] += shards.whole(nn.utils.clip_grad_norm_(state.model.parameters(), limit))
     state.optimiser.step()
     state.optimiser.zero_grad()
-    state.step, state.summed = state.step + 1, state.summed + 1
 
 
 def _unsynchronised(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
