@@ -16,6 +16,7 @@ from headwise import budgets, families, frontier, latencies, steps, strategies
 from headwise.checks import speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
+from headwise.fast import choice, decode
 from headwise.probes import latency
 from headwise.probes._stacks import Stacks
 from headwise.report import certificate
@@ -32,6 +33,17 @@ from headwise.types import (
 )
 
 WORK = Workload("decode", 1024, 4)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test sees or changes what the user's machine measured."""
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    choice.forget()
+    yield
+    choice.forget()
+
+
 LAYER = LayerShape(query_heads=4, kv_heads=2, qk_dim=64, v_dim=64, mlp_width=1024, qk_width=64)
 GRAIN = Grain(qk_step=8, v_step=8, mlp_step=32, qk_floor=16, v_floor=16, mlp_floor=256, rotary=True, projectable=True)
 MODEL = ModelShape("llama", 256, 100, True, (LAYER,) * 6, GRAIN)
@@ -347,7 +359,7 @@ def here(tmp_path, monkeypatch):
 
     def stacks(family, model, work, repeats=5):
         shape = family.shape_of(model.config)
-        made = SimpleNamespace(shape=shape, chain=2, device=torch.device("cpu"), dtype=torch.float32)
+        made = SimpleNamespace(shape=shape, chain=2, device=torch.device("cpu"), dtype=torch.float32, captured=True)
         return type("Clock", (), {"__call__": lambda self, asked: clock(asked), **vars(made)})()
 
     monkeypatch.setattr(latencies, "Stacks", stacks)
@@ -493,7 +505,11 @@ def test_stacks_of_every_family_run_with_the_sizes_they_should_have(family, kind
         assert [block.down.in_features for block in family.blocks(built)] == [whole.mlp_width, less.mlp_width]
         assert not any(t.is_meta for t in (*built.parameters(), *built.buffers()))
         with torch.no_grad():
-            assert steps.prepare(family, built, clock.work)() is not None
+            before = [weight.data_ptr() for weight in built.parameters()]
+            step = steps.prepare(family, built, clock.work)
+            assert step() is not None and not step.captured
+        assert step.runtime == ("fast" if shape.cached else "plain"), "decoders as `optimise=True` makes them"
+        assert not hasattr(built, "headwise_fast") and [w.data_ptr() for w in built.parameters()] == before
 
 
 @torch.no_grad()
@@ -511,10 +527,13 @@ def test_a_step_at_the_end_of_a_full_cache_is_the_models_own():
     for _ in range(2):  # again and again
         found = model(input_ids=rows[:, 8:], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    with steps._folding(llama, model):
-        folded = model(input_ids=rows[:, 8:], past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(folded, wanted, atol=1e-5, rtol=1e-4)
-    assert model.config._attn_implementation == "sdpa"
+    fast, ids = steps.fast_twin(model), rows[:, 8:]
+    cache = decode.filled(fast, 2, 9)
+    for full, layer in zip(cache.layers, own.layers, strict=True):
+        full.keys[:, :, :8], full.values[:, :, :8] = layer.keys, layer.values
+    for _ in range(2):
+        found = decode.repeated(fast, cache, ids, torch.full_like(ids, 8))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 # The command line.

@@ -61,13 +61,28 @@ class Fast:
         self.pool = None
 
 
+def attentions(model: Any) -> list[Any]:
+    """A model's own attention layers, in order."""
+    return [module for module in model.modules() if isinstance(module, TailoredAttention)]
+
+
+def _writes(model: Any) -> bool:
+    decodes = hasattr(model, "generate") and not getattr(model.config, "is_encoder_decoder", False)
+    return decodes and bool(attentions(model))
+
+
+def covers(model: Any) -> bool:
+    """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones."""
+    return _writes(model) and not getattr(model.config, "use_bidirectional_attention", None)
+
+
 def optimise(model: Any) -> Any:
     """Make a decoder on our runtime fast, in place: the same model, whose `generate` takes the quick way."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, TailoredAttention)]
-    if not layers or not hasattr(model, "generate") or getattr(model.config, "is_encoder_decoder", False):
+    if not _writes(model):
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
-    if hasattr(model, "headwise_fast") or getattr(model.config, "use_bidirectional_attention", None):
+    if hasattr(model, "headwise_fast") or not covers(model):
         return model
+    layers = attentions(model)
     switch = Switch()
     fuse(model, switch)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))

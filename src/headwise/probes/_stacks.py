@@ -27,7 +27,7 @@ class Stacks:
     def __init__(self, family: Family, like: nn.Module, work: Workload, repeats: int = 5) -> None:
         self.family, self.like, self.work, self.repeats = family, like, work, repeats
         self.device, self.dtype = next(like.parameters()).device, steps.timed_dtype(like)
-        self.shape = family.shape_of(like.config)
+        self.shape, self.captured = family.shape_of(like.config), True  # unless a step is not
         self.chain = self._chain()
         self.shared: dict[str, torch.Tensor] = {}  # what is not in layers: embeddings and the head are large
         self.kept: tuple[Stack, steps.Step] | None = None  # the first stack, which comes again with every call
@@ -65,6 +65,7 @@ class Stacks:
         if self.kept is not None and self.kept[0] == stack:
             return self.kept[1]
         step = steps.prepare(self.family, self.model(stack), self.work)
+        self.captured = self.captured and step.captured
         if first:
             self.kept = stack, step
         return step

@@ -41,10 +41,11 @@ def measure(
     keep: Ahead = lambda table: None,
     track: Track = silently,
     seed: int = 0,
+    runtime: str = "plain",
 ) -> LatencyTable:
     """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
     base, allowed = base_of(source), frozenset(allow)
-    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain)
+    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
     book = Book(clock, start, chain, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
