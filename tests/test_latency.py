@@ -433,6 +433,36 @@ def test_a_table_of_another_device_is_refused(here, tmp_path):
         measured(model, run)
 
 
+def test_tables_of_another_runtime_are_not_used(here, tmp_path, monkeypatch):
+    model, clock, cache = here
+    run = RunFolder(tmp_path / "run")
+    fast = measured(model, run)
+    assert fast.runtime == fast.facts["runtime"] == "fast" and fast.captured
+    assert LatencyTable.read(run.table_file(TINY)) == fast
+    monkeypatch.setattr(steps, "runtime_of", lambda model: "plain")
+    clock.ms, clock.asked = (lambda layer: 2 * (smooth(layer) + layer.mlp_width)), []
+    plain = measured(model, run)
+    assert plain.runtime == "plain" and len(clock.asked) > 10, "neither the run's nor the cache's"
+    assert plain.times != fast.times and len(list(cache.glob("latency-*.json"))) == 2
+    old = {name: value for name, value in fast.to_json().items() if name not in ("runtime", "captured")}
+    assert LatencyTable.from_json(old).runtime == "plain", "what older versions wrote"
+
+
+def test_steps_that_were_not_captured_are_on_record(here, monkeypatch):
+    model, _, _ = here
+    stacks = latencies.Stacks
+
+    def uncaptured(family, model, work, repeats=5):
+        made = stacks(family, model, work, repeats)
+        made.captured, made.device = False, torch.device("cuda")
+        return made
+
+    monkeypatch.setattr(latencies, "Stacks", uncaptured)
+    monkeypatch.setattr(steps, "device_name", lambda device: "a GPU")
+    with pytest.warns(UserWarning, match="decode,64,b2: steps were not captured but launched one by one"):
+        assert not measured(model).captured
+
+
 def test_what_the_model_cannot_do_is_not_timed(here):
     model, _, _ = here
     with pytest.raises(BudgetError, match="longer than the 128 tokens that the model takes; use decode,128,b2"):
@@ -455,10 +485,23 @@ def plan_at(share: int, device: str) -> Plan:
 @pytest.mark.parametrize(("after", "met"), [(8.0, True), (8.39, True), (8.41, False)])
 def test_a_limit_is_kept_within_five_percent_of_what_is_measured(after, met):
     (limit,) = plan_at(80, "a device").budgets
-    check = speed.kept(limit, {"before": 10.0, "after": after})
+    check = speed.kept(limit, {"before": 10.0, "after": after}, "fast")
+    assert check.observed.endswith("both with optimise=True"), "it says how they were run"
     assert check.passed is met and check.expected == "at most 8 ms + 5%" and f"{after / 10:.1%}" in check.observed
     absolute = replace(limit, text="latency=7ms@decode,64,b2", limit=7.0)
-    assert not speed.kept(absolute, {"before": 10.0, "after": 8.0}).passed, "an absolute limit is no share"
+    assert not speed.kept(absolute, {"before": 10.0, "after": 8.0}, "plain").passed, "an absolute limit is no share"
+
+
+def test_speed_is_compared_on_one_runtime(monkeypatch):
+    source = llama.tailor(llama.tiny())
+    assert speed.runtime(source, source) == "plain", "on a CPU as they are"
+    twins = []
+    monkeypatch.setattr(speed, "fast_twin", lambda model: twins.append(steps.fast_twin(model)) or twins[-1])
+    for name, count in ((steps.PLAIN, 0), (steps.FAST, 2)):
+        found = speed.measure(source, source, prompt=16, steps=4, repeats=1, runtime=name)
+        assert found["decode_ms_per_token_after"] > 0 and found["prompt_tokens"] == 16 and len(twins) == count
+    assert all(twin.headwise_fast.pool is not None and twin.headwise_fast.ordinary == 0 for twin in twins)
+    assert not hasattr(source, "headwise_fast")
 
 
 def test_the_certificate_shows_predicted_beside_measured(monkeypatch):

@@ -80,7 +80,7 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Ste
 
     def read() -> object:
         cache.reset()
-        return model(input_ids=rows, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return model(**family.first_step(rows), past_key_values=cache, use_cache=True)
 
     return Step(read, FAST)
 
