@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from headwise.cli import app
 from headwise.errors import ModelError
 from headwise.fast import choice
 from headwise.fast.cache import FastCache
-from headwise.fast.decode import filled, greedy, repeated, replayed
+from headwise.fast.choice import example
+from headwise.fast.decode import cases, filled, greedy, repeated, replayed
 from headwise.fast.model import optimise, parts
 from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
 from headwise.fast.step import DecodeStep
@@ -182,6 +184,42 @@ def test_a_step_that_cannot_be_captured_is_taken_as_it_is(monkeypatch):
     cache.rewind(11)
     assert torch.equal(first, want) and torch.equal(replayed(fast, cache, ids, positions, 1), want)
     assert cache.captured.graph is None
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
+def test_kernels_are_built_for_just_the_cases_that_steps_ask_for(name, kind, changes, monkeypatch):
+    _, fast = prepared(name, kind, changes, True)
+    fast.headwise_fast.capture = False  # as on CUDA, but step by step
+    asked = []
+    monkeypatch.setattr("headwise.fast.attend.quickest", lambda case: asked.append(case) or eager)
+    cache, ids = filled(fast, 3, 40), prompts()[0][:, :1]
+    replayed(fast, cache, ids, torch.full_like(ids, 39), 1)
+    shape = families.family_of(fast.config).shape_of(fast.config)
+    assert asked and set(asked) <= set(cases(fast, shape.layers, 3, 40, fast.dtype))
+
+
+def test_kernels_are_built_where_none_is_known_and_failures_wait_for_the_measurement(monkeypatch):
+    def fails(*given):
+        built.append(given[0].shape)
+        raise RuntimeError("not on this machine")
+
+    built = []
+    monkeypatch.setattr(choice.Case, "paths", lambda case: {"eager": eager, "split": fails, "split-128": fails})
+    monkeypatch.setattr(choice.Case, "key", property(lambda case: f"{case.qk_dim}"))
+    monkeypatch.setattr(choice, "example", lambda case: example(replace(case, device=torch.device("cpu"))))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    there = replace(CASE, device=torch.device("cuda"), rows=4)
+    choice._table().put("24", "eager", {})
+    choice.build([there, replace(there, qk_dim=24), there, CASE])
+    assert built == [(4, 4, 1, 16)] * 2, "once for every version of what was not measured, on a GPU alone"
+
+
+def test_a_path_that_is_far_slower_is_not_timed_for_long():
+    calls = []
+    quick = choice.clock(lambda: calls.append(0), CASE)
+    few = len(calls)
+    assert choice.clock(lambda: calls.append(0), CASE, hopeless=0.0) > 0 and quick > 0
+    assert len(calls) == few + 1 < 2 * few
 
 
 def test_sampling_and_the_end_of_a_text_are_as_ever():

@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
     "steps": {"errors", "types", "families", "fast"},  # a model run for its time
     "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
-    | {"runtime", "steps", "memory"},
+    | {"runtime", "steps", "memory", "fast"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "moments": {"cuts"},

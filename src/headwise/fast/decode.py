@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from headwise.errors import ModelError
 from headwise.fast.cache import FastCache
+from headwise.fast.choice import Case, rounded
 from headwise.fast.model import attentions, decode_step
+from headwise.types import LayerShape
 
 
 @torch.no_grad()
@@ -51,6 +54,18 @@ def filled(model: Any, rows: int, length: int) -> FastCache:
     cache.rewind(length - 1)
     cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=some.device)
     return cache
+
+
+def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype: torch.dtype) -> list[Case]:
+    """What decode steps of layers like a model's, but of these sizes, will ask for."""
+    kinds = {(part.attend.sliding_window, part.attend.softcap is not None) for part in attentions(model)}
+    device, places = next(model.parameters()).device, rounded(FastCache(1, length).capacity)
+    made = []
+    for x in sizes:
+        heads = (x.query_heads, x.kv_heads, x.qk_dim, x.v_dim)
+        for window, capped in sorted(kinds, key=str):
+            made.append(Case(device, dtype, "decode", *heads, places, rounded(rows), capped=capped, window=window))
+    return made
 
 
 @torch.no_grad()

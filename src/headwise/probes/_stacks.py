@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from headwise.cost import layer_kv_bytes_per_token, layer_parameters
 from headwise.errors import BudgetError
 from headwise.families import Family, auto_class_of
 from headwise.families._config import NOT_COPIED
+from headwise.fast import choice, decode
 from headwise.runtime.modeling_headwise import classes
 from headwise.types import GONE, LayerShape, Workload
 
 Stack = tuple[LayerShape, ...]
-CHAIN = {("cuda", "decode"): 16, ("cuda", "prefill"): 4, ("cpu", "decode"): 4, ("cpu", "prefill"): 4}  # layers at most
+CHAIN = {("cuda", "decode"): 8, ("cuda", "prefill"): 4, ("cpu", "decode"): 4, ("cpu", "prefill"): 4}  # layers at most
 
 
 class Stacks:
@@ -60,6 +61,11 @@ class Stacks:
             raise BudgetError(
                 f"{self.work} does not fit on {steps.device_name(self.device)}; use a smaller batch or length."
             ) from None
+
+    def ahead(self, layers: Iterable[LayerShape]) -> None:
+        """Build the kernels of layers that will be timed; one by one, as they come, would take longer than timing."""
+        if self.device.type == "cuda" and self.work.phase == "decode" and steps.runtime_of(self.like) == steps.FAST:
+            choice.build(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
 
     def _step(self, stack: Stack, first: bool) -> steps.Step:
         if self.kept is not None and self.kept[0] == stack:

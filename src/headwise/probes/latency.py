@@ -145,6 +145,8 @@ class Book:
         """Times of these layers, measured where they are not known."""
         wanted = list(dict.fromkeys(shapes))
         missing = [shape for shape in wanted if shape not in self.times]
+        if hasattr(self.clock, "ahead"):
+            self.clock.ahead(missing)
         groups = [missing[at : at + GROUP] for at in range(0, len(missing), GROUP)]
         for group in self.track(groups, label) if groups else ():
             for shape, times in zip(group, self.beside_base([(s,) * self.chain for s in group]), strict=True):
