@@ -579,6 +579,24 @@ def test_a_step_at_the_end_of_a_full_cache_is_the_models_own():
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_stacks_on_cuda_are_replayed_with_kernels_of_their_sizes(phase):
+    model = llama.tailor(llama.tiny()).to("cuda", torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    clock = Stacks(llama, model, Workload(phase, 100, 2), repeats=2)
+    whole = clock.shape.layers[0]
+    less = replace(whole, v_dim=8)
+    clock.ahead([whole, less])
+    known = choice._table().rows.copy()
+    times = clock([(whole, whole), (whole, less)])
+    assert all(time > 0 for stack in times for time in stack) and clock.captured == (phase == "decode")
+    assert len(choice._table().rows) > len(known), "kernels were chosen before"
+    rows = dict(choice._table().rows)
+    clock([(whole, whole), (less, whole)])
+    assert choice._table().rows == rows, "and not again"
+
+
 # The command line.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import platform
 import re
 import statistics
@@ -23,6 +24,7 @@ def runtime(source: nn.Module, cut: nn.Module) -> str:
     device: Any = source.device
     if device.type != "cuda" or steps.PLAIN in (steps.runtime_of(source), steps.runtime_of(cut)):
         return steps.PLAIN
+    gc.collect()  # models that were timed before
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free -= torch.cuda.memory_allocated(device)
     joined = sum(tensor.nbytes for model in (source, cut) for tensor in model.parameters())

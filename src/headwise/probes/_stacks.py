@@ -37,6 +37,7 @@ class Stacks:
         """Layers in a stack: enough that caches and weights do not stay near the processor, as far as they fit."""
         most = min(len(self.shape.layers), CHAIN[self.device.type, self.work.phase])
         if self.device.type == "cuda":
+            _tidy()
             free = torch.cuda.mem_get_info(self.device)[0]
             each = max(self._bytes(layer) for layer in self.shape.layers)
             most = min(most, max(1, int(free / 8 / each)))
@@ -51,8 +52,7 @@ class Stacks:
     def __call__(self, stacks: Sequence[Stack]) -> list[list[float]]:
         """Milliseconds of every stack, once per repeat."""
         if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+            _tidy()
         try:
             return steps.timed(
                 [self._step(stack, not at) for at, stack in enumerate(stacks)], self.device, self.repeats
@@ -120,6 +120,12 @@ class Stacks:
             else:
                 owner._buffers[last] = ours
         model.tie_weights()
+
+
+def _tidy() -> None:
+    """Give back the memory of models that were timed; captured steps and their caches hold each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def family_prefix(family: Family, model: nn.Module) -> str:
