@@ -198,7 +198,7 @@ def test_kernels_are_built_for_just_the_cases_that_steps_ask_for(name, kind, cha
     assert asked and set(asked) <= set(cases(fast, shape.layers, 3, 40, fast.dtype))
 
 
-def test_kernels_are_built_where_none_is_known_and_failures_wait_for_the_measurement(monkeypatch):
+def test_kernels_are_built_where_none_is_known_and_then_chosen(monkeypatch):
     def fails(*given):
         built.append(given[0].shape)
         raise RuntimeError("not on this machine")
@@ -210,8 +210,18 @@ def test_kernels_are_built_where_none_is_known_and_failures_wait_for_the_measure
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     there = replace(CASE, device=torch.device("cuda"), rows=4)
     choice._table().put("24", "eager", {})
-    choice.build([there, replace(there, qk_dim=24), there, CASE])
+    chosen = []
+    monkeypatch.setattr(choice, "quickest", chosen.append)
+    choice.choose([there, replace(there, qk_dim=24), there, CASE])
+    assert chosen == [there, replace(there, qk_dim=24), CASE]
     assert built == [(4, 4, 1, 16)] * 2, "once for every version of what was not measured, on a GPU alone"
+
+
+def test_examples_are_as_long_as_caches_are(monkeypatch):
+    monkeypatch.setattr(choice, "MOST_BYTES", 2**22)
+    _, k, v, seen = example(replace(CASE, qk_dim=24, places=2**13, rows=8))
+    assert k.shape[2] == v.shape[2] == seen.end and 0 < seen.end < 2**13 and seen.end % 256 == 0
+    assert example(replace(CASE, places=32))[1].shape[2] == 32
 
 
 def test_a_path_that_is_far_slower_is_not_timed_for_long():

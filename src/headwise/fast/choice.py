@@ -92,14 +92,16 @@ def quickest(case: Case) -> Path:
     return _found[case]
 
 
-def build(cases: Iterable[Case]) -> None:
-    """Compile our kernel for cases that are still to be measured, several at once: one by one that takes minutes."""
-    table = _table()
-    new = [case for case in dict.fromkeys(cases) if case.device.type == "cuda" and table.get(case.key) is None]
+def choose(cases: Iterable[Case]) -> None:
+    """Find the quickest paths ahead of use; kernels are compiled several at once, as one by one that takes minutes."""
+    asked, table = list(dict.fromkeys(cases)), _table()
+    new = [case for case in asked if case.device.type == "cuda" and table.get(case.key) is None]
     jobs = [(case, name) for case in new for name in case.paths() if name.startswith("split")]
     if jobs:
         with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
             list(pool.map(_build, jobs))
+    for case in asked:
+        quickest(case)
 
 
 @torch.no_grad()
@@ -121,10 +123,12 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
     if case.phase == "prefill":
         each *= 2 * case.query_heads // case.kv_heads
-    places, rows = max(2, min(case.places, MOST_BYTES // each // case.rows)), case.rows
+    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, _free(case.device) // 16)
+    places, rows = max(2, min(case.places, most // each // case.rows)), case.rows
+    places = places // STEP * STEP or places  # as caches have them: kernels are built anew for odd ones
     if case.phase == "prefill":
         places = max(2, min(case.places, 4096 if case.device.type == "cuda" else 512))
-        rows = max(1, min(case.rows, MOST_BYTES // (each * places)))
+        rows = max(1, min(case.rows, most // (each * places)))
     if case.phase == "prefill" and case.device.type != "cuda":
         rows = 1
     made = torch.Generator(case.device).manual_seed(0)
@@ -142,6 +146,12 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     known = places if case.phase == "prefill" or case.device.type != "cuda" else None
     seen = Seen(ends, starts, known, case.masked, case.window, case.qk_dim**-0.5, 30.0 if case.capped else None)
     return q, k, v, seen
+
+
+def _free(device: torch.device) -> int:
+    """Bytes that may still be taken: the device's, and what torch keeps for itself but does not use."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def measured(case: Case) -> dict[str, float]:

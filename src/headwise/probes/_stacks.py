@@ -63,9 +63,9 @@ class Stacks:
             ) from None
 
     def ahead(self, layers: Iterable[LayerShape]) -> None:
-        """Build the kernels of layers that will be timed; one by one, as they come, would take longer than timing."""
+        """Build and choose kernels for layers that will be timed; one by one, as they come, that would take long."""
         if self.device.type == "cuda" and self.work.phase == "decode" and steps.runtime_of(self.like) == steps.FAST:
-            choice.build(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
+            choice.choose(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
 
     def _step(self, stack: Stack, first: bool) -> steps.Step:
         if self.kept is not None and self.kept[0] == stack:
