@@ -1,8 +1,9 @@
 """Does a plan that was made under a limit on time keep it? Predicted and measured, source and cut side by side.
 
 On a CPU: the embedded model, probed and cut. On CUDA: a random model of Llama 3.2 1B's shape in bf16 with invented
-damages, as only time is looked at. Layers are timed afresh; nothing comes from the user's cache. The rows of other
-devices in `benchmarks/results/latency.json` are kept.
+damages, as only time is looked at, and sizes in steps of 16 (MLPs: 1024). Models run as with
+`headwise.load(..., optimise=True)`. Layers are timed afresh; nothing but the choice of kernels comes from the user's
+cache. Results are written after every row; the rows of other devices in `benchmarks/results/latency.json` are kept.
 
     python benchmarks/latency.py --device cpu
     python benchmarks/latency.py --device cuda
@@ -15,6 +16,8 @@ import json
 import platform
 import random
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,16 +28,27 @@ import transformers
 from headwise import budgets, families, latencies, pipeline, steps, strategies
 from headwise.checks import speed
 from headwise.cuts import reshape
+from headwise.errors import HeadwiseError
 from headwise.probes import latency
 from headwise.probes._stacks import Stacks
 from headwise.runfolder import Settings
-from headwise.types import PHASES, LatencyTable, ModelShape, Plan, Reading, Readings, Workload, write_atomically
+from headwise.types import (
+    PHASES,
+    LatencyTable,
+    LayerShape,
+    ModelShape,
+    Plan,
+    Reading,
+    Readings,
+    Workload,
+    write_atomically,
+)
 
 RESULT = Path(__file__).parent / "results" / "latency.json"
 ALLOW = ("qk", "v", "mlp")
 ASKED = {
     "cpu": {"decode,1k,b8": (80, 60), "prefill,256,b1": (80,)},
-    "cuda": {"decode,32k,b8": (80, 60), "prefill,8k,b2": (80, 60)},
+    "cuda": {"decode,32k,b16": (80, 60), "decode,32k,b8": (80, 60), "prefill,8k,b4": (80, 60)},
 }
 LLAMA_1B = dict(
     hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
@@ -60,6 +74,8 @@ def random_llama(device: str, **sizes: Any) -> tuple[Any, Any, Readings, Any]:
     source = family.tailor(stock.eval())
     del stock
     shape = family.shape_of(source.config)
+    if not sizes:
+        shape = replace(shape, grain=replace(shape.grain, qk_step=16, v_step=16, mlp_step=1024))
 
     def build(plan: Plan) -> Any:
         return Stacks(family, source, Workload()).model(plan.target.layers)
@@ -87,36 +103,52 @@ def invented(shape: ModelShape, seed: int = 0) -> Readings:
     return Readings("random", shape.to_json(), tuple(curves), orders, tokens=0, seed=seed)
 
 
-def table_of(family: Any, source: Any, work: Workload) -> tuple[LatencyTable, float]:
-    """Layers timed afresh, and how many seconds that took."""
+def table_of(family: Any, source: Any, shape: ModelShape, work: Workload) -> tuple[LatencyTable, float]:
+    """Layers timed afresh, and how many seconds that took, with choosing kernels."""
     start, clock = time.perf_counter(), Stacks(family, source, work)
-    table = latency.measure(clock, clock.shape, work, ALLOW, clock.chain, steps.device_name(clock.device))
-    return table, time.perf_counter() - start
+    name, runtime = steps.device_name(clock.device), steps.runtime_of(source)
+    table = latency.measure(clock, shape, work, ALLOW, clock.chain, name, runtime=runtime)
+    return replace(table, captured=clock.captured), time.perf_counter() - start
 
 
-def rows_of(device: str, asked: dict[str, tuple[int, ...]], tiny: bool = False) -> list[dict[str, Any]]:
-    """One row per workload and limit."""
+def rows_of(device: str, asked: dict[str, tuple[int, ...]], tiny: bool = False) -> Iterator[dict[str, Any]]:
+    """One row per workload and limit; a limit out of reach has none."""
     small = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16, vocab_size=128) if tiny else {}  # fmt: skip
     family, source, readings, build = embedded() if device == "cpu" and not tiny else random_llama(device, **small)
-    shape, rows = family.shape_of(source.config), []
+    shape = ModelShape.from_json(readings.shape)
     for text, shares in asked.items():
         work = Workload.parse(text)
-        table, seconds = table_of(family, source, work)
-        print(f"{text}: {len(table.times)} layers timed in {seconds:.0f} s, off by up to {table.error:.1%}", flush=True)
+        table, seconds = table_of(family, source, shape, work)
+        least = min(table.layer_ms(layer) for layer in _corners(table)) * len(shape.layers) + table.rest_ms
+        print(
+            f"{text}: {len(table.times)} layers timed in {seconds:.0f} s, off by up to {table.error:.1%}, captured: "
+            f"{table.captured}; at the smallest {least / table.model_ms(shape):.1%} remain",
+            flush=True,
+        )
         for share in shares:
+            start = time.perf_counter()
             limit = budgets.parse(f"latency={share}%@{text}", shape, (table,))
-            plan = latencies.confirmed(
-                lambda limits: strategies.allocate(readings, limits, allow=ALLOW),
-                (limit,),
-                shape,
-                latencies.clock_of(family, source),
-            )
+            try:
+                plan = latencies.confirmed(
+                    lambda limits: strategies.allocate(readings, limits, allow=ALLOW),
+                    (limit,),
+                    shape,
+                    latencies.clock_of(family, source),
+                )
+            except HeadwiseError as error:
+                print(error, flush=True)
+                continue
             took = speed.side_by_side(source, build(plan), work)
-            check = speed.kept(limit, took)
-            rows.append(row := _row(plan, table, took, seconds, check.passed))
-            print(json.dumps(row), flush=True)
-    return rows
+            check = speed.kept(limit, took, table.runtime)
+            yield _row(plan, table, took, seconds, check.passed)
+            print(f"  planned, built and measured in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _corners(table: LatencyTable) -> list[LayerShape]:
+    """The smallest layer of every lattice."""
+    small = [lattice.shape(table.base, *(axis[0] for axis in lattice.axes)) for lattice in table.lattices]
+    return [replace(layer, mlp_width=table.mlp[0]) for layer in small]
 
 
 def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float, met: bool) -> dict[str, Any]:
@@ -130,6 +162,8 @@ def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float
         "predicted_ratio": round(predicted["after"] / predicted["before"], 4),
         "measured_ratio": round(took["after"] / took["before"], 4),
         "met": met,
+        "runtime": table.runtime,
+        "captured": table.captured,
         "layers_timed": len(table.times),
         "timing_seconds": round(seconds, 1),
         "held_out_error": round(table.error, 4),
@@ -149,15 +183,23 @@ def section(result: dict[str, Any]) -> str:
     for device in result["devices"]:
         versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
         lines += ["", f"{device['device']}, {device['dtype']}, {device['model']}; {device['date']}, {versions}.", ""]
-        lines += ["| budget | predicted ms | measured ms (low to high) | of the source: predicted, measured | met |"]
-        lines += ["| --- | --- | --- | --- | --- |"]
+        head = (
+            "budget",
+            "run",
+            "predicted ms",
+            "measured ms (low to high)",
+            "of the source: predicted, measured",
+            "met",
+        )
+        lines += [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
         for row in device["rows"]:
             predicted, took = row["predicted_ms"], row["measured_ms"]
             measured = (
                 f"{took['before']:.3g} → {took['after']:.3g} ({took['after_low']:.3g} to {took['after_high']:.3g})"
             )
             both = f"{row['predicted_ratio']:.1%}, {row['measured_ratio']:.1%}"
-            cells = (row["budget"], f"{predicted['before']:.3g} → {predicted['after']:.3g}", measured, both)
+            run = "optimise=True" if row.get("runtime") == steps.FAST else "as it is"
+            cells = (row["budget"], run, f"{predicted['before']:.3g} → {predicted['after']:.3g}", measured, both)
             lines.append(f"| {' | '.join(cells)} | {'yes' if row['met'] else 'no'} |")
     return "\n".join(lines) + "\n"
 
@@ -172,28 +214,31 @@ def main() -> None:
     options = parser.parse_args()
     asked = {"decode,64,b2": (80,), "prefill,64,b8": (95,)} if options.tiny else ASKED[options.device]
     asked = {text: shares for text, shares in asked.items() if options.only in (None, text.partition(",")[0])}
-    name = steps.device_name(torch.device(options.device))
-    rows = rows_of(options.device, asked, options.tiny)
-    here = {
+    for row in rows_of(options.device, asked, options.tiny):
+        print(json.dumps(row), flush=True)
+        result = written(options.out, options.device, row)
+        print(section(result), flush=True)
+
+
+def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
+    """The result with one row more, or in place of an older one, in its file."""
+    name = steps.device_name(torch.device(device))
+    here: dict[str, Any] = {
         "device": name,
-        "dtype": "bfloat16" if options.device == "cuda" else "float32",
-        "model": "a random model of Llama 3.2 1B's shape" if options.device == "cuda" else "the embedded model",
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "model": "a random model of Llama 3.2 1B's shape" if device == "cuda" else "the embedded model",
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "python": platform.python_version(),
         "repeats": "table: median of 5 turns beside the base; models: median of 7 turns",
-        "rows": rows,
     }
-    old = json.loads(options.out.read_text())["devices"] if options.out.exists() else []
-    kept = [row for device in old if device["device"] == name for row in device["rows"]]
-    fresh = {row["budget"] for row in rows}
-    here["rows"] = sorted(
-        [*(r for r in kept if r["budget"] not in fresh), *rows], key=lambda row: row["budget"].partition("@")[2]
-    )
-    devices = [*(device for device in old if device["device"] != name), here]
+    old = json.loads(out.read_text())["devices"] if out.exists() else []
+    rows = [r for found in old if found["device"] == name for r in found["rows"] if r["budget"] != row["budget"]]
+    here["rows"] = sorted([*rows, row], key=lambda row: row["budget"].partition("@")[2])
+    devices = [*(found for found in old if found["device"] != name), here]
     result = {"benchmark": "plans under a limit on time, predicted and measured", "devices": devices}
-    write_atomically(options.out, json.dumps(result, indent=1) + "\n")
-    print(section(result))
+    write_atomically(out, json.dumps(result, indent=1) + "\n")
+    return result
 
 
 if __name__ == "__main__":

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from test_families import cut, random_plan, tiny
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -19,9 +21,11 @@ from headwise.cli import app
 from headwise.errors import ModelError
 from headwise.fast import choice
 from headwise.fast.cache import FastCache
-from headwise.fast.decode import greedy
+from headwise.fast.choice import example
+from headwise.fast.decode import cases, filled, greedy, repeated, replayed
 from headwise.fast.model import optimise, parts
 from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
+from headwise.fast.step import DecodeStep
 from headwise.fast.table import cache_folder
 
 DECODERS = [
@@ -100,9 +104,12 @@ def test_what_the_fast_way_does_not_do_goes_the_ordinary_way():
     ids, mask = prompts()
     holes = mask.clone()
     holes[0, 4] = 0
+    with pytest.warns(UserWarning, match="ordinary, slower way: its attention mask has holes"):
+        assert torch.equal(
+            fast.generate(ids, **HOW, attention_mask=holes), model.generate(ids, **HOW, attention_mask=holes)
+        )
     asked = [
-        dict(HOW, attention_mask=holes),
-        dict(HOW, attention_mask=mask.flip(1)),
+        dict(HOW, attention_mask=mask.flip(1)),  # of holes it was told once
         dict(HOW, attention_mask=mask, num_beams=3),
         dict(HOW, attention_mask=mask, cache_implementation="static"),
         dict(HOW, attention_mask=mask, use_cache=False),
@@ -111,8 +118,118 @@ def test_what_the_fast_way_does_not_do_goes_the_ordinary_way():
         assert torch.equal(fast.generate(ids, **how), model.generate(ids, **how)), how
     with torch.no_grad():
         assert torch.equal(fast(ids).logits.argmax(-1), model(ids).logits.argmax(-1))
-        seen = fast(ids, output_hidden_states=True, past_key_values=FastCache(fast.headwise_fast.layers, 40))
+        cache = FastCache(fast.headwise_fast.layers, 40)
+        with pytest.warns(UserWarning, match="slower way: it is given output_hidden_states"):
+            seen = fast(ids, output_hidden_states=True, past_key_values=cache)
     assert len(seen.hidden_states) == 1 + fast.headwise_fast.layers
+
+
+def test_a_pad_token_inside_a_prompt_is_slow_only_if_the_mask_is_left_to_be_guessed():
+    model, fast = plain_llama()
+    ids, _ = prompts()
+    fast.generate(ids, **HOW)
+    assert fast.headwise_fast.ordinary == 0
+    ids[0, 4] = HOW["pad_token_id"]
+    with pytest.warns(UserWarning, match="pass attention_mask=torch.ones_like"):
+        guessed = fast.generate(ids, **HOW)
+    assert fast.headwise_fast.ordinary == HOW["max_new_tokens"] and torch.equal(guessed, model.generate(ids, **HOW))
+    whole = dict(HOW, attention_mask=torch.ones_like(ids))
+    assert torch.equal(fast.generate(ids, **whole), model.generate(ids, **whole))
+    ids[0, :5] = HOW["pad_token_id"]
+    assert torch.equal(fast.generate(ids, **HOW), model.generate(ids, **HOW))
+    assert fast.headwise_fast.ordinary == HOW["max_new_tokens"], "given whole, or at the left: no pass more"
+
+
+class Asked(TorchDispatchMode):
+    """Notes whatever makes the host wait for a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "equal.default")):
+            self.waits.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
+@torch.no_grad()
+def test_a_step_never_waits_for_a_value(name, kind, changes):
+    _, fast = prepared(name, kind, changes, True)
+    ids, mask = prompts()
+    cache, positions = FastCache(fast.headwise_fast.layers, 40), (mask.cumsum(1) - 1).clamp(min=0)
+    fast(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    for step in range(2):
+        mask = torch.cat((mask, mask[:, -1:]), 1)
+        given = dict(input_ids=ids[:, :1], attention_mask=mask, position_ids=positions[:, -1:] + 1 + step)
+        with Asked() as asked:
+            fast(**given, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    assert asked.waits == [] and fast.headwise_fast.ordinary == 0
+
+
+def test_a_step_that_cannot_be_captured_is_taken_as_it_is(monkeypatch):
+    _, fast = plain_llama()
+    cache, ids = filled(fast, 3, 12), prompts()[0][:, :1]
+    positions = torch.full_like(ids, 11)
+    with torch.no_grad():
+        want = repeated(fast, cache, ids, positions).argmax(-1)
+
+    def refuse(step):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(DecodeStep, "_capture", refuse)
+    with pytest.warns(UserWarning, match="cannot be captured .*not permitted.*launched anew"):
+        first = replayed(fast, cache, ids, positions, 1)
+    cache.rewind(11)
+    assert torch.equal(first, want) and torch.equal(replayed(fast, cache, ids, positions, 1), want)
+    assert cache.captured.graph is None
+
+
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS)
+def test_kernels_are_built_for_just_the_cases_that_steps_ask_for(name, kind, changes, monkeypatch):
+    _, fast = prepared(name, kind, changes, True)
+    fast.headwise_fast.capture = False  # as on CUDA, but step by step
+    asked = []
+    monkeypatch.setattr("headwise.fast.attend.quickest", lambda case: asked.append(case) or eager)
+    cache, ids = filled(fast, 3, 40), prompts()[0][:, :1]
+    replayed(fast, cache, ids, torch.full_like(ids, 39), 1)
+    shape = families.family_of(fast.config).shape_of(fast.config)
+    assert asked and set(asked) <= set(cases(fast, shape.layers, 3, 40, fast.dtype))
+
+
+def test_kernels_are_built_where_none_is_known_and_then_chosen(monkeypatch):
+    def fails(*given):
+        built.append(given[0].shape)
+        raise RuntimeError("not on this machine")
+
+    built = []
+    monkeypatch.setattr(choice.Case, "paths", lambda case: {"eager": eager, "split": fails, "split-128": fails})
+    monkeypatch.setattr(choice.Case, "key", property(lambda case: f"{case.qk_dim}"))
+    monkeypatch.setattr(choice, "example", lambda case: example(replace(case, device=torch.device("cpu"))))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    there = replace(CASE, device=torch.device("cuda"), rows=4)
+    choice._table().put("24", "eager", {})
+    chosen = []
+    monkeypatch.setattr(choice, "quickest", chosen.append)
+    choice.choose([there, replace(there, qk_dim=24), there, CASE])
+    assert chosen == [there, replace(there, qk_dim=24), CASE]
+    assert built == [(4, 4, 1, 16)] * 2, "once for every version of what was not measured, on a GPU alone"
+
+
+def test_examples_are_as_long_as_caches_are(monkeypatch):
+    monkeypatch.setattr(choice, "MOST_BYTES", 2**22)
+    _, k, v, seen = example(replace(CASE, qk_dim=24, places=2**13, rows=8))
+    assert k.shape[2] == v.shape[2] == seen.end and 0 < seen.end < 2**13 and seen.end % 256 == 0
+    assert example(replace(CASE, places=32))[1].shape[2] == 32
+
+
+def test_a_path_that_is_far_slower_is_not_timed_for_long():
+    calls = []
+    quick = choice.clock(lambda: calls.append(0), CASE)
+    few = len(calls)
+    assert choice.clock(lambda: calls.append(0), CASE, hopeless=0.0) > 0 and quick > 0
+    assert len(calls) == few + 1 < 2 * few
 
 
 def test_sampling_and_the_end_of_a_text_are_as_ever():

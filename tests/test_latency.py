@@ -16,6 +16,7 @@ from headwise import budgets, families, frontier, latencies, steps, strategies
 from headwise.checks import speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
+from headwise.fast import choice, decode
 from headwise.probes import latency
 from headwise.probes._stacks import Stacks
 from headwise.report import certificate
@@ -32,6 +33,17 @@ from headwise.types import (
 )
 
 WORK = Workload("decode", 1024, 4)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """No test sees or changes what the user's machine measured."""
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    choice.forget()
+    yield
+    choice.forget()
+
+
 LAYER = LayerShape(query_heads=4, kv_heads=2, qk_dim=64, v_dim=64, mlp_width=1024, qk_width=64)
 GRAIN = Grain(qk_step=8, v_step=8, mlp_step=32, qk_floor=16, v_floor=16, mlp_floor=256, rotary=True, projectable=True)
 MODEL = ModelShape("llama", 256, 100, True, (LAYER,) * 6, GRAIN)
@@ -347,7 +359,7 @@ def here(tmp_path, monkeypatch):
 
     def stacks(family, model, work, repeats=5):
         shape = family.shape_of(model.config)
-        made = SimpleNamespace(shape=shape, chain=2, device=torch.device("cpu"), dtype=torch.float32)
+        made = SimpleNamespace(shape=shape, chain=2, device=torch.device("cpu"), dtype=torch.float32, captured=True)
         return type("Clock", (), {"__call__": lambda self, asked: clock(asked), **vars(made)})()
 
     monkeypatch.setattr(latencies, "Stacks", stacks)
@@ -421,6 +433,36 @@ def test_a_table_of_another_device_is_refused(here, tmp_path):
         measured(model, run)
 
 
+def test_tables_of_another_runtime_are_not_used(here, tmp_path, monkeypatch):
+    model, clock, cache = here
+    run = RunFolder(tmp_path / "run")
+    fast = measured(model, run)
+    assert fast.runtime == fast.facts["runtime"] == "fast" and fast.captured
+    assert LatencyTable.read(run.table_file(TINY)) == fast
+    monkeypatch.setattr(steps, "runtime_of", lambda model: "plain")
+    clock.ms, clock.asked = (lambda layer: 2 * (smooth(layer) + layer.mlp_width)), []
+    plain = measured(model, run)
+    assert plain.runtime == "plain" and len(clock.asked) > 10, "neither the run's nor the cache's"
+    assert plain.times != fast.times and len(list(cache.glob("latency-*.json"))) == 2
+    old = {name: value for name, value in fast.to_json().items() if name not in ("runtime", "captured")}
+    assert LatencyTable.from_json(old).runtime == "plain", "what older versions wrote"
+
+
+def test_steps_that_were_not_captured_are_on_record(here, monkeypatch):
+    model, _, _ = here
+    stacks = latencies.Stacks
+
+    def uncaptured(family, model, work, repeats=5):
+        made = stacks(family, model, work, repeats)
+        made.captured, made.device = False, torch.device("cuda")
+        return made
+
+    monkeypatch.setattr(latencies, "Stacks", uncaptured)
+    monkeypatch.setattr(steps, "device_name", lambda device: "a GPU")
+    with pytest.warns(UserWarning, match="decode,64,b2: steps were not captured but launched one by one"):
+        assert not measured(model).captured
+
+
 def test_what_the_model_cannot_do_is_not_timed(here):
     model, _, _ = here
     with pytest.raises(BudgetError, match="longer than the 128 tokens that the model takes; use decode,128,b2"):
@@ -443,10 +485,23 @@ def plan_at(share: int, device: str) -> Plan:
 @pytest.mark.parametrize(("after", "met"), [(8.0, True), (8.39, True), (8.41, False)])
 def test_a_limit_is_kept_within_five_percent_of_what_is_measured(after, met):
     (limit,) = plan_at(80, "a device").budgets
-    check = speed.kept(limit, {"before": 10.0, "after": after})
+    check = speed.kept(limit, {"before": 10.0, "after": after}, "fast")
+    assert check.observed.endswith("both with optimise=True"), "it says how they were run"
     assert check.passed is met and check.expected == "at most 8 ms + 5%" and f"{after / 10:.1%}" in check.observed
     absolute = replace(limit, text="latency=7ms@decode,64,b2", limit=7.0)
-    assert not speed.kept(absolute, {"before": 10.0, "after": 8.0}).passed, "an absolute limit is no share"
+    assert not speed.kept(absolute, {"before": 10.0, "after": 8.0}, "plain").passed, "an absolute limit is no share"
+
+
+def test_speed_is_compared_on_one_runtime(monkeypatch):
+    source = llama.tailor(llama.tiny())
+    assert speed.runtime(source, source) == "plain", "on a CPU as they are"
+    twins = []
+    monkeypatch.setattr(speed, "fast_twin", lambda model: twins.append(steps.fast_twin(model)) or twins[-1])
+    for name, count in ((steps.PLAIN, 0), (steps.FAST, 2)):
+        found = speed.measure(source, source, prompt=16, steps=4, repeats=1, runtime=name)
+        assert found["decode_ms_per_token_after"] > 0 and found["prompt_tokens"] == 16 and len(twins) == count
+    assert all(twin.headwise_fast.pool is not None and twin.headwise_fast.ordinary == 0 for twin in twins)
+    assert not hasattr(source, "headwise_fast")
 
 
 def test_the_certificate_shows_predicted_beside_measured(monkeypatch):
@@ -493,7 +548,11 @@ def test_stacks_of_every_family_run_with_the_sizes_they_should_have(family, kind
         assert [block.down.in_features for block in family.blocks(built)] == [whole.mlp_width, less.mlp_width]
         assert not any(t.is_meta for t in (*built.parameters(), *built.buffers()))
         with torch.no_grad():
-            assert steps.prepare(family, built, clock.work)() is not None
+            before = [weight.data_ptr() for weight in built.parameters()]
+            step = steps.prepare(family, built, clock.work)
+            assert step() is not None and not step.captured
+        assert step.runtime == ("fast" if shape.cached else "plain"), "decoders as `optimise=True` makes them"
+        assert not hasattr(built, "headwise_fast") and [w.data_ptr() for w in built.parameters()] == before
 
 
 @torch.no_grad()
@@ -511,10 +570,31 @@ def test_a_step_at_the_end_of_a_full_cache_is_the_models_own():
     for _ in range(2):  # again and again
         found = model(input_ids=rows[:, 8:], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    with steps._folding(llama, model):
-        folded = model(input_ids=rows[:, 8:], past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(folded, wanted, atol=1e-5, rtol=1e-4)
-    assert model.config._attn_implementation == "sdpa"
+    fast, ids = steps.fast_twin(model), rows[:, 8:]
+    cache = decode.filled(fast, 2, 9)
+    for full, layer in zip(cache.layers, own.layers, strict=True):
+        full.keys[:, :, :8], full.values[:, :, :8] = layer.keys, layer.values
+    for _ in range(2):
+        found = decode.repeated(fast, cache, ids, torch.full_like(ids, 8))
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_stacks_on_cuda_are_replayed_with_kernels_of_their_sizes(phase):
+    model = llama.tailor(llama.tiny()).to("cuda", torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    clock = Stacks(llama, model, Workload(phase, 100, 2), repeats=2)
+    whole = clock.shape.layers[0]
+    less = replace(whole, v_dim=8)
+    clock.ahead([whole, less])
+    ahead = set(choice._table().rows)
+    times = clock([(whole, whole), (whole, less)])
+    rows = set(choice._table().rows)
+    assert all(time > 0 for stack in times for time in stack) and clock.captured == (phase == "decode")
+    assert rows and (ahead == rows) == (phase == "decode"), "kernels of decode steps were chosen before"
+    clock([(whole, whole), (less, whole)])
+    assert set(choice._table().rows) == rows, "and not again"
 
 
 # The command line.

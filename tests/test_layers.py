@@ -35,9 +35,9 @@ ALLOWED: dict[str, set[str]] = {
     "fast": {"errors", "types", "runtime"},  # fast inference, never needed
     "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio", "memory"},
     "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
-    "steps": {"errors", "types", "families"},  # a model run for its time
+    "steps": {"errors", "types", "families", "fast"},  # a model run for its time
     "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
-    | {"runtime", "steps", "memory"},
+    | {"runtime", "steps", "memory", "fast"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
     "moments": {"cuts"},

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import statistics
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from importlib import metadata
@@ -58,7 +59,8 @@ def tables(
                 f"the table for {work} was measured on {table.device}, this is {name}; delete "
                 f"{folder.table_file(work) if folder else 'it'} to measure here, or go on there."
             )
-        if table is None or not covers(table, shape, allowed):
+        stale = table is not None and table.runtime != steps.runtime_of(model)
+        if table is None or stale or not covers(table, shape, allowed):
             table = processes.by_first(lambda work=work: _measured(family, model, work, allowed, folder, track))  # type: ignore[misc]
             table = table or (folder.table(work) if folder is not None else None)
         if table is None:
@@ -151,9 +153,20 @@ def _measured(
     facts = _facts(family, clock, model)
     path = cache_folder() / f"latency-{_name(device, facts, work)}.json"
     known = cached(path, device, facts, work)
+
+    def keep(table: LatencyTable) -> None:
+        _keep(path, noted(table))
+
+    def noted(table: LatencyTable) -> LatencyTable:
+        return replace(table, captured=clock.captured and (known is None or known.captured))
+
+    runtime = facts["runtime"]
     table = latency.measure(
-        clock, clock.shape, work, allow, clock.chain, device, facts, known, lambda t: _keep(path, t), track
+        clock, clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime=runtime
     )
+    table = noted(table)
+    if clock.device.type == "cuda" and work.phase == "decode" and not table.captured:
+        warnings.warn(f"{work}: steps were not captured but launched one by one, which hides savings.", stacklevel=2)
     if folder is not None:
         _write(folder.table_file(work), table)
     return table
@@ -166,6 +179,7 @@ def _facts(family: Family, clock: Stacks, model: nn.Module) -> dict[str, str]:
     fixed = {
         "dtype": str(clock.dtype).removeprefix("torch."),
         "family": family.kind(config),
+        "runtime": steps.runtime_of(model),
         "attention": str(getattr(config, "_attn_implementation", "")),
         "chain": clock.chain,
         "hidden_size": shape.hidden_size,

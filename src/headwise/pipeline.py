@@ -276,10 +276,11 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     checks = exactness.count_checks(cut, plan)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
+    runtime = speed.runtime(bench.source, cut)
     verdict = Verdict(
         quality=found.summary(settings.seed),
         size=exactness.sizes(cut, plan.source),
-        speed={**speed.measure(bench.source, cut), **took},
+        speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
             "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
             "sum_of_prices": plan.predicted_damage,
@@ -289,7 +290,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         samples=quality.samples(bench.source, cut, bench.tokenizer, bench.evaluation) if bench.task.generates else (),
         evaluation=bench.described,
         tokens=data.count_tokens(bench.evaluation, bench.task.row_tokens),
-        machine=speed.machine(bench.source.device),
+        machine=speed.machine(bench.source.device, runtime),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
     )
     verdict.save(folder.verdict_file)

@@ -1,49 +1,97 @@
 """One token more, or one prompt read, ready to be repeated: the one place where a model is run for its time.
 
-A decode step on CUDA is captured as a graph, with caches of the full length in place, as launches would hide what a
-smaller layer saves. Everything else runs as it is.
+Decoders run as `headwise.load(..., optimise=True)` runs them: the quickest kernel for each size, and on CUDA decode
+steps that are captured once and replayed, as launches would hide what a smaller layer saves. Other models run as they
+are.
 """
 
 from __future__ import annotations
 
+import copy
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from headwise.errors import BudgetError
 from headwise.families import Family
+from headwise.fast import decode
+from headwise.fast.cache import FastCache
+from headwise.fast.model import covers, optimise
 from headwise.types import Workload
 
-Step = Callable[[], object]
-FOLDED = "headwise_folded"  # our attention of one token, by its name in a configuration
+FAST, PLAIN = "fast", "plain"  # runtimes: with `optimise=True`, and without
 LEAST_SECONDS = {"cuda": 0.004, "cpu": 0.02}  # of one timing; shorter steps are repeated
+
+
+@dataclass
+class Step:
+    """What runs a model once, how it runs it, and whether that is the replay of a captured graph."""
+
+    run: Callable[[], object]
+    runtime: str = PLAIN
+    captured: bool = False
+
+    def __call__(self) -> object:
+        """Once more."""
+        return self.run()
+
+
+def runtime_of(model: Any) -> str:
+    """How a tailored model is run for its time."""
+    return FAST if covers(model) else PLAIN
+
+
+def fast_twin(model: Any) -> Any:
+    """A tailored decoder made fast beside itself: only weights that are joined there are copied, nothing is changed."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    return optimise(copy.deepcopy(model, shared))
 
 
 @torch.no_grad()
 def prepare(family: Family, model: Any, work: Workload) -> Step:
-    """What runs a tailored model once under a workload, its caches filled to the length."""
-    device = next(model.parameters()).device
-    rows = family.example(model.config, work.batch, 1 if work.phase == "decode" else work.length).to(device)
-    if work.phase == "prefill":
-        if family.shape_of(model.config).cached:
-            return lambda: model(**family.first_step(rows), use_cache=True)
-        return lambda: family.call(model, rows)
-    cache = filled_cache(family, model, work)
+    """What runs a tailored model once under a workload, its caches filled to the length.
 
-    def step() -> object:
-        return model(input_ids=rows, past_key_values=cache, use_cache=True)
+    It has run once: kernels are chosen and built, and what is captured is captured, before anyone looks at the clock.
+    """
+    rows = family.example(model.config, work.batch, 1 if work.phase == "decode" else work.length)
+    rows = rows.to(next(model.parameters()).device)
+    step = (_fast if covers(model) else _plain)(family, model, work, rows)
+    step()
+    return step
 
-    return _captured(family, model, step) if device.type == "cuda" else step
+
+def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Step:
+    model = fast_twin(model)
+    if work.phase == "decode":
+        cache = decode.filled(model, work.batch, work.length)
+        positions = torch.full_like(rows, work.length - 1)
+        decode.repeated(model, cache, rows, positions)
+        captured = cache.captured is not None and cache.captured.graph is not None
+        return Step(lambda: decode.repeated(model, cache, rows, positions), FAST, captured)
+    cache = FastCache(model.headwise_fast.layers, work.length)
+
+    def read() -> object:
+        cache.reset()
+        return model(**family.first_step(rows), past_key_values=cache, use_cache=True)
+
+    return Step(read, FAST)
+
+
+def _plain(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Step:
+    if work.phase == "decode":
+        cache = filled_cache(family, model, work)
+        return Step(lambda: model(input_ids=rows, past_key_values=cache, use_cache=True))
+    if family.shape_of(model.config).cached:
+        return Step(lambda: model(**family.first_step(rows), use_cache=True))
+    return Step(lambda: family.call(model, rows))
 
 
 class FullLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -89,62 +137,8 @@ def filled_cache(family: Family, model: Any, work: Workload) -> DynamicCache:
     return cache
 
 
-def _folded(
-    module: Any, q_BHTK: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, scaling: float, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Attention of one token: query heads that share keys stand as rows of one head, so that keys are read once."""
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    batch, heads, _, dim = q_BHTK.shape
-    kernels = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    with sdpa_kernel(kernels, set_priority=True):
-        z = nn.functional.scaled_dot_product_attention(
-            q_BHTK.reshape(batch, k.shape[1], heads // k.shape[1], dim), k, v, scale=scaling
-        )
-    return z.reshape(batch, 1, heads, v.shape[-1]), None
-
-
-@contextmanager
-def _folding(family: Family, model: Any) -> Iterator[None]:
-    """Let a model attend by `_folded`; where logits are capped it cannot."""
-    before = model.config._attn_implementation
-    if before == "sdpa" and all(block.attention.attend.softcap is None for block in family.blocks(model)):
-        ALL_ATTENTION_FUNCTIONS.register(FOLDED, _folded)
-        model.config._attn_implementation = FOLDED  # with a name that has no mask of its own: all is attended to
-    try:
-        yield
-    finally:
-        model.config._attn_implementation = before
-
-
-def _captured(family: Family, model: Any, step: Step) -> Step:
-    """The step as a CUDA graph; as it is where it cannot be captured, as with positions that depend on values."""
-    with _folding(family, model):
-        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(3):
-                step()
-        torch.cuda.current_stream().wait_stream(aside)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph):
-                step()
-        except RuntimeError as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
-                raise
-            torch.cuda.synchronize()
-            return step
-
-    def replay() -> None:
-        graph.replay()
-
-    replay.graph = graph, step  # type: ignore[attr-defined]  # which hold what the graph reads
-    return replay
-
-
 @torch.no_grad()
-def timed(steps: Sequence[Step], device: torch.device, repeats: int = 5) -> list[list[float]]:
+def timed(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int = 5) -> list[list[float]]:
     """Milliseconds of every step, once per repeat; the steps take turns, so that all see the same machine."""
     counts = []
     for step in steps:
@@ -157,7 +151,7 @@ def timed(steps: Sequence[Step], device: torch.device, repeats: int = 5) -> list
     return found
 
 
-def seconds(step: Step, device: torch.device, count: int) -> float:
+def seconds(step: Callable[[], object], device: torch.device, count: int) -> float:
     """How long so many runs take; of a single thread what it computes, not what it waits while others do."""
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     now = time.thread_time if alone else time.perf_counter

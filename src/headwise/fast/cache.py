@@ -117,6 +117,11 @@ class FastCache(Cache):
         for layer in self.layers:
             layer.length += tokens
 
+    def rewind(self, length: int) -> None:
+        """Count as many places as filled, to go on from there; what lies behind is masked."""
+        for layer in self.layers:
+            layer.length = length
+
     def reset(self) -> None:
         """Empty, for another text; buffers and the captured step stay."""
         super().reset()

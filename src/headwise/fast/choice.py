@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import torch
@@ -90,15 +92,43 @@ def quickest(case: Case) -> Path:
     return _found[case]
 
 
+def choose(cases: Iterable[Case]) -> None:
+    """Find the quickest paths ahead of use; kernels are compiled several at once, as one by one that takes minutes."""
+    asked, table = list(dict.fromkeys(cases)), _table()
+    new = [case for case in asked if case.device.type == "cuda" and table.get(case.key) is None]
+    jobs = [(case, name) for case in new for name in case.paths() if name.startswith("split")]
+    if jobs:
+        with ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as pool:
+            list(pool.map(_build, jobs))
+    for case in asked:
+        quickest(case)
+
+
+@torch.no_grad()
+def _build(job: tuple[Case, str]) -> None:
+    """Run a path once, as the measurement will, on rows that share their memory."""
+    case, name = job
+    try:
+        with torch.cuda.device(case.device):
+            q, k, v, seen = example(replace(case, rows=1))
+            seen.ends_B, seen.starts_B = (x.repeat(case.rows) for x in (seen.ends_B, seen.starts_B))
+            q, k, v = (x.expand(case.rows, -1, -1, -1) for x in (q, k, v))
+            case.paths()[name](q, k, v, seen)
+    except Exception:  # the measurement sees it again
+        return
+
+
 def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]:
     """Random queries, keys and values as the case has them, if need be of fewer rows or a shorter text."""
     each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
     if case.phase == "prefill":
         each *= 2 * case.query_heads // case.kv_heads
-    places, rows = max(2, min(case.places, MOST_BYTES // each // case.rows)), case.rows
+    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, _free(case.device) // 16)
+    places, rows = max(2, min(case.places, most // each // case.rows)), case.rows
+    places = places // STEP * STEP or places  # as caches have them: kernels are built anew for odd ones
     if case.phase == "prefill":
         places = max(2, min(case.places, 4096 if case.device.type == "cuda" else 512))
-        rows = max(1, min(case.rows, MOST_BYTES // (each * places)))
+        rows = max(1, min(case.rows, most // (each * places)))
     if case.phase == "prefill" and case.device.type != "cuda":
         rows = 1
     made = torch.Generator(case.device).manual_seed(0)
@@ -118,11 +148,17 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     return q, k, v, seen
 
 
+def _free(device: torch.device) -> int:
+    """Bytes that may still be taken: the device's, and what torch keeps for itself but does not use."""
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + kept)
+
+
 def measured(case: Case) -> dict[str, float]:
     """Seconds that each path takes, of those that can do the case and agree with plain attention."""
     q, k, v, seen = example(case)
-    expected, found = _expected(q, k, v, seen), {}
-    for name, path in case.paths().items():
+    expected, found = _expected(q, k, v, seen), dict[str, float]()
+    for name, path in sorted(case.paths().items(), key=lambda item: item[0] == "eager"):  # the slowest comes last
         if name == "eager" and case.phase == "prefill" and case.device.type == "cuda" and case.places > 1024:
             continue  # known to be slow, and its logits may not fit
         work = partial(path, q, k, v, seen)
@@ -130,7 +166,7 @@ def measured(case: Case) -> dict[str, float]:
             with warnings.catch_warnings():  # torch warns of every kernel that does not do the case
                 warnings.simplefilter("ignore")
                 off = (work()[:, -expected.shape[1] :].float() - expected).abs().max().item()
-                seconds = clock(work, case)
+                seconds = clock(work, case, hopeless=2 * min(found.values(), default=float("inf")))
         except Exception:  # a kernel that does not do the case; what compiling may raise is not listed anywhere
             continue
         if off <= TOLERANCE.get(case.dtype, 1e-4):
@@ -146,8 +182,11 @@ def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> 
     return eager(q, k, v, seen.at(seen.window, seen.scaling, seen.softcap))
 
 
-def clock(work: Callable[[], object], case: Case, least: float = 4e-3) -> float:
-    """Seconds per call, the best of some batches of calls; decode on CUDA is timed as it will run, in a graph."""
+def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless: float = float("inf")) -> float:
+    """Seconds per call, the best of some batches of calls; decode on CUDA is timed as it will run, in a graph.
+
+    Where the first call takes longer than is `hopeless`, that is the answer.
+    """
 
     def batch(run: Callable[[], object], calls: int) -> float:
         if case.device.type == "cuda":
@@ -166,5 +205,8 @@ def clock(work: Callable[[], object], case: Case, least: float = 4e-3) -> float:
             for _ in range(together):
                 work()
         work = graph.replay
-    calls = max(1, min(50, int(least / 4 / max(batch(work, 1), 1e-7))))
+    once = batch(work, 1)
+    if once / together > hopeless:
+        return once / together
+    calls = max(1, min(50, int(least / 4 / max(once, 1e-7))))
     return min(batch(work, calls) for _ in range(3)) / together

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,6 +25,10 @@ TOKENS = 2**15  # of a prompt, at once
 CELLS = 2**28  # of a mask, or of logits where they are all made
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
 OURS = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+HOLES = (
+    "its attention mask has holes, or padding at the right. Pad prompts at the left; where the pad token is part of a "
+    "prompt, pass attention_mask=torch.ones_like(input_ids)"
+)
 COUNTING = ("dynamic", "longrope")  # rotary tables that look at positions on the host: such a step is not captured
 
 
@@ -38,10 +43,19 @@ class Fast:
         self.capped_heads: int = max(capped, default=0)  # whose logits are all made
         self.place_bytes = sum(layer.kv_heads * (layer.qk_dim + layer.v_dim) for layer in layers)  # times the dtype's
         self.pool: FastCache | None = None  # of the last text, for the next one
+        self.ordinary = 0  # forward passes that were asked to be fast and were not
+        self.told: set[str] = set()  # why, each said once
+
+    def aside(self, why: str) -> None:
+        """Count a pass that goes the ordinary way, and say so once: it is right, but as slow as ever."""
+        self.ordinary += 1
+        if why not in self.told:
+            self.told.add(why)
+            warnings.warn(f"this text takes the ordinary, slower way: {why}.", stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fast:
         made = copy.copy(self)
-        made.switch, made.pool = copy.deepcopy(self.switch, memo), None
+        made.switch, made.pool, made.told = copy.deepcopy(self.switch, memo), None, set()
         return made
 
     def cache(self, model: Any, rows: int, length: int) -> FastCache:
@@ -61,13 +75,28 @@ class Fast:
         self.pool = None
 
 
+def attentions(model: Any) -> list[Any]:
+    """A model's own attention layers, in order."""
+    return [module for module in model.modules() if isinstance(module, TailoredAttention)]
+
+
+def _writes(model: Any) -> bool:
+    decodes = hasattr(model, "generate") and not getattr(model.config, "is_encoder_decoder", False)
+    return decodes and bool(attentions(model))
+
+
+def covers(model: Any) -> bool:
+    """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones."""
+    return _writes(model) and not getattr(model.config, "use_bidirectional_attention", None)
+
+
 def optimise(model: Any) -> Any:
     """Make a decoder on our runtime fast, in place: the same model, whose `generate` takes the quick way."""
-    layers: list[Any] = [module for module in model.modules() if isinstance(module, TailoredAttention)]
-    if not layers or not hasattr(model, "generate") or getattr(model.config, "is_encoder_decoder", False):
+    if not _writes(model):
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
-    if hasattr(model, "headwise_fast") or getattr(model.config, "use_bidirectional_attention", None):
+    if hasattr(model, "headwise_fast") or not covers(model):
         return model
+    layers = attentions(model)
     switch = Switch()
     fuse(model, switch)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
@@ -89,8 +118,10 @@ def _hooked(base: type) -> type:
     @functools.wraps(inner.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         cache = kwargs.get("past_key_values")
-        if args or not isinstance(cache, FastCache):
+        if len(args) > 1 or not isinstance(cache, FastCache):
             return inner.forward(self, *args, **kwargs)
+        if args:
+            kwargs["input_ids"] = args[0]
         with torch.no_grad():
             return _forward(self, functools.partial(inner.forward, self), cache, kwargs)
 
@@ -131,21 +162,21 @@ def _fits(model: Any, rows: int, length: int) -> bool:
 
 
 def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> Any:
-    """The fast way if this step can go it, the ordinary one otherwise; both go on from the same cache."""
-    ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    odd = {name for name, value in given.items() if value is not None and name not in KNOWN}
-    odd -= {name for name in ("output_attentions", "output_hidden_states") if given.get(name) is False}
-    recording = model.config.output_attentions or model.config.output_hidden_states
-    if odd or recording or ids is None or model.training or given.get("use_cache") is False:
-        return base(**given)
-    if given.get("return_dict") is False or (mask is not None and mask.dim() != 2):
-        return base(**given)
-    length, (rows, tokens) = cache.get_seq_length(), ids.shape
-    if length + tokens > cache.capacity:
-        raise ModelError(f"this cache holds {cache.capacity} tokens, not {length + tokens}; make a longer one.")
-    if length == 0 or tokens > 1:
-        _look(cache, mask, rows, length + tokens, ids.device)
-    if cache.irregular or (positions is None and cache.padded) or (positions is not None and positions.dim() != 2):
+    """The fast way if this step can go it, the ordinary one otherwise; both go on from the same cache.
+
+    Nothing here waits for the device but one look at the mask of a prompt: a step only sets tokens and replays.
+    """
+    why = _unasked(model, given)
+    if why is None:
+        ids, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        length, (rows, tokens) = cache.get_seq_length(), ids.shape
+        if length + tokens > cache.capacity:
+            raise ModelError(f"this cache holds {cache.capacity} tokens, not {length + tokens}; make a longer one.")
+        if length == 0 or tokens > 1:
+            _look(cache, mask, rows, length + tokens, ids.device)
+        why = HOLES if cache.irregular else "padding needs position_ids" if positions is None and cache.padded else None
+    if why is not None:
+        model.headwise_fast.aside(why)
         return base(**given)
     if positions is None:
         positions = torch.arange(length, length + tokens, device=ids.device)[None]
@@ -157,6 +188,22 @@ def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> 
     finally:
         model.headwise_fast.switch.cache = cache.seen = cache.place = None
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def _unasked(model: Any, given: dict[str, Any]) -> str | None:
+    """What a pass is asked for that the fast way does not do, if anything; shapes alone are looked at."""
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    odd = {name for name, value in given.items() if value is not None and name not in KNOWN}
+    odd -= {name for name in ("output_attentions", "output_hidden_states") if given.get(name) is False}
+    if odd or given.get("input_ids") is None:
+        return f"it is given {', '.join(sorted(odd)) or 'no input_ids'}"
+    if model.config.output_attentions or model.config.output_hidden_states:
+        return "attention weights or hidden states are asked for"
+    if model.training or given.get("use_cache") is False or given.get("return_dict") is False:
+        return "the model is in training, or is to use no cache or return a tuple"
+    if mask is not None and mask.dim() != 2 or positions is not None and positions.dim() != 2:
+        return "its mask or its positions have more than two dimensions"
+    return None
 
 
 def _look(cache: FastCache, mask: Any, rows: int, end: int, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,7 @@ class DecodeStep:
     def run(self) -> torch.Tensor:
         """One step with what is set; the logits are overwritten by the next."""
         if self.graph is None and self.capture:
-            self._capture()
+            self._try_capture()
         if self.graph is None:
             self.logits = self._step()
             self._go_on()
@@ -67,6 +68,18 @@ class DecodeStep:
         for counter in (self.positions, self.ends, self.place):
             counter.add_(1)
         self.tokens.index_copy_(1, self.place, token)
+
+    def _try_capture(self) -> None:
+        """Capture, or go on without: the same answer, only slower. That memory is full is another matter."""
+        try:
+            self._capture()
+        except RuntimeError as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            self.capture = False
+            warnings.warn(f"a decode step cannot be captured ({error}); each is launched anew.", stacklevel=2)
+            if self.ids.is_cuda:
+                torch.cuda.synchronize(self.ids.device)
 
     def _capture(self) -> None:
         """Run once before, so that kernels are chosen and compiled: that only writes what the replay writes again."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,11 +14,12 @@ from headwise.cost import layer_kv_bytes_per_token, layer_parameters
 from headwise.errors import BudgetError
 from headwise.families import Family, auto_class_of
 from headwise.families._config import NOT_COPIED
+from headwise.fast import choice, decode
 from headwise.runtime.modeling_headwise import classes
 from headwise.types import GONE, LayerShape, Workload
 
 Stack = tuple[LayerShape, ...]
-CHAIN = {("cuda", "decode"): 16, ("cuda", "prefill"): 4, ("cpu", "decode"): 4, ("cpu", "prefill"): 4}  # layers at most
+CHAIN = {("cuda", "decode"): 8, ("cuda", "prefill"): 4, ("cpu", "decode"): 4, ("cpu", "prefill"): 4}  # layers at most
 
 
 class Stacks:
@@ -27,7 +28,7 @@ class Stacks:
     def __init__(self, family: Family, like: nn.Module, work: Workload, repeats: int = 5) -> None:
         self.family, self.like, self.work, self.repeats = family, like, work, repeats
         self.device, self.dtype = next(like.parameters()).device, steps.timed_dtype(like)
-        self.shape = family.shape_of(like.config)
+        self.shape, self.captured = family.shape_of(like.config), True  # unless a step is not
         self.chain = self._chain()
         self.shared: dict[str, torch.Tensor] = {}  # what is not in layers: embeddings and the head are large
         self.kept: tuple[Stack, steps.Step] | None = None  # the first stack, which comes again with every call
@@ -36,6 +37,7 @@ class Stacks:
         """Layers in a stack: enough that caches and weights do not stay near the processor, as far as they fit."""
         most = min(len(self.shape.layers), CHAIN[self.device.type, self.work.phase])
         if self.device.type == "cuda":
+            _tidy()
             free = torch.cuda.mem_get_info(self.device)[0]
             each = max(self._bytes(layer) for layer in self.shape.layers)
             most = min(most, max(1, int(free / 8 / each)))
@@ -50,8 +52,7 @@ class Stacks:
     def __call__(self, stacks: Sequence[Stack]) -> list[list[float]]:
         """Milliseconds of every stack, once per repeat."""
         if self.device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
+            _tidy()
         try:
             return steps.timed(
                 [self._step(stack, not at) for at, stack in enumerate(stacks)], self.device, self.repeats
@@ -61,10 +62,16 @@ class Stacks:
                 f"{self.work} does not fit on {steps.device_name(self.device)}; use a smaller batch or length."
             ) from None
 
+    def ahead(self, layers: Iterable[LayerShape]) -> None:
+        """Build and choose kernels for layers that will be timed; one by one, as they come, that would take long."""
+        if self.device.type == "cuda" and self.work.phase == "decode" and steps.runtime_of(self.like) == steps.FAST:
+            choice.choose(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
+
     def _step(self, stack: Stack, first: bool) -> steps.Step:
         if self.kept is not None and self.kept[0] == stack:
             return self.kept[1]
         step = steps.prepare(self.family, self.model(stack), self.work)
+        self.captured = self.captured and step.captured
         if first:
             self.kept = stack, step
         return step
@@ -113,6 +120,12 @@ class Stacks:
             else:
                 owner._buffers[last] = ours
         model.tie_weights()
+
+
+def _tidy() -> None:
+    """Give back the memory of models that were timed; captured steps and their caches hold each other."""
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def family_prefix(family: Family, model: nn.Module) -> str:

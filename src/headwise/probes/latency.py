@@ -41,10 +41,11 @@ def measure(
     keep: Ahead = lambda table: None,
     track: Track = silently,
     seed: int = 0,
+    runtime: str = "plain",
 ) -> LatencyTable:
     """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
     base, allowed = base_of(source), frozenset(allow)
-    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain)
+    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
     book = Book(clock, start, chain, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
@@ -144,6 +145,8 @@ class Book:
         """Times of these layers, measured where they are not known."""
         wanted = list(dict.fromkeys(shapes))
         missing = [shape for shape in wanted if shape not in self.times]
+        if hasattr(self.clock, "ahead"):
+            self.clock.ahead(missing)
         groups = [missing[at : at + GROUP] for at in range(0, len(missing), GROUP)]
         for group in self.track(groups, label) if groups else ():
             for shape, times in zip(group, self.beside_base([(s,) * self.chain for s in group]), strict=True):

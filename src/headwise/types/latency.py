@@ -123,6 +123,8 @@ class LatencyTable(Record):
     mlp: tuple[int, ...] = ()  # measured widths, rising
     held_out: tuple[HeldOut, ...] = ()
     chain: int = 4  # layers in the stacks that were timed
+    runtime: str = "plain"  # "fast": as `headwise.load(..., optimise=True)` runs models; "plain": as it does without
+    captured: bool = False  # whether every timed step was the replay of a captured graph
 
     @cached_property
     def _known(self) -> dict[LayerShape, float]:
