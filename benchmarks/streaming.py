@@ -240,7 +240,8 @@ def _whole(found: dict[str, Any]) -> str:
     most = max(found["peak_bytes"].values()) / 1e9
     said = (
         f"A checkpoint in the shape of Llama-2-7B ({size['parameters_before'] / 1e9:.2f}B parameters, "
-        f"{found['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights) to {kept:.0%} of its cache with `--stream --heal none`: "
+        f"{found['checkpoint_bytes'] / 1e9:.1f} GB of random bf16 weights) to {kept:.0%} of its cache with "
+        f"`--stream --heal none`: "
         f"peak resident memory {most:.2f} GB (promised: at most {PROMISED_GB:g}). One run, {settings['tokens']} tokens "
         f"of calibration, {settings['eval_tokens']} of evaluation, {settings['swap_tokens']} for gains."
     )

@@ -171,11 +171,20 @@ def needs_a_cache(family, model):
         pytest.skip(f"{family.name} models read a whole text at once")
 
 
-def random_plan(family, model, seed):
-    """A random legal plan of every unit kind that the family can cut, with random kept units."""
+def random_plan(family, model, seed, least=0.0):
+    """A random legal plan of every unit kind that the family can cut, with random kept units.
+
+    Heads keep at least a share `least` of their dimensions.
+    """
     draw = random.Random(seed)
     source = family.shape_of(model.config)
     grain, targets, keeps = source.grain, [], []
+    first = source.layers[0]
+    grain = replace(
+        grain,
+        qk_floor=max(grain.qk_floor, int(least * first.qk_width)),
+        v_floor=max(grain.v_floor, int(least * first.v_dim)),
+    )
     for shape in source.layers:
         groups = draw.randint(1, shape.kv_heads) if "kv_heads" in family.units else shape.kv_heads
         per_group = draw.randint(1, shape.queries_per_group) if "heads" in family.units else shape.queries_per_group
