@@ -30,7 +30,7 @@ def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, 
 def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
     """Multiples of eight, which kernels like, or finer where heads are small.
 
-    Heads keep an eighth at least, MLPs a quarter. With a quarter for both, a quarter of the cache would leave no choice.
+    Heads keep an eighth at least, MLPs a quarter. With a quarter for both a quarter of the cache would leave no choice.
     """
     step = 8 if head_dim >= 64 else 4 if head_dim >= 32 else 2
     floor = max(step, head_dim // 8 // step * step)
