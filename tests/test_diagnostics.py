@@ -193,7 +193,7 @@ def test_spectra_are_those_of_the_activations(kv_heads):
     hook.remove()
     found = by_kind(spectrum.measure(llama, model, moments, tokens.numel(), 0))
     assert found["spectrum.logit_rank"].ticks[1] == tuple(range(kv_heads))
-    assert found["spectrum.logit_energy_lost"].ticks[1] == (16, 14, 12, 10, 8, 6, 4)
+    assert found["spectrum.logit_energy_lost"].ticks[1] == (16, 14, 12, 10, 8, 6, 4, 2)
     for group in range(kv_heads):
         q = seen["q"].unflatten(1, (kv_heads, -1))[:, group].flatten(0, 2).double()
         k = (seen["k"] - seen["k"].mean(2, keepdim=True))[:, group].flatten(0, 1).double()

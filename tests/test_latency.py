@@ -393,7 +393,8 @@ def test_what_was_measured_once_is_not_measured_again(here, tmp_path):
     assert LatencyTable.read(file).workload == TINY
 
 
-def test_measuring_goes_on_where_it_was_killed(here):
+def test_measuring_goes_on_where_it_was_killed(here, monkeypatch):
+    monkeypatch.setattr(latency, "_mixed", lambda *args: ())  # stacks that are drawn may be of one layer by chance
     model, clock, cache = here
     real, seen = clock.ms, []
 
