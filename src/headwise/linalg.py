@@ -6,7 +6,8 @@ Moments are accumulated and decomposed in double precision: they are small, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -15,6 +16,18 @@ Elimination = tuple[list[int], list[float]]
 TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
+
+
+@contextmanager
+def fast_products(device: torch.device) -> Iterator[None]:
+    """TF32 for what is in float32 on CUDA; as it was afterwards."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Decomposition]:

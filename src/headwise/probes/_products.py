@@ -8,12 +8,10 @@ the ridge (1e-3) that every use of these moments adds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 
 from headwise import processes
+from headwise.linalg import fast_products
 
 PANELS = 4  # 10 of 16 blocks are computed; more panels save little and are slow for being narrow
 NARROW = 512  # columns that one product does as fast
@@ -32,7 +30,7 @@ class Gram:
         if self.sum is None:
             self.sum = x_NM.new_zeros(width, width)
         step = -(-width // PANELS) if width > NARROW else width
-        with _tensor_cores(x_NM.device):
+        with fast_products(x_NM.device):
             for start in range(0, width, step):
                 columns = slice(start, start + step)
                 self.sum[columns, start:].addmm_(x_NM[:, columns].mT, x_NM[:, start:])
@@ -42,15 +40,3 @@ class Gram:
         assert self.sum is not None, "rows were added"
         upper, self.sum = processes.total(self.sum).triu_(), None
         return upper + upper.triu(1).mT
-
-
-@contextmanager
-def _tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of float32 matrices on tensor cores, where there are any."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)

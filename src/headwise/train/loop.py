@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
+from headwise.linalg import fast_products
 from headwise.train import shards
 from headwise.types import Record
 
@@ -218,18 +219,6 @@ def bf16_on(device: torch.device, settings: FitSettings) -> Callable[[], context
     """What the loss is computed under: bfloat16 where asked or, unless refused, on CUDA."""
     wanted = device.type == "cuda" if settings.bf16 is None else settings.bf16
     return lambda: torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """TF32 for what is left in float32 on CUDA; as it was afterwards."""
-    before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def stated_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
