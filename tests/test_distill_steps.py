@@ -176,9 +176,9 @@ def test_a_capture_makes_no_mask_that_ordinary_steps_do_without(job, monkeypatch
 
     monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", look)
     monkeypatch.setattr("transformers.utils.import_utils.is_cuda_stream_capturing", lambda: True)
-    llama.run(job.cut, job.rehearsal.inputs)
+    llama.run(job.cut, job.rehearsal.inputs.to(job.cut.device))
     with _replay._unmasked():
-        llama.run(job.cut, job.rehearsal.inputs)
+        llama.run(job.cut, job.rehearsal.inputs.to(job.cut.device))
     assert found == [True] * (len(found) // 2) + [False] * (len(found) // 2)
 
 
