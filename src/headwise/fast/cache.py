@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headwise.fast.paths import Seen
+from headwise.fast.paths import SIDE_BY_SIDE, Seen
 
 STEP = 256  # capacities are multiples of this, so that texts of similar length share a cache and its captured step
 
@@ -16,7 +16,7 @@ STEP = 256  # capacities are multiples of this, so that texts of similar length 
 class FastLayer(CacheLayerMixin):
     """Keys (B, G, L, K) and values (B, G, L, V) of one layer. Zeros at first: kernels read but mask unfilled places.
 
-    Both are views of one buffer (B, G, L, K + V): side by side they are read as one row, whatever their widths.
+    On CUDA both are views of one buffer (B, G, L, K + V): side by side they are read as one row, whatever their widths.
     """
 
     is_sliding = False
@@ -34,8 +34,15 @@ class FastLayer(CacheLayerMixin):
         """Make room for rows like these."""
         self.dtype, self.device = key_states.dtype, key_states.device
         heads, qk_dim, v_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
-        both = torch.zeros(rows, heads, self.capacity, qk_dim + v_dim, dtype=self.dtype, device=self.device)
-        self.keys, self.values = both[..., :qk_dim], both[..., qk_dim:]
+
+        def room(width: int) -> torch.Tensor:
+            return torch.zeros(rows, heads, self.capacity, width, dtype=self.dtype, device=self.device)
+
+        if self.device.type in SIDE_BY_SIDE:
+            both = room(qk_dim + v_dim)
+            self.keys, self.values = both[..., :qk_dim], both[..., qk_dim:]
+        else:
+            self.keys, self.values = room(qk_dim), room(v_dim)
         self.is_initialized = True
 
     def update(

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Seen"], torch.Tensor]
+SIDE_BY_SIDE = ("cuda",)  # where one row holds keys and values of a place; a CPU reads each better on its own
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
