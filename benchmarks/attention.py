@@ -152,6 +152,8 @@ def sweep(compiled: bool, only_compile: bool) -> None:
     jobs = [(size, tile) for size in sizes for tile in every]
     odd = [size for size in sizes if sum(size) % 32 > 0]
     jobs += [(size, {**tile, "together": 2}) for size in odd for tile in every if tile["places"] > 32]
+    fours = [dict(places=128, warps=w, stages=s, together=4) for w, s in ((4, 2), (4, 3), (8, 2), (8, 3))]
+    jobs += [(size, tile) for size in odd for tile in fours]
     if not compiled:
         compile_all(jobs)
     jobs = [(size, {**tile, "programs": p}) for size, tile in jobs for p in (4, 8, 16)]  # as it is launched
