@@ -102,7 +102,7 @@ def _attend(
         q2 = _queries(queries, real, nth, d2, K, W)
         z2 = tl.zeros([M, W2], tl.float32)
     most = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
+    total = tl.zeros([M, N], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
     places = kv + b * kv_row + g * kv_head
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
@@ -123,13 +123,14 @@ def _attend(
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         fade = tl.exp2(most - safe)
         p = tl.exp2(s - safe[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * fade[:, None] + p
         most = higher
         p = p.to(x1.dtype)
         if W1 > K or TOGETHER > 1:  # values begin in the first
             z1 = tl.dot(p, x1, z1 * fade[:, None], input_precision=PRECISION)
         if W2 > 0:
             z2 = tl.dot(p, x2, z2 * fade[:, None], input_precision=PRECISION)
+    total = tl.sum(total, 1)
     some = tl.where(total > 0, total, 1.0)
     target = ((b * G + g) * SHARE + head) * (S * TOGETHER) + split * TOGETHER + nth
     tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")), mask=real)
