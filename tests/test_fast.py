@@ -79,6 +79,17 @@ def test_fast_models_write_the_same_text(name, kind, changes, cutting):
     assert fast.headwise_fast.pool is not None, "the fast way was gone"
 
 
+@pytest.mark.parametrize("cutting", [False, True], ids=["uncut", "cut"])
+@pytest.mark.parametrize(("name", "kind", "changes"), DECODERS[:3])
+def test_a_cache_may_hold_keys_and_values_side_by_side(name, kind, changes, cutting, monkeypatch):
+    monkeypatch.setattr("headwise.fast.cache.SIDE_BY_SIDE", ("cpu",))
+    test_fast_models_write_the_same_text(name, kind, changes, cutting)
+    _, fast = prepared(name, kind, changes, cutting)
+    layer = filled(fast, 2, 12).layers[0]
+    assert layer.values.data_ptr() == layer.keys.data_ptr() + layer.keys.shape[3] * layer.keys.element_size()
+    assert layer.keys.stride(2) == layer.values.stride(2) == layer.keys.shape[3] + layer.values.shape[3]
+
+
 def plain_llama(cutting=True):
     return prepared("llama", "llama", {}, cutting)
 
@@ -343,7 +354,7 @@ def test_a_wrong_or_failing_kernel_is_never_chosen(monkeypatch):
         assert choice.quickest(CASE) is eager
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"version": 1, "rows": {"a": 3}}', '{"version": 0}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"version": 2, "rows": {"a": 3}}', '{"version": 0}'])
 def test_a_broken_table_is_measured_anew(own_table, content):
     own_table.parent.mkdir()
     own_table.write_text(content)

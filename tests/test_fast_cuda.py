@@ -16,14 +16,16 @@ from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
-SIZES += [(64, 128), (128, 64), (96, 48), (48, 96), (56, 72), (256, 256)]
+SIZES += [(64, 128), (128, 64), (96, 48), (48, 96), (56, 72), (56, 64), (120, 112), (50, 62), (36, 36), (256, 256)]
 OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 4e-2}
 
 
 def drawn(rows, heads, groups, tokens, places, qk_dim, v_dim, dtype):
+    """Queries, and keys and values side by side as in a cache."""
     torch.manual_seed(0)
-    sizes = ((rows, heads, tokens, qk_dim), (rows, groups, places, qk_dim), (rows, groups, places, v_dim))
-    return [torch.randn(size, device="cuda").to(dtype) for size in sizes]
+    sizes = ((rows, heads, tokens, qk_dim), (rows, groups, places, qk_dim + v_dim))
+    q, both = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
+    return q, both[..., :qk_dim], both[..., qk_dim:]
 
 
 def agrees(path, q, k, v, seen):
@@ -58,7 +60,7 @@ def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
         x[1, :, 501:] = float("nan")  # what nobody filled is never read
     seen = Seen(ends, starts, window=window, scaling=qk_dim**-0.5, softcap=cap)
     every = decode_paths(q.device, qk_dim, v_dim)
-    for name in {"split", "split-pairs"} & set(every):
+    for name in {"split", "split-whole", "split-twos"} & set(every):
         z = every[name](q, k, v, seen)
         assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype], name
 
@@ -68,6 +70,13 @@ def test_our_kernel_takes_any_sharing(heads):
     q, k, v = drawn(2, *heads, 1, 1024, 64, 48, torch.bfloat16)
     ends = torch.tensor([1000, 3], dtype=torch.int32, device="cuda")
     agrees(decode_paths(q.device, 64, 48)["split"], q, k, v, Seen(ends, ends * 0, scaling=0.125))
+
+
+def test_our_kernel_refuses_what_does_not_lie_side_by_side():
+    q, k, v = drawn(1, 4, 2, 1, 64, 32, 32, torch.bfloat16)
+    ends = torch.full((1,), 64, dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="must lie side by side"):
+        decode_paths(q.device, 32, 32)["split"](q, k.contiguous(), v.contiguous(), Seen(ends, ends * 0))
 
 
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient"])
@@ -82,6 +91,8 @@ def test_fused_decode(name, qk_dim, v_dim):
 @pytest.mark.parametrize(("qk_dim", "v_dim"), SIZES)
 def test_prefill(qk_dim, v_dim, padded):
     q, k, v = drawn(2, 8, 2, 256, 256, qk_dim, v_dim, torch.bfloat16)
+    if not padded:
+        k, v = k.contiguous(), v.contiguous()  # a whole prompt reads no cache
     ends = torch.full((2,), 256, dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, 31 if padded else 0], dtype=torch.int32, device="cuda")
     done = []

@@ -8,13 +8,16 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headwise.fast.paths import Seen
+from headwise.fast.paths import SIDE_BY_SIDE, Seen
 
 STEP = 256  # capacities are multiples of this, so that texts of similar length share a cache and its captured step
 
 
 class FastLayer(CacheLayerMixin):
-    """Keys (B, G, L, K) and values (B, G, L, V) of one layer. Zeros at first: kernels read but mask unfilled places."""
+    """Keys (B, G, L, K) and values (B, G, L, V) of one layer. Zeros at first: kernels read but mask unfilled places.
+
+    On CUDA both are views of one buffer (B, G, L, K + V): side by side they are read as one row, whatever their widths.
+    """
 
     is_sliding = False
     supports_early_init = False
@@ -30,8 +33,16 @@ class FastLayer(CacheLayerMixin):
     def allocate(self, rows: int, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Make room for rows like these."""
         self.dtype, self.device = key_states.dtype, key_states.device
-        sizes = ((rows, x.shape[1], self.capacity, x.shape[3]) for x in (key_states, value_states))
-        self.keys, self.values = (torch.zeros(size, dtype=self.dtype, device=self.device) for size in sizes)
+        heads, qk_dim, v_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
+
+        def room(width: int) -> torch.Tensor:
+            return torch.zeros(rows, heads, self.capacity, width, dtype=self.dtype, device=self.device)
+
+        if self.device.type in SIDE_BY_SIDE:
+            both = room(qk_dim + v_dim)
+            self.keys, self.values = both[..., :qk_dim], both[..., qk_dim:]
+        else:
+            self.keys, self.values = room(qk_dim), room(v_dim)
         self.is_initialized = True
 
     def update(

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from headwise.fast.paths import Path, Seen, decode_paths, eager, prefill_paths
+from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths
 from headwise.fast.table import Table
 
 STEP = 256
@@ -140,7 +140,11 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     tokens = 1 if case.phase == "decode" else max(2, places // 2 if case.masked else places)
     q = draw(case.query_heads, tokens, case.qk_dim)
     behind = STEP if case.phase == "decode" and case.device.type != "cuda" else 0  # a cache has places to spare
-    k, v = (draw(case.kv_heads, places + behind, dim)[:, :, :places] for dim in (case.qk_dim, case.v_dim))
+    if tokens < places and case.device.type in SIDE_BY_SIDE:  # a prompt with nothing before it reads no cache
+        both = draw(case.kv_heads, places, case.qk_dim + case.v_dim)
+        k, v = both[..., : case.qk_dim], both[..., case.qk_dim :]
+    else:
+        k, v = (draw(case.kv_heads, places + behind, dim)[:, :, :places] for dim in (case.qk_dim, case.v_dim))
     ends = torch.full((rows,), places, dtype=torch.int32, device=case.device)
     starts = torch.zeros_like(ends)
     known = places if case.phase == "prefill" or case.device.type != "cuda" else None

@@ -1,9 +1,11 @@
 """One new token per row against a long cache, on CUDA: the places are split over programs, a second kernel combines.
 
-Query heads that share keys read them once, and only the filled places and true dimensions are read: widths that are no
-power of two are cut into two blocks, the rest of which is masked. Lengths lie on the device, so that one captured graph
-serves all of them. Imported only where Triton is. Source of the split: Dao et al., Flash-Decoding, 2023.
-Shape suffixes: B rows, H query heads, G key/value heads, L places, K and V widths, S splits.
+Keys and values of a place lie side by side and are read as one row, so that widths such as 56 and 72 are read as well
+as 64 and 64. Both products take the whole row: zeros beside the queries, and sums over keys that nobody stores, cost
+less than reading rows apart. Query heads that share keys read them once, and only filled places and true dimensions are
+read. Lengths lie on the device, so that one captured graph serves all of them. Imported only where Triton is. Source of
+the split: Dao et al., Flash-Decoding, 2023.
+Shape suffixes: B rows, H query heads, G key/value heads, L places, K and V widths, S splits; W = K + V.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
@@ -23,18 +25,20 @@ class Tile(NamedTuple):
     warps: int = 4
     stages: int = 3  # reads in flight
     programs: int = 8  # per multiprocessor, about
-    cut: bool = True  # widths into two blocks; otherwise one, rounded up to a power of two
-    pairs: bool = False  # places are read by twos: rows that are no multiple of 32 bytes become one that is
+    cut: bool = True  # a place into two blocks; otherwise one, rounded up to a power of two
+    together: int = 1  # places that are read as one row, so that rows begin at multiples of 64 bytes
 
 
-def blocks(width: int, cut: bool) -> tuple[int, int]:
-    """Powers of two (at least 16, the second perhaps none) that hold a width."""
-    whole = max(16, triton.next_power_of_2(width))
-    first = whole // 2
-    if not cut or width == whole or first < 16:
+def blocks(width: int, cut: bool, least: int) -> tuple[int, int]:
+    """Powers of two that hold a width: one, or half of it and what the rest needs.
+
+    Both have more columns than there are rows of queries: only then do Triton's warps share a product by columns;
+    otherwise each does all of it.
+    """
+    whole = max(least, triton.next_power_of_2(width))
+    if not cut or whole // 2 < least:
         return whole, 0
-    second = max(16, triton.next_power_of_2(width - first))
-    return (whole, 0) if first + second >= whole else (first, second)
+    return whole // 2, max(least, triton.next_power_of_2(width - whole // 2))
 
 
 @triton.jit
@@ -43,97 +47,96 @@ def _capped(s, cap):
 
 
 @triton.jit
-def _filled(d, at, high, end, WIDTH: tl.constexpr, PAIR: tl.constexpr):
-    """Which coordinates of which rows there are; what nobody filled is never read."""
-    if PAIR == 1:
-        there = (at < high)[:, None] & (d < WIDTH)[None, :]
-    else:
-        left = tl.where(at < high, end - at * PAIR, 0)  # places from this one on
-        there = ((d // WIDTH)[None, :] < left[:, None]) & (d < WIDTH * PAIR)[None, :]
-    return there
+def _tile(rows, at, high, end, d, W: tl.constexpr, TOGETHER: tl.constexpr):
+    """Keys and values of some places, zeros where there are none: what nobody filled is never read."""
+    there = (at < high)[:, None] & (d < W * TOGETHER)[None, :]
+    if TOGETHER > 1:
+        there = there & ((d // W)[None, :] < (end - at * TOGETHER)[:, None])
+    return tl.load(rows + at[:, None] * (W * TOGETHER) + d[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _queries(q, real, nth, d, K: tl.constexpr, W: tl.constexpr):
+    """Zeros wherever a place holds no keys, so that one product with the whole place gives the logits."""
+    c = d[None, :] - nth[:, None] * W
+    return tl.load(q + c, mask=real[:, None] & (c >= 0) & (c < K), other=0.0)
+
+
+@triton.jit
+def _store(part, z, real, nth, d, K: tl.constexpr, V: tl.constexpr):
+    """What was summed over values; the sums over keys are of no use."""
+    c = d[None, :] - nth[:, None] * (K + V) - K
+    tl.store(part + c, z, mask=real[:, None] & (c >= 0) & (c < V))
 
 
 @triton.jit
 def _attend(
-    q, k, v, part, top, lengths, starts, scaling, cap, S,
-    q_row, q_head, k_row, k_head, v_row, v_head,
-    G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, PAIR: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    q, kv, part, top, lengths, starts, scaling, cap, S, q_row, q_head, kv_row, kv_head,
+    G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    pair = tl.program_id(0)
+    W: tl.constexpr = K + V
     split = tl.program_id(1)
-    b = (pair // G).to(tl.int64)
-    g = (pair % G).to(tl.int64)
+    b = (tl.program_id(0) // G).to(tl.int64)
+    g = (tl.program_id(0) % G).to(tl.int64)
     end = tl.load(lengths + b)
     begin = tl.load(starts + b)
     if WINDOW > 0:
         begin = tl.maximum(begin, end - WINDOW)
-    first = begin // PAIR
-    last = tl.cdiv(end, PAIR)
+    first = begin // TOGETHER
+    last = tl.cdiv(end, TOGETHER)
     span = tl.cdiv(tl.cdiv(last - first, N), S) * N
     low = first + split * span
     high = tl.minimum(low + span, last)
-    rows = tl.arange(0, M)
-    real = rows < SHARE * PAIR
-    head = rows % SHARE
-    parity = rows // SHARE  # which place of a pair a row of queries looks at
-    dk1 = tl.arange(0, K1)
-    dv1 = tl.arange(0, V1)
+    row = tl.arange(0, M)
+    real = row < SHARE * TOGETHER
+    head = row % SHARE
+    nth = row // SHARE  # which of the places that are read together a row of queries looks at
+    d1 = tl.arange(0, W1)
     queries = q + b * q_row + (g * SHARE + head)[:, None] * q_head
-    c1 = dk1[None, :] - parity[:, None] * K
-    q1 = tl.load(queries + c1, mask=real[:, None] & (c1 >= 0) & (c1 < K), other=0.0)
-    if K2 > 0:
-        dk2 = K1 + tl.arange(0, K2)
-        c2 = dk2[None, :] - parity[:, None] * K
-        q2 = tl.load(queries + c2, mask=real[:, None] & (c2 >= 0) & (c2 < K), other=0.0)
-    if V2 > 0:
-        dv2 = V1 + tl.arange(0, V2)
-        z2 = tl.zeros([M, V2], tl.float32)
-    z1 = tl.zeros([M, V1], tl.float32)
+    q1 = _queries(queries, real, nth, d1, K, W)
+    z1 = tl.zeros([M, W1], tl.float32)
+    if W2 > 0:
+        d2 = W1 + tl.arange(0, W2)
+        q2 = _queries(queries, real, nth, d2, K, W)
+        z2 = tl.zeros([M, W2], tl.float32)
     most = tl.full([M], float("-inf"), tl.float32)
-    total = tl.zeros([M], tl.float32)
-    keys = k + b * k_row + g * k_head
-    values = v + b * v_row + g * v_head
+    total = tl.zeros([M, N], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
+    places = kv + b * kv_row + g * kv_head
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
-        has_k1 = _filled(dk1, at, high, end, K, PAIR)
-        k1 = tl.load(keys + at[:, None] * (K * PAIR) + dk1[None, :], mask=has_k1, other=0.0)
-        s = tl.dot(q1, tl.trans(k1), input_precision=PRECISION)
-        if K2 > 0:
-            has_k2 = _filled(dk2, at, high, end, K, PAIR)
-            k2 = tl.load(keys + at[:, None] * (K * PAIR) + dk2[None, :], mask=has_k2, other=0.0)
-            s = tl.dot(q2, tl.trans(k2), s, input_precision=PRECISION)
+        x1 = _tile(places, at, high, end, d1, W, TOGETHER)
+        s = tl.dot(q1, tl.trans(x1), input_precision=PRECISION)
+        if W2 > 0:
+            x2 = _tile(places, at, high, end, d2, W, TOGETHER)
+            if W1 < K or TOGETHER > 1:  # keys reach into the second block
+                s = tl.dot(q2, tl.trans(x2), s, input_precision=PRECISION)
         s = s * scaling
         if CAPPED:
             s = _capped(s, cap)
         s = tl.where((at < high)[None, :], s * 1.4426950408889634, float("-inf"))
-        if PAIR > 1:
-            place = at[None, :] * PAIR + parity[:, None]
+        if TOGETHER > 1:
+            place = at[None, :] * TOGETHER + nth[:, None]
             s = tl.where((place >= begin) & (place < end), s, float("-inf"))
         higher = tl.maximum(most, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         fade = tl.exp2(most - safe)
         p = tl.exp2(s - safe[:, None])
-        total = total * fade + tl.sum(p, 1)
+        total = total * fade[:, None] + p
         most = higher
-        has_v1 = _filled(dv1, at, high, end, V, PAIR)
-        v1 = tl.load(values + at[:, None] * (V * PAIR) + dv1[None, :], mask=has_v1, other=0.0)
-        p = p.to(v1.dtype)
-        z1 = tl.dot(p, v1, z1 * fade[:, None], input_precision=PRECISION)
-        if V2 > 0:
-            has_v2 = _filled(dv2, at, high, end, V, PAIR)
-            v2 = tl.load(values + at[:, None] * (V * PAIR) + dv2[None, :], mask=has_v2, other=0.0)
-            z2 = tl.dot(p, v2, z2 * fade[:, None], input_precision=PRECISION)
+        p = p.to(x1.dtype)
+        if W1 > K or TOGETHER > 1:  # values begin in the first
+            z1 = tl.dot(p, x1, z1 * fade[:, None], input_precision=PRECISION)
+        if W2 > 0:
+            z2 = tl.dot(p, x2, z2 * fade[:, None], input_precision=PRECISION)
+    total = tl.sum(total, 1)
     some = tl.where(total > 0, total, 1.0)
-    target = ((b * G + g) * SHARE + head) * (S * PAIR) + split * PAIR + parity
+    target = ((b * G + g) * SHARE + head) * (S * TOGETHER) + split * TOGETHER + nth
     tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")), mask=real)
-    c = dv1[None, :] - parity[:, None] * V
-    tl.store(part + target[:, None] * V + c, z1 / some[:, None], mask=real[:, None] & (c >= 0) & (c < V))
-    if V2 > 0:
-        c = dv2[None, :] - parity[:, None] * V
-        tl.store(part + target[:, None] * V + c, z2 / some[:, None], mask=real[:, None] & (c >= 0) & (c < V))
+    _store(part + target[:, None] * V, z1 / some[:, None], real, nth, d1, K, V)
+    if W2 > 0:
+        _store(part + target[:, None] * V, z2 / some[:, None], real, nth, d2, K, V)
 
 
 @triton.jit
@@ -168,27 +171,31 @@ def flash_decode(
     window: int | None = None,
     tile: Tile | None = None,
 ) -> torch.Tensor:
-    """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a row are seen, its last `window` where given."""
+    """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a row are seen, its last `window` where given.
+
+    Keys and values are views of one buffer (B, G, L, K + V), as a FastCache has them.
+    """
     tile = tile or Tile()
     (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
-    for x, width in ((q_BHK, K), (k_BGLK, K), (v_BGLV, V)):
-        if x.stride(-1) != 1 or (x.dim() == 4 and x.stride(2) != width):
-            raise ValueError("the places of a cache must lie one behind the other")
+    adjacent = v_BGLV.data_ptr() == k_BGLK.data_ptr() + K * k_BGLK.element_size()
+    if not adjacent or k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride()[2:] != (K + V, 1) or q_BHK.stride(2) != 1:
+        raise ValueError("keys and values of a place must lie side by side, and places one behind the other")
     share = H // G
-    pair = 2 if tile.pairs and L % 2 == 0 else 1
+    together = tile.together if L % tile.together == 0 else 1
     S = splits_for(B * G, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
     out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
-    part = torch.empty(B, H, S * pair, V, dtype=torch.float32, device=q_BHK.device)
-    top = torch.empty(B, H, S * pair, dtype=torch.float32, device=q_BHK.device)
-    (K1, K2), (V1, V2) = blocks(K * pair, tile.cut), blocks(V * pair, tile.cut)
+    part = torch.empty(B, H, S * together, V, dtype=torch.float32, device=q_BHK.device)
+    top = torch.empty(B, H, S * together, dtype=torch.float32, device=q_BHK.device)
+    M = max(16, triton.next_power_of_2(share * together))
+    W1, W2 = blocks((K + V) * together, tile.cut, 2 * M)
     precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
     _attend[(B * G, S)](
-        q_BHK, k_BGLK, v_BGLV, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
-        q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1), v_BGLV.stride(0), v_BGLV.stride(1),
-        G=G, SHARE=share, K=K, V=V, K1=K1, K2=K2, V1=V1, V2=V2, M=max(16, triton.next_power_of_2(share * pair)),
-        N=tile.places // pair, PAIR=pair, WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise,
+        q_BHK, k_BGLK, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
+        q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
+        G=G, SHARE=share, K=K, V=V, W1=W1, W2=W2, M=M, N=tile.places // together, TOGETHER=together,
+        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    S *= pair
+    S *= together
     _combine[(B * H,)](part, top, out, S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
     return out

@@ -19,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Seen"], torch.Tensor]
+SIDE_BY_SIDE = ("cuda",)  # where one row holds keys and values of a place; a CPU reads each better on its own
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -98,6 +99,8 @@ def _sdpa(
     if widen:  # zeros at the end of the smaller width change nothing
         width = -(-max(K, V) // 8) * 8
         q, k, v = (pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x for x in (q, k, v))
+    if k.is_cuda:
+        k, v = _aligned(k), _aligned(v)
     together = T == 1 and G < H  # heads that share keys are tokens that see the same: nothing is repeated
     if together:
         q = q.reshape(B, G, H // G, -1)
@@ -109,6 +112,12 @@ def _sdpa(
             q, k, v, mask, is_causal=causal, scale=seen.scaling, enable_gqa=not (together or repeat) and G < H
         )
     return z[..., :V].reshape(B, H, T, V).transpose(1, 2)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    """A copy where rows do not begin at multiples of 16 bytes, as in a cache of odd widths: kernels rely on that."""
+    begins = (x.storage_offset(), *x.stride()[:-1])
+    return x if all(begin * x.element_size() % 16 == 0 for begin in begins) else x.contiguous()
 
 
 def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile: Any) -> torch.Tensor:
@@ -124,11 +133,17 @@ TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split-128": dict(places=128, warps=4, stages=3),
     "split-64x2": dict(places=64, warps=2, stages=3),
     "split-32x2": dict(places=32, warps=2, stages=4),
-    "split-pairs": dict(places=64, warps=4, stages=3, pairs=True),
-    "split-pairs-64x2": dict(places=64, warps=2, stages=3, pairs=True),
-    "split-pairs-32x2": dict(places=32, warps=2, stages=4, pairs=True),
-    "split-pairs-128": dict(places=128, warps=4, stages=3, pairs=True),
+    "split-whole": dict(places=64, warps=4, stages=3, cut=False),
+    "split-128-whole": dict(places=128, warps=4, stages=3, cut=False),
+    "split-twos": dict(places=64, warps=4, stages=3, together=2),
+    "split-twos-128": dict(places=128, warps=4, stages=3, together=2),
 }
+
+
+def tiles(qk_dim: int, v_dim: int) -> dict[str, dict[str, Any]]:
+    """How our kernel may be built: places are read by twos only where one is no multiple of 64 bytes."""
+    odd = (qk_dim + v_dim) % 32 > 0
+    return {name: tile for name, tile in TILES.items() if odd or "together" not in tile}
 
 
 def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Path]:
@@ -136,9 +151,7 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
         if find_spec("triton"):
-            odd = qk_dim % 16 > 0 or v_dim % 16 > 0  # rows that are no multiple of 32 bytes
-            tiles = {name: tile for name, tile in TILES.items() if name == "split" or odd == ("pairs" in tile)}
-            found |= {name: partial(_split, **tile) for name, tile in tiles.items()}
+            found |= {name: partial(_split, **tile) for name, tile in tiles(qk_dim, v_dim).items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}
     if qk_dim == v_dim:
         found["fused"] = _sdpa

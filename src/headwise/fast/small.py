@@ -65,10 +65,10 @@ def silu_gate(both: torch.Tensor) -> torch.Tensor:
 @triton.jit
 def _heads(
     qkv, cos, sin, pairs, norms, queries, keys, values, place, eps,
-    qkv_row, cos_row, k_row, k_head, v_row, v_head,
+    qkv_row, cos_row, k_row, k_head, k_place, v_row, v_head, v_place,
     H: tl.constexpr, G: tl.constexpr, SHARE: tl.constexpr, W: tl.constexpr, V: tl.constexpr, TURNED: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr, VALUES: tl.constexpr,
-    PAIRED: tl.constexpr, NORMED: tl.constexpr, PLUS: tl.constexpr, ASIDE: tl.constexpr,
+    PAIRED: tl.constexpr, NORMED: tl.constexpr, PLUS: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
@@ -78,7 +78,7 @@ def _heads(
         value_head = h - H - G
         d = tl.arange(0, VALUES)
         value = tl.load(qkv + b * qkv_row + (H + G) * W + value_head * V + d, mask=d < V, other=0.0)
-        tl.store(values + b * v_row + value_head * v_head + at * V + d, value, mask=d < V)
+        tl.store(values + b * v_row + value_head * v_head + at * v_place + d, value, mask=d < V)
     else:
         key = h >= H
         g = tl.where(key, h - H, h // SHARE)
@@ -108,9 +108,7 @@ def _heads(
         y2 = (x2 * c + x1 * s).to(dtype)
         y3 = x3.to(dtype)
         here = queries + (b * H + h) * W  # beyond its heads where this is a key: masked
-        there = keys + b * k_row + g * k_head
-        if not ASIDE:
-            there += at * W
+        there = keys + b * k_row + g * k_head + at * k_place
         tl.store(here + j, y1, mask=turning & (h < H))
         tl.store(here + TURNED // 2 + j, y2, mask=turning & (h < H))
         tl.store(here + r, y3, mask=(r < W) & (h < H))
@@ -133,10 +131,11 @@ def place_heads(
     some: Any = qkv
     _heads[(rows, query_heads + 2 * groups)](
         qkv, cos, sin, some if pairs is None else pairs, some if norms is None else norms, queries, keys, values, place,
-        eps, qkv.stride(0), cos.stride(0) if len(cos) > 1 else 0, keys.stride(0), keys.stride(1), values.stride(0),
-        values.stride(1), H=query_heads, G=groups, SHARE=query_heads // groups, W=width, V=V, TURNED=turned,
+        eps, qkv.stride(0), cos.stride(0) if len(cos) > 1 else 0,
+        keys.stride(0), keys.stride(1), 0 if aside else keys.stride(2), *values.stride()[:3],
+        H=query_heads, G=groups, SHARE=query_heads // groups, W=width, V=V, TURNED=turned,
         HALF=triton.next_power_of_2(max(turned // 2, 1)), REST=triton.next_power_of_2(max(width - turned, 1)),
-        VALUES=triton.next_power_of_2(V), PAIRED=pairs is not None, NORMED=norms is not None, PLUS=plus, ASIDE=aside,
+        VALUES=triton.next_power_of_2(V), PAIRED=pairs is not None, NORMED=norms is not None, PLUS=plus,
         num_warps=1,
     )  # fmt: skip
     return queries

@@ -1,0 +1,96 @@
+"""Our kernels without a device: Triton's interpreter runs them on a CPU, where Triton is installed.
+
+Kernels are made when their module is imported, so this happens in a process of its own: this file, run as a script.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("kernel", ["decode", "heads"])
+def test_kernels_agree_with_plain_code(kernel):
+    done = subprocess.run(
+        [sys.executable, __file__, kernel],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def check_decode():
+    """All that is seen and nothing else, however the kernel is built; what nobody filled is not even read."""
+    from headwise.fast.flash_decode import Tile, flash_decode
+
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=4)
+    sizes = [(56, 72), (72, 72), (64, 64), (48, 24), (50, 62), (6, 9), (120, 120)]
+    tiles = [Tile(), Tile(places=32, cut=False), Tile(together=2, programs=2), Tile(places=128, together=4)]
+    kinds = [{}, {"window": 19}, {"cap": 5.0}, {"start": 31}]
+    for at, ((qk_dim, v_dim), tile) in enumerate(product(sizes, tiles)):
+        agrees(flash_decode, (1, 2, 4, 5, 8)[at % 5], qk_dim, v_dim, tile, **kinds[(at + at // 4) % 4])
+
+
+def agrees(flash_decode, share, qk_dim, v_dim, tile, window=None, cap=None, start=0):
+    from headwise.fast.paths import Seen, eager
+
+    torch.manual_seed(0)
+    q, both = torch.randn(3, 2 * share, 1, qk_dim), torch.randn(3, 2, 100, qk_dim + v_dim)
+    k, v = both[..., :qk_dim], both[..., qk_dim:]
+    ends, starts = torch.tensor([100, 67, 1], dtype=torch.int32), torch.tensor([0, start, 0], dtype=torch.int32)
+    want = []
+    for row, (first, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        seen = slice(max(first, end - (window or end)), end)
+        length = torch.tensor([end - seen.start])
+        here = (q[row : row + 1], k[row : row + 1, :, seen], v[row : row + 1, :, seen])
+        want.append(eager(*here, Seen(length, length * 0, int(length), scaling=0.2, softcap=cap)))
+        both[row, :, end:] = float("nan")
+    got = flash_decode(q[:, :, 0], k, v, ends, starts, 0.2, cap, window, tile)
+    off = (got[:, None] - torch.cat(want)).abs().max().item()
+    assert off < 1e-5, (share, qk_dim, v_dim, tile, window, cap, start, off)
+
+
+def check_heads():
+    """Normed and turned heads go to their place beside values, and nowhere else."""
+    from headwise.fast.small import place_heads
+
+    H, G, W, V, L = 6, 2, 12, 10, 8
+    qkv, both = torch.randn(3, 1, (H + G) * W + G * V), torch.zeros(3, G, L, W + V)
+    norms, place = torch.randn(2, W), torch.tensor([5])
+    cos, sin = (torch.randn(3, 1, W // 2).repeat(1, 1, 2) for _ in range(2))
+    keys, values = both[..., :W], both[..., W:]
+    got = place_heads(qkv, cos, sin, None, norms, keys, values, place, 1e-6, False, W, False, H, W)
+    x = qkv[..., : (H + G) * W].view(3, H + G, W)
+    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * norms.repeat_interleave(torch.tensor([H, G]), 0)
+    x = x * cos + torch.cat((-x[..., W // 2 :], x[..., : W // 2]), -1) * sin
+    want = torch.zeros_like(both)
+    want[:, :, 5] = torch.cat((x[:, H:], qkv[:, 0, (H + G) * W :].view(3, G, V)), -1)
+    assert torch.allclose(got[:, :, 0], x[:, :H], atol=1e-5) and torch.allclose(both, want, atol=1e-5)
+
+
+def as_numbers():
+    """Loops over what a kernel has computed: numpy makes no number of an array with one entry any more."""
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, *given):
+        patch(tensor, *given)
+        tensor.__index__ = lambda self: int(self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
+if __name__ == "__main__":
+    as_numbers()
+    {"decode": check_decode, "heads": check_heads}[sys.argv[1]]()
