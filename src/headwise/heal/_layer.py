@@ -72,6 +72,11 @@ def attention_of(block: Block, seen: Passage, context: dict[str, Any], queries: 
     return logits.log_softmax(-1).clamp_min(NOTHING)
 
 
+def marks_of(numbers: range) -> list[int]:
+    """How many steps are done at each check, and before the first of these."""
+    return [numbers.start + round(len(numbers) * check / CHECKS) for check in range(CHECKS + 1)]
+
+
 class LayerLesson:
     """One layer that learns, which was number `index` of the source's, to leave the stream that its source leaves."""
 
@@ -110,14 +115,15 @@ class LayerLesson:
             loss = loss + self.attention * (part.weights.exp() * (part.weights - found)).sum(-1).mean()
         return loss
 
-    def learn(self, steps: int, rate: float, seed: int) -> list[float]:
+    def learn(self, numbers: range, steps: int, rate: float, seed: int) -> list[float]:
         """Train the layer in place; returns the least error found until each check. Ends in the best state.
 
-        It stops early when checks found it worse so often that nothing is left of the rate.
+        `numbers` are those, of all steps, that are to be done. It stops early when checks found it worse so often that
+        nothing is left of the rate.
         """
         state = _State(self.layer)
         errors, draw = [self.error()], torch.Generator().manual_seed(seed)
-        marks = [round(steps * check / CHECKS) for check in range(CHECKS + 1)]
+        marks = marks_of(numbers)
         optimiser = state.optimiser()
         try:
             for first, last in zip(marks, marks[1:], strict=False):
