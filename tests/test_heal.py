@@ -26,7 +26,7 @@ from headwise.families.gpt2 import FAMILY as gpt2
 from headwise.families.llama import FAMILY as llama
 from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
-from headwise.heal import blockwise, refit
+from headwise.heal import _replay, blockwise, refit
 from headwise.heal._job import Job
 from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
@@ -285,6 +285,22 @@ def test_matching_attention_brings_its_weights_nearer():
         for weight in (None, 1000.0)  # random heads look everywhere alike
     )
     assert distance(matched) < min(distance(plain), distance(job.cut))
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_replayed_steps_of_a_layer_are_the_ordinary_ones(family, kind, changes, monkeypatch):
+    job, made = replace(job_of(family, kind, changes), options=Options(steps=20, batch=80, attention=0.1)), []
+    plain, told = blockwise.heal(job)
+
+    def replay():
+        made.append(_replay.Replay(lambda body: body))  # reads and writes the same memory as a captured graph
+        return made[-1]
+
+    monkeypatch.setattr(blockwise, "Replay", replay)
+    monkeypatch.setattr(blockwise, "_replayable", lambda job, stretch: True)
+    healed, found = blockwise.heal(job)
+    assert equal(state(healed), state(plain)) and found == told
+    assert sum(replay.again is not None for replay in made) >= len(family.layers(job.cut)), "of every layer"
 
 
 class Killed(Exception):

@@ -40,6 +40,7 @@ from headwise.heal._layer import (
     marks_of,
     passage,
 )
+from headwise.heal._replay import WORTH, Replay
 from headwise.heal._shelf import Place, Shelf
 from headwise.tasks import Prepared
 
@@ -103,7 +104,7 @@ def _text(job: Job) -> _Text:
     every = torch.arange(len(rows.inputs))
     held = (every % HELD == HELD - 1) & (every < known)
     learned, checked = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
-    row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(job.source.device).inputs)
+    row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(_device(job)).inputs)
     layers = (job.options.side_by_side or 1) * processes.count()
     most = max(known, ROOM.get(row.device.type, ROOM["cpu"]) // (row.nbytes * STREAMS * layers))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
@@ -113,7 +114,11 @@ def _text(job: Job) -> _Text:
 
 
 def _batch_tokens(job: Job) -> int:
-    return job.options.batch or BATCH_TOKENS.get(job.source.device.type, 512)
+    return job.options.batch or BATCH_TOKENS.get(_device(job).type, 512)
+
+
+def _device(job: Job) -> torch.device:
+    return next(job.cut.parameters()).device
 
 
 def _stretches(job: Job, text: _Text) -> list[_Stretch]:
@@ -171,10 +176,18 @@ def _learned(job: Job, lesson: LayerLesson, place: Place, stretch: _Stretch, ind
     found = place.fetch(lesson.layer)
     if found is None:
         rate = job.options.rate or RATE
+        if _replayable(job, stretch):
+            lesson.move_by = Replay
         found = {"errors": lesson.learn(stretch.numbers, stretch.steps, rate, stretch.seed + index)}
         place.put(lesson.layer, found)
     errors: list[float] = found["errors"]
     return errors
+
+
+def _replayable(job: Job, stretch: _Stretch) -> bool:
+    """Whether to capture a step, on a GPU: threads cannot, as nothing else may be launched meanwhile."""
+    alone = _device(job).type == "cuda" and job.options.side_by_side is None
+    return alone and len(stretch.numbers) >= WORTH
 
 
 @torch.no_grad()
