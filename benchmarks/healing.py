@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality import plain
 from torch import nn
 
 from headwise import pipeline, strategies
@@ -43,10 +44,10 @@ class Table:
 
     def __init__(self, settings: Settings, out: Path) -> None:
         self.settings, self.out = settings, out
-        self.found: dict[str, Any] = {"version": VERSION, "settings": _plain(settings), "rows": []}
+        self.found: dict[str, Any] = {"version": VERSION, "settings": plain(settings), "rows": []}
         if out.exists():
             self.found |= json.loads(out.read_text())
-        if self.found["settings"] != _plain(settings):
+        if self.found["settings"] != plain(settings):
             sys.exit(f"{out} was measured with other settings; choose another --out, or delete it.")
 
     def measure(self, methods: list[str]) -> None:
@@ -76,7 +77,7 @@ class Table:
 
     def _probed(self, settings: Settings, name: str) -> tuple[Readings, list[Moments]]:
         """What the source says, found once and kept in a hidden folder beside the file."""
-        about = json.dumps(_plain(settings), sort_keys=True)
+        about = json.dumps(plain(settings), sort_keys=True)
         mark = hashlib.sha256(f"{about} {self.bench.calibration.shape}".encode()).hexdigest()[:8]
         folder = RunFolder(self.out.parent / f".{self.out.stem}-{name}-{mark}")
         return pipeline.probed(settings, folder, self.bench, self.bench.source, silently, diagnose=False)
@@ -157,12 +158,6 @@ def _missing(rows: list[dict[str, Any]], budget: str, methods: list[str]) -> lis
     """Those of the methods that have no row."""
     done = [row["method"] for row in rows if row["budget"] == budget]
     return [method for method in methods if method not in done]
-
-
-def _plain(settings: Settings) -> dict[str, Any]:
-    """Settings as JSON has them."""
-    found: dict[str, Any] = json.loads(json.dumps(settings.to_json()))
-    return found
 
 
 def main() -> None:

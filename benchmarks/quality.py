@@ -80,7 +80,7 @@ class Table:
 
     def __init__(self, settings: Settings, out: Path, asked: Asked, samples: bool, shared: bool = False) -> None:
         self.settings, self.out, self.asked, self.samples, self.shared = settings, out, asked, samples, shared
-        self.found: dict[str, Any] = {"settings": _plain(settings), "rows": []}
+        self.found: dict[str, Any] = {"settings": plain(settings), "rows": []}
         if out.exists():
             known = json.loads(out.read_text())
             if _but_budgets(known["settings"]) != _but_budgets(self.found["settings"]):
@@ -88,7 +88,7 @@ class Table:
             budgets = dict.fromkeys((*known["settings"]["budgets"], *settings.budgets))
             self.found = known | {"settings": known["settings"] | {"budgets": list(budgets)}}
         kinds = sorted({budget.partition("=")[0] for budget in settings.budgets})  # what is probed depends on them
-        about = json.dumps([kinds, _but_budgets(_plain(settings))], sort_keys=True)
+        about = json.dumps([kinds, _but_budgets(plain(settings))], sort_keys=True)
         mark = hashlib.sha256(about.encode()).hexdigest()[:8]
         self.work = out.parent / f".{out.stem}-{mark}"
 
@@ -192,7 +192,7 @@ class Table:
         print(_line(row), flush=True)
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
+def plain(settings: Settings) -> dict[str, Any]:
     """Settings as JSON has them; of files their names, wherever they lie."""
     found: dict[str, Any] = json.loads(json.dumps(settings.to_json()))
     return found | {name: _name(found[name]) for name in ("model", "data", "eval")}

@@ -26,8 +26,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.data import count_tokens, mean_length
-from headwise.heal._course import rows_of, together
-from headwise.heal._job import Job, origins
+from headwise.heal._job import Job, origins, rows_of, together
 from headwise.heal._layer import (
     CHECKS,
     LEAST,
