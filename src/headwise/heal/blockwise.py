@@ -104,7 +104,7 @@ def _text(job: Job) -> _Text:
     held = (every % HELD == HELD - 1) & (every < known)
     learned, checked = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
     row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(_device(job)).inputs)
-    layers = (job.options.side_by_side or 1) * processes.count()
+    layers = job.options.side_by_side * processes.count() if job.options.side_by_side else 1
     most = max(known, ROOM.get(row.device.type, ROOM["cpu"]) // (row.nbytes * STREAMS * layers))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
     passes = max(1.0, PASSES * min(1.0, known / len(every)))
