@@ -204,6 +204,17 @@ def test_text_beyond_the_memory_is_learned_from_in_portions_and_a_kill_loses_non
     assert equal(state(resumed), state(healed)) and again == found
 
 
+def test_a_device_that_is_too_small_is_no_riddle(monkeypatch):
+    def full(*told):
+        raise torch.OutOfMemoryError
+
+    job = job_of(llama, "llama")
+    monkeypatch.setattr(blockwise, "_in_turn", full)
+    with pytest.raises(HeadwiseError, match=r"add --heal-option batch=128 or --heal-option tokens=160\.$"):
+        blockwise.heal(job)
+    assert all(p.requires_grad for p in job.source.parameters()), "the source is as it was"
+
+
 def test_a_layer_that_cannot_get_better_is_left_alone():
     job = job_of(llama, "llama")
     whole = replace(job, cut=llama.tailor(job.source))

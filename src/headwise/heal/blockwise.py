@@ -26,6 +26,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.data import count_tokens, mean_length
+from headwise.errors import HeadwiseError
 from headwise.heal._job import Job, origins, rows_of, together
 from headwise.heal._layer import (
     CHECKS,
@@ -53,7 +54,8 @@ TOGETHER = True  # side by side every process keeps its own layers
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy
 PASSES = 4  # over the calibration's rows, where no number of steps is given; further text is read once
 HELD = 8  # every so many of the calibration's rows one is for the checks
-ROOM = {"cpu": 2 << 30, "cuda": 16 << 30}  # bytes for the streams of a portion of the text
+ROOM = {"cpu": 2 << 30, "cuda": 16 << 30}  # bytes for the streams of a portion of the text, at most
+SHARE = 1 / 8  # of a GPU's memory, at most
 STREAMS = 4  # of a layer that learns: both models' before it, and the source's within and behind it
 
 
@@ -65,9 +67,15 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     alone = options.side_by_side is None and processes.index() > 0  # the same work as the first process's
     shelf = Shelf(None if alone else job.folder, NAME, json.dumps([*asked, len(stretches)]), text.rows.inputs)
     found = []
-    with _frozen(job.source):
-        for portion, stretch in zip(text.portions, stretches, strict=True):
-            found.append(_taught(job, _Walk(job, healed, portion, text.checked), shelf, stretch))
+    try:
+        with _frozen(job.source):
+            for portion, stretch in zip(text.portions, stretches, strict=True):
+                found.append(_taught(job, _Walk(job, healed, portion, text.checked), shelf, stretch))
+    except torch.OutOfMemoryError:
+        raise HeadwiseError(
+            f"the device has too little memory for layers to learn; add --heal-option batch={_batch_tokens(job) // 4} "
+            f"or --heal-option tokens={count_tokens(text.rows.inputs, text.rows.row) // 4}."
+        ) from None
     return healed, {"tokens": count_tokens(text.rows.inputs, text.rows.row), **_told(found, stretches)}
 
 
@@ -105,7 +113,7 @@ def _text(job: Job) -> _Text:
     learned, checked = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
     row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(_device(job)).inputs)
     layers = job.options.side_by_side * processes.count() if job.options.side_by_side else 1
-    most = max(known, ROOM.get(row.device.type, ROOM["cpu"]) // (row.nbytes * STREAMS * layers))
+    most = max(known, _room(row.device) // (row.nbytes * STREAMS * layers))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
     passes = max(1.0, PASSES * min(1.0, known / len(every)))
     steps = round(passes * len(learned.batches(_batch_tokens(job))))
@@ -114,6 +122,14 @@ def _text(job: Job) -> _Text:
 
 def _batch_tokens(job: Job) -> int:
     return job.options.batch or BATCH_TOKENS.get(_device(job).type, 512)
+
+
+def _room(device: torch.device) -> int:
+    """The same on a device however full it is, so that a run that goes on finds the same portions."""
+    room = ROOM.get(device.type, ROOM["cpu"])
+    if device.type != "cuda":
+        return room
+    return min(room, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
 def _device(job: Job) -> torch.device:
