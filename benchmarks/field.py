@@ -44,8 +44,8 @@ it. `svd`, `published`, `magnitude` and `uniform` are what others do (README); `
 `exact, 3 rounds` in three with a refit after each. Distillation begins from the refitted model. Two plans tie where
 they differ by no more than the root of the sum of their squared half intervals, which is strict, as both read the same
 text. Below zero means better than the source on this text: healing also fits a model to the kind of text that it is
-healed on. Tokens count what was learned from, repeats and trials of rates included; seconds begin with the cut and do
-not include the probing, which all plans share."""
+healed on. Tokens count the text that was learned from, and of distillation every reading of it, trials of rates
+included; seconds begin with the cut and do not include the probing, which all plans share."""
 
 
 class Change(NamedTuple):
@@ -184,7 +184,7 @@ def _average(said: dict[str, Any], tasks: list[str]) -> tuple[float, float, floa
 def about(result: dict[str, Any]) -> str:
     """On what, where and when, in a line."""
     told = result["settings"]
-    options = ", ".join(told.get("heal_options", ())) or "as they are"
+    options = _options(told.get("heal_options", ()), result["rows"])
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
         f"{result['evaluation_tokens']:,} evaluation tokens ({result['evaluation']}; perplexity "
@@ -193,6 +193,17 @@ def about(result: dict[str, Any]) -> str:
         f"{options}; probing {result['probe_seconds']:.0f} s; seed {told['seed']}; {result['hardware']}, "
         f"{result['date']}; {versions}."
     )
+
+
+def _options(usual: list[str], rows: list[dict[str, Any]]) -> str:
+    """Those of all rows, and beside them which rows had others."""
+    others: dict[str, list[str]] = {}
+    for row in rows:
+        if "heal_options" in row:
+            named = f"{row['budget']} {row['plan']} by {HEALS[row['heal']]}"
+            others.setdefault(", ".join(row["heal_options"]), []).append(named)
+    aside = "".join(f"; {told} for {', '.join(names)}" for told, names in others.items())
+    return (", ".join(usual) or "as they are") + (f" ({aside[2:]})" if aside else "")
 
 
 def section(heading: str, results: list[dict[str, Any]]) -> list[str]:

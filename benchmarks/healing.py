@@ -2,16 +2,19 @@
 
     python benchmarks/healing.py --out benchmarks/results/healing-cpu.json
 
-Prints a table and writes it as JSON. All methods start from the same cut model; blockwise includes the refit, and is
-tried with layers in turn, side by side, and with attention matched too. Then one cut at once is compared with three
-rounds, on less text and by predicted prices. About ten minutes of one thread.
+Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped. All methods start
+from the same cut model; blockwise includes the refit, and is tried with layers in turn, side by side, and with
+attention matched too. Then one cut at once is compared with three rounds, on less text and by predicted prices. About
+ten minutes of one thread.
 Damage is the increase of the loss in nats per token on held-out text, with a 95% bootstrap interval over blocks.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import sys
 import time
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -19,110 +22,142 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from quality import plain
 from torch import nn
 
 from headwise import pipeline, strategies
 from headwise.checks import quality, speed
-from headwise.cuts import reshape
+from headwise.cuts import Moments, reshape
+from headwise.probes._watch import silently
 from headwise.registry import find
-from headwise.runfolder import Settings, budgets_for
-from headwise.types import VERSION
+from headwise.runfolder import RunFolder, Settings, budgets_for
+from headwise.types import VERSION, Readings, write_atomically
 
 METHODS = ["refit", "blockwise", "blockwise side_by_side=2", "blockwise attention=0.1"]  # all but the first after it
-ROUNDS = 3
+ROUNDS = {"blockwise, at once": 1, "blockwise, 3 rounds": 3}
 ROUNDS_BUDGETS = ("kv=50%", "kv=25%")
 ROUNDS_TOKENS, ROUNDS_STEPS = 10_240, 36  # of calibration, and per layer
 
 
-def measure(settings: Settings, methods: list[str]) -> dict[str, Any]:
-    """Every method at every budget; the source is probed once."""
-    bench = pipeline.workbench(settings)
-    readings, moments = pipeline.probe(settings, bench, bench.source, diagnose=False)
-    print(f"probe {readings.seconds:.0f} s", flush=True)
-    rows: list[dict[str, Any]] = []
-    shape = bench.family.shape_of(bench.source.config)
-    for text in settings.budgets:
-        budgets = budgets_for(replace(settings, budgets=(text,)), shape)
+class Table:
+    """Every method at every budget, then cuts at once and in rounds; written after each row, so a kill loses one."""
+
+    def __init__(self, settings: Settings, out: Path) -> None:
+        self.settings, self.out = settings, out
+        self.found: dict[str, Any] = {"version": VERSION, "settings": plain(settings), "rows": []}
+        if out.exists():
+            self.found |= json.loads(out.read_text())
+        if self.found["settings"] != plain(settings):
+            sys.exit(f"{out} was measured with other settings; choose another --out, or delete it.")
+
+    def measure(self, methods: list[str]) -> None:
+        """Whatever is missing."""
+        known = self.found.get("rounds", {"rows": []})["rows"]
+        left = {text: _missing(self.found["rows"], text, ["none", *methods]) for text in self.settings.budgets}
+        rounds = {text: _missing(known, text, list(ROUNDS)) for text in ROUNDS_BUDGETS}
+        if not any((*left.values(), *rounds.values())):
+            return
+        self.bench = bench = pipeline.workbench(self.settings)
+        readings, moments = self._probed(self.settings, "probe")
+        print(f"probe {readings.seconds:.0f} s", flush=True)
+        self.found |= {
+            "evaluation": bench.described,
+            "calibration_tokens": bench.calibration.numel(),
+            "evaluation_tokens": bench.evaluation.numel(),
+            "probe_seconds": readings.seconds,
+            "hardware": speed.machine(bench.source.device),
+            "torch": torch.__version__,
+            "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        }
+        for text in self.settings.budgets:
+            if left[text]:
+                self._budget(text, left[text], readings, moments)
+        if any(rounds.values()):
+            self._in_rounds(rounds)
+
+    def _probed(self, settings: Settings, name: str) -> tuple[Readings, list[Moments]]:
+        """What the source says, found once and kept in a hidden folder beside the file."""
+        about = json.dumps(plain(settings), sort_keys=True)
+        mark = hashlib.sha256(f"{about} {self.bench.calibration.shape}".encode()).hexdigest()[:8]
+        folder = RunFolder(self.out.parent / f".{self.out.stem}-{name}-{mark}")
+        return pipeline.probed(settings, folder, self.bench, self.bench.source, silently, diagnose=False)
+
+    def _budget(self, text: str, methods: list[str], readings: Readings, moments: list[Moments]) -> None:
+        """The missing methods at one budget: `none`, the refit, and what begins with the refitted model."""
+        bench, settings = self.bench, self.settings
+        budgets = budgets_for(replace(settings, budgets=(text,)), bench.family.shape_of(bench.source.config))
         plan = strategies.allocate(readings, budgets, settings.strategy, settings.allow, seed=settings.seed)
         cut = reshape(bench.family, bench.source, plan, moments)
-        found = quality.compare(bench.family, bench.source, cut, bench.evaluation, task=bench.task)
-        rows.append(_row(text, "none", found, 0.0, rows))
-        refitted, base = None, 0.0
+        refitted, base = self._healed("refit", cut) if methods != ["none"] else (cut, 0.0)
         for method in methods:
-            name, *options = method.split()
-            job = bench.job(replace(settings, heal_options=(*settings.heal_options, *options)), refitted or cut)
-            start = time.process_time()
-            model, _ = find("headwise.heal", name).heal(job)
-            seconds = base + time.process_time() - start
-            if refitted is None:
-                refitted, base = model, seconds
-            found = quality.compare(bench.family, bench.source, model, bench.evaluation, task=bench.task)
-            rows.append(_row(text, method, found, seconds, rows))
-    return {
-        "version": VERSION,
-        "settings": settings.to_json(),
-        "evaluation": bench.described,
-        "calibration_tokens": bench.calibration.numel(),
-        "evaluation_tokens": bench.evaluation.numel(),
-        "probe_seconds": readings.seconds,
-        "hardware": speed.machine(bench.source.device),
-        "torch": torch.__version__,
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "rows": rows,
-        "rounds": measure_rounds(settings, bench),
-    }
+            if method in ("none", "refit"):
+                model, seconds = (cut, 0.0) if method == "none" else (refitted, base)
+            else:
+                model, seconds = self._healed(method, refitted)
+                seconds += base
+            self._add(self.found["rows"], text, method, model, seconds, shares=True)
+
+    def _healed(self, method: str, model: nn.Module) -> tuple[nn.Module, float]:
+        """A model healed by a method with options, and the seconds of CPU that it took."""
+        name, *options = method.split()
+        job = self.bench.job(replace(self.settings, heal_options=(*self.settings.heal_options, *options)), model)
+        start = time.process_time()
+        healed, _ = find("headwise.heal", name).heal(job)
+        return healed, time.process_time() - start
+
+    def _in_rounds(self, missing: dict[str, list[str]]) -> None:
+        """Blockwise healing after one cut at once, and after each of several cuts with the model probed in between."""
+        whole = self.bench
+        self.bench = bench = whole._replace(
+            calibration=whole.calibration[: ROUNDS_TOKENS // whole.calibration.shape[1]]
+        )
+        options = [option for option in self.settings.heal_options if not option.startswith("steps=")]
+        options.append(f"steps={ROUNDS_STEPS}")
+        settings = replace(self.settings, swap_tokens=0, heal="blockwise", heal_options=tuple(options))
+        first = self._probed(settings, "rounds")
+        told = {"calibration_tokens": bench.calibration.numel(), "steps": ROUNDS_STEPS, "rows": []}
+        rows = self.found.setdefault("rounds", told)["rows"]
+
+        def look(number: int, model: nn.Module) -> Any:
+            return first if number == 1 else pipeline.probe(settings, bench, model, diagnose=False)
+
+        for text, methods in missing.items():
+            for method in methods:
+                start = time.process_time()
+                fitted = pipeline.fit(replace(settings, budgets=(text,), rounds=ROUNDS[method]), bench, look)
+                self._add(rows, text, method, fitted.model, time.process_time() - start)
+
+    def _add(
+        self,
+        rows: list[dict[str, Any]],
+        budget: str,
+        method: str,
+        model: nn.Module,
+        seconds: float,
+        shares: bool = False,
+    ) -> None:
+        """One line; with `shares`, what is `recovered` of the damage before any healing, and of the refit's `more`."""
+        bench = self.bench
+        found = quality.compare(bench.family, bench.source, model, bench.evaluation, task=bench.task)
+        damage, left = found.damage(), [row["measured"] for row in rows if row["budget"] == budget]
+        gains = {}
+        if shares and left:
+            recovered, more = (1 - damage["measured"] / before for before in (left[0], left[min(1, len(left) - 1)]))
+            gains = {"recovered": recovered, "more": more}
+        row = {"budget": budget, "method": method, **damage, "kl": float(found.kl.mean()), **gains}
+        rows.append(row | {"cpu_seconds": seconds})  # the refit's included
+        write_atomically(self.out, json.dumps(self.found, indent=1) + "\n")
+        half = (damage["measured_high"] - damage["measured_low"]) / 2
+        words = f"recovers {gains['recovered']:.0%}, {gains['more']:.0%} of what was left  " if gains else ""
+        print(
+            f"{budget:10} {method:24} damage {damage['measured']:.4f} ± {half:.4f}  {words}{seconds:.0f} s", flush=True
+        )
 
 
-def measure_rounds(settings: Settings, bench: pipeline.Workbench) -> dict[str, Any]:
-    """Blockwise healing after one cut at once, and after each of several cuts with the model probed in between."""
-    bench = bench._replace(calibration=bench.calibration[: ROUNDS_TOKENS // bench.calibration.shape[1]])
-    options = tuple(option for option in settings.heal_options if not option.startswith("steps="))
-    options = (*options, f"steps={ROUNDS_STEPS}")
-    settings = replace(settings, swap_tokens=0, heal="blockwise", heal_options=options)
-    first = pipeline.probe(settings, bench, bench.source, diagnose=False)
-    rows: list[dict[str, Any]] = []
-    for text in ROUNDS_BUDGETS:
-        for count in (1, ROUNDS):
-            asked, start = replace(settings, budgets=(text,), rounds=count), time.process_time()
-
-            def look(number: int, model: nn.Module) -> Any:
-                return first if number == 1 else pipeline.probe(settings, bench, model, diagnose=False)
-
-            fitted = pipeline.fit(asked, bench, look)
-            seconds = time.process_time() - start
-            found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation, task=bench.task)
-            method = "blockwise, at once" if count == 1 else f"blockwise, {count} rounds"
-            rows.append(_row(text, method, found, seconds, []))
-    return {"calibration_tokens": bench.calibration.numel(), "steps": ROUNDS_STEPS, "rows": rows}
-
-
-def _row(
-    budget: str, method: str, found: quality.Comparison, seconds: float, rows: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """One line of the table; `recovered` is of the damage before any healing, `more` of what the refit left."""
-    damage = found.damage()
-    left = [row["measured"] for row in rows if row["budget"] == budget]
-    share = {}
-    if left:
-        share = {
-            "recovered": 1 - damage["measured"] / left[0],
-            "more": 1 - damage["measured"] / left[min(1, len(left) - 1)],
-        }
-    row = {
-        "budget": budget,
-        "method": method,
-        **damage,
-        "kl": float(found.kl.mean()),
-        **share,
-        "cpu_seconds": seconds,
-    }  # the refit's included
-    half = (damage["measured_high"] - damage["measured_low"]) / 2
-    if not rows and method != "none":
-        print(f"{budget:10} {method:24} damage {damage['measured']:.4f} ± {half:.4f}  {seconds:.0f} s", flush=True)
-        return row
-    words = f"recovers {share['recovered']:.0%}, {share['more']:.0%} of what was left" if share else "no healing"
-    print(f"{budget:10} {method:24} damage {damage['measured']:.4f} ± {half:.4f}  {words}  {seconds:.0f} s", flush=True)
-    return row
+def _missing(rows: list[dict[str, Any]], budget: str, methods: list[str]) -> list[str]:
+    """Those of the methods that have no row."""
+    done = [row["method"] for row in rows if row["budget"] == budget]
+    return [method for method in methods if method not in done]
 
 
 def main() -> None:
@@ -141,9 +176,8 @@ def main() -> None:
     out, methods = asked.pop("out"), asked.pop("method") or METHODS
     budgets, options = tuple(asked.pop("budget") or ["kv=50%"]), tuple(asked.pop("heal_option") or ["steps=72"])
     torch.set_num_threads(1)
-    result = measure(Settings(budgets=budgets, heal_options=options, **asked), methods)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    Table(Settings(budgets=budgets, heal_options=options, **asked), out).measure(methods)
 
 
 if __name__ == "__main__":

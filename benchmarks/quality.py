@@ -7,6 +7,11 @@ healings and budgets may be added to a file later. What the source says (its rea
 is found once and kept in a hidden folder beside the file. Damage is the increase of the loss in nats per token on
 held-out text, with a 95% bootstrap interval over blocks; `published` before healing is the bar, measured in the same
 run. Tokens and seconds count what each healing learned from and took, cut included.
+
+Several runs may share a GPU, some plans in each; `--shared` notes that their seconds are not of a machine on its own:
+
+    python benchmarks/quality.py embedded --budget kv=50% --plan exact --shared --out A.json  # and B.json beside it
+    python benchmarks/quality.py --join A.json B.json --out benchmarks/results/field-embedded-kv.json
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from join import SHARED, joined
 from safetensors.torch import load_file, save
 from torch import nn
 from zero_shot import Scores, all_tasks, exams
@@ -72,9 +78,9 @@ class Healed(NamedTuple):
 class Table:
     """Every plan at every budget, healed in every way; written after each row, so that a kill loses one row."""
 
-    def __init__(self, settings: Settings, out: Path, asked: Asked, samples: bool) -> None:
-        self.settings, self.out, self.asked, self.samples = settings, out, asked, samples
-        self.found: dict[str, Any] = {"settings": _plain(settings), "rows": []}
+    def __init__(self, settings: Settings, out: Path, asked: Asked, samples: bool, shared: bool = False) -> None:
+        self.settings, self.out, self.asked, self.samples, self.shared = settings, out, asked, samples, shared
+        self.found: dict[str, Any] = {"settings": plain(settings), "rows": []}
         if out.exists():
             known = json.loads(out.read_text())
             if _but_budgets(known["settings"]) != _but_budgets(self.found["settings"]):
@@ -82,7 +88,7 @@ class Table:
             budgets = dict.fromkeys((*known["settings"]["budgets"], *settings.budgets))
             self.found = known | {"settings": known["settings"] | {"budgets": list(budgets)}}
         kinds = sorted({budget.partition("=")[0] for budget in settings.budgets})  # what is probed depends on them
-        about = json.dumps([kinds, _but_budgets(_plain(settings))], sort_keys=True)
+        about = json.dumps([kinds, _but_budgets(plain(settings))], sort_keys=True)
         mark = hashlib.sha256(about.encode()).hexdigest()[:8]
         self.work = out.parent / f".{out.stem}-{mark}"
 
@@ -104,7 +110,8 @@ class Table:
         if self.asked.data is not None:
             self.exams = exams(bench.tokenizer, self.asked.data, self.asked.most)
             self.scores = self._source_scores()
-        self.found |= _about(bench, self.first[0].seconds)
+        shared = self.shared or self.found.get("hardware", "").endswith(SHARED)  # some rows are enough
+        self.found |= _about(bench, self.first[0].seconds, shared)
         for budget in self.settings.budgets:
             for plan in plans:
                 for asked, left in self.missing(plan, healings):
@@ -185,7 +192,7 @@ class Table:
         print(_line(row), flush=True)
 
 
-def _plain(settings: Settings) -> dict[str, Any]:
+def plain(settings: Settings) -> dict[str, Any]:
     """Settings as JSON has them; of files their names, wherever they lie."""
     found: dict[str, Any] = json.loads(json.dumps(settings.to_json()))
     return found | {name: _name(found[name]) for name in ("model", "data", "eval")}
@@ -204,7 +211,7 @@ def method_of(plan: str, heal: str) -> str:
     return plan if heal == "none" else f"{plan} + {heal}"
 
 
-def _about(bench: pipeline.Workbench, seconds: float) -> dict[str, Any]:
+def _about(bench: pipeline.Workbench, seconds: float, shared: bool) -> dict[str, Any]:
     """On what, where and when."""
     return {
         "evaluation": _name(bench.described),
@@ -212,7 +219,7 @@ def _about(bench: pipeline.Workbench, seconds: float) -> dict[str, Any]:
         "healing_tokens": bench.calibration.numel() + (0 if bench.more is None else bench.more.numel()),
         "evaluation_tokens": bench.evaluation.numel(),
         "probe_seconds": seconds,
-        "hardware": speed.machine(bench.source.device),
+        "hardware": speed.machine(bench.source.device) + (SHARED if shared else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "versions": {
             "python": sys.version.split()[0],
@@ -262,10 +269,11 @@ def _line(row: dict[str, Any]) -> str:
     )
 
 
-def main() -> None:
+def arguments() -> argparse.ArgumentParser:
+    """What can be asked for; settings of a run have the names and defaults that are theirs there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("model")
-    parser.add_argument("--budget", action="append", required=True)
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--budget", action="append")
     parser.add_argument("--plan", action="append", choices=list(PLANS))
     parser.add_argument("--heal", action="append", choices=HEALINGS)
     parser.add_argument("--heal-option", action="append", default=[], help="such as tokens=2000000")
@@ -274,6 +282,8 @@ def main() -> None:
     parser.add_argument("--zero-shot", type=Path, help="folder of LAMBADA, HellaSwag, ARC-easy and PIQA")
     parser.add_argument("--zero-shot-most", type=int, help="items of each task")
     parser.add_argument("--zero-shot-heal", action="append", choices=HEALINGS, help="only after these healings")
+    parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing: put these results together")
     parser.add_argument("--data")
     parser.add_argument("--eval")
     parser.add_argument("--tokens", type=int, default=131_072)
@@ -283,17 +293,27 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def main() -> None:
+    parser = arguments()
     asked = vars(parser.parse_args())
-    out, plans, samples = asked.pop("out"), asked.pop("plan") or DEFAULT_PLANS, asked.pop("samples")
-    healings = asked.pop("heal") or list(HEALINGS)
-    tasks = Asked(asked.pop("zero_shot"), asked.pop("zero_shot_most"), tuple(asked.pop("zero_shot_heal") or HEALINGS))
-    options = tuple(asked.pop("heal_option"))
-    allow = asked.pop("allow")
-    more = {"allow": tuple(allow.split(","))} if allow else {}
-    budgets = tuple(asked.pop("budget"))
-    settings = Settings(budgets=budgets, heal="distill", heal_options=options, **asked, **more)
+    out, files, shared, samples = (asked.pop(name) for name in ("out", "join", "shared", "samples"))
     out.parent.mkdir(parents=True, exist_ok=True)
-    Table(settings, out, tasks, samples).measure(plans, healings)
+    if files:
+        if out.exists() and out not in files:
+            sys.exit(f"{out} exists; choose another --out, or --join it too.")
+        write_atomically(out, json.dumps(joined(files, list(PLANS), HEALINGS), indent=1) + "\n")
+        return
+    if not (asked["model"] and asked["budget"]):
+        parser.error("give a model and at least one --budget, or results to --join")
+    plans, healings = asked.pop("plan") or DEFAULT_PLANS, asked.pop("heal") or list(HEALINGS)
+    tasks = Asked(asked.pop("zero_shot"), asked.pop("zero_shot_most"), tuple(asked.pop("zero_shot_heal") or HEALINGS))
+    budgets, options, allow = tuple(asked.pop("budget")), tuple(asked.pop("heal_option")), asked.pop("allow")
+    more = {"allow": tuple(allow.split(","))} if allow else {}
+    settings = Settings(budgets=budgets, heal="distill", heal_options=options, **asked, **more)
+    Table(settings, out, tasks, samples, shared).measure(plans, healings)
 
 
 if __name__ == "__main__":

@@ -85,13 +85,8 @@ def _some(documents: list[str], characters: int) -> list[str]:
     return [text for text, end in zip(documents, ends, strict=True) if end - len(text) < characters]
 
 
-def main() -> None:
-    """Write the texts."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("data", type=Path)
-    parser.add_argument("out", type=Path)
-    data, out = parser.parse_args().data, parser.parse_args().out
-    out.mkdir(parents=True, exist_ok=True)
+def written(data: Path) -> dict[str, list[str]]:
+    """The documents of every file; the draws are seeded, each in its place."""
     draw = random.Random(0)
     articles = re.split(r"\n(?= = [^=]+ = \n)", (data / "text" / "wikitext2-valid.txt").read_text())
     half = len(articles) // 2
@@ -102,32 +97,38 @@ def main() -> None:
     for kind, documents in found.items():
         draw.shuffle(documents)
         chosen[kind] = _some(documents, CHARACTERS[kind])
-    mixed = [text for texts in chosen.values() for text in texts]
-    draw.shuffle(mixed)
-    other = [text for kind, texts in chosen.items() if kind != "wiki" for text in texts]
-    random.Random(1).shuffle(other)
-    first = [text for kind, texts in chosen.items() if kind != "howto" for text in texts]
-    random.Random(2).shuffle(first)
+    first = _mixed(chosen, random.Random(2), but="howto")
     known = set(first)
-    more = [
-        text
-        for kind, size in LONGER.items()
-        for text in _some([text for text in found[kind] if text not in known], size)
-    ]
-    random.Random(3).shuffle(more)
+    longer = {kind: _some([text for text in found[kind] if text not in known], size) for kind, size in LONGER.items()}
     prose = [text for pair in zip(found["novels"], found["reviews"], strict=False) for text in pair]
-    written = {
+    return {
         "wikitext-all": articles,
         "wikitext-eval": articles[half:],
-        "mix": mixed,
-        "other": other,
+        "mix": _mixed(chosen, draw),
+        "other": _mixed(chosen, random.Random(1), but="wiki"),
         "prose": prose[:400],
-        "heal": first + more,
+        "heal": first + _mixed(longer, random.Random(3)),
         "stories-cal": tales[:most],
         "stories-eval": tales[most:],
     }
-    for name, documents in written.items():
-        (out / f"{name}.txt").write_text(END.join(documents))
+
+
+def _mixed(texts: dict[str, list[str]], draw: random.Random, but: str | None = None) -> list[str]:
+    """All documents but those of a kind, in an order that is drawn."""
+    found = [text for kind, some in texts.items() if kind != but for text in some]
+    draw.shuffle(found)
+    return found
+
+
+def main() -> None:
+    """Write the texts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("out", type=Path)
+    asked = parser.parse_args()
+    asked.out.mkdir(parents=True, exist_ok=True)
+    for name, documents in written(asked.data).items():
+        (asked.out / f"{name}.txt").write_text(END.join(documents))
         print(f"{name}: {len(documents)} documents, {sum(map(len, documents)):,} characters")
 
 

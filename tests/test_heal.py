@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from test_families import attending, random_plan
 from test_pipeline import RUN, call, refused
 
-from headwise import families, heal, tasks
+from headwise import families, heal, pipeline, tasks
 from headwise.cuts import reshape
 from headwise.errors import HeadwiseError
 from headwise.families.bert import FAMILY as bert
@@ -26,7 +26,7 @@ from headwise.families.gpt2 import FAMILY as gpt2
 from headwise.families.llama import FAMILY as llama
 from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
-from headwise.heal import blockwise, refit
+from headwise.heal import _replay, blockwise, refit
 from headwise.heal._job import Job
 from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
@@ -144,6 +144,77 @@ def test_learning_starts_from_the_refit_and_brings_the_whole_model_nearer_to_its
     ]
 
 
+def with_more_text():
+    """A job with little text to calibrate on and more to learn from, and rows that nothing is learned from."""
+    torch.manual_seed(1)
+    rows = torch.randint(3, 97, (160, 20))
+    few, more = Prepared(rows[:16], rows[:16]), Prepared(rows[16:128], rows[16:128])
+    return replace(job_of(llama, "llama"), calibration=few, more=more), rows[128:]
+
+
+@pytest.mark.parametrize("side_by_side", [None, 2])
+def test_more_text_is_learned_from_where_it_is_asked_for_and_heals_more(side_by_side, monkeypatch):
+    job, unseen = with_more_text()
+    monkeypatch.setitem(blockwise.BATCH_TOKENS, "cpu", 80)
+
+    def heal(**asked):
+        options = Options(side_by_side=side_by_side, **asked)
+        model, found = blockwise.heal(replace(job, options=options))
+        with torch.no_grad():
+            return float((llama.run(model, unseen) - llama.run(job.source, unseen)).square().mean()), found
+
+    error, found = heal(steps=60)
+    assert found["tokens"] == 16 * 20 and heal(tokens=160, steps=5)[1]["tokens"] == 160, "never more than asked for"
+    fewer, found = heal(tokens=2000, steps=60)
+    assert found["tokens"] == 2000 and fewer < error
+    assert heal(tokens=10**9)[1]["curve"][-1]["step"] == round((14 + 112) / 4), "all of it once"
+
+
+@pytest.mark.parametrize(("method", "rows"), [("refit", 0), ("blockwise", 12), ("distill", 12)])
+def test_further_text_is_read_for_healings_that_learn(method, rows):
+    asked = {"heal": method, "heal_options": ("tokens=1024",), "tokens": 256, "eval_tokens": 64, "length": 64}
+    more = pipeline.workbench(Settings(model="embedded", budgets=("kv=50%",), device="cpu", **asked)).more
+    assert (0 if more is None else len(more)) == rows
+
+
+def test_text_beyond_the_memory_is_learned_from_in_portions_and_a_kill_loses_none(monkeypatch, tmp_path):
+    job, unseen = with_more_text()
+    job, held = replace(job, options=Options(tokens=10**9, batch=80, steps=60)), []
+    monkeypatch.setitem(blockwise.ROOM, "cpu", 40 * 20 * 32 * 4 * blockwise.STREAMS)  # streams of forty rows
+    own = blockwise._Walk._parts
+    monkeypatch.setattr(blockwise._Walk, "_parts", lambda walk, rows: held.append(len(rows.inputs)) or own(walk, rows))
+    healed, found = blockwise.heal(job)
+    assert held[1::2] == [2] * 4 and sum(held[::2]) == 14 + 112 and max(held) <= 40
+    assert [point["step"] for point in found["curve"]] == list(range(0, 61, 3)) and found["tokens"] == 128 * 20
+    assert all(gain["error_after"] < gain["error_before"] for gain in gains_of(found))
+    with torch.no_grad():
+        want, before, after = (llama.run(model, unseen) for model in (job.source, job.cut, healed))
+    assert (after - want).square().mean() < (before - want).square().mean()
+
+    def track(items, label):
+        for item in items:
+            if (label, item) == ("blockwise, portion 2 of 4", 1):
+                raise Killed
+            yield item
+
+    with pytest.raises(Killed):
+        blockwise.heal(replace(job, folder=tmp_path, track=track))
+    assert len(list(tmp_path.iterdir())) == 3 + 1
+    resumed, again = blockwise.heal(replace(job, folder=tmp_path))
+    assert equal(state(resumed), state(healed)) and again == found
+
+
+def test_a_device_that_is_too_small_is_no_riddle(monkeypatch):
+    def full(*told):
+        raise torch.OutOfMemoryError
+
+    job = job_of(llama, "llama")
+    monkeypatch.setattr(blockwise, "_in_turn", full)
+    with pytest.raises(HeadwiseError, match=r"add --heal-option batch=128 or --heal-option tokens=160\.$"):
+        blockwise.heal(job)
+    assert all(p.requires_grad for p in job.source.parameters()), "the source is as it was"
+
+
 def test_a_layer_that_cannot_get_better_is_left_alone():
     job = job_of(llama, "llama")
     whole = replace(job, cut=llama.tailor(job.source))
@@ -225,6 +296,22 @@ def test_matching_attention_brings_its_weights_nearer():
         for weight in (None, 1000.0)  # random heads look everywhere alike
     )
     assert distance(matched) < min(distance(plain), distance(job.cut))
+
+
+@pytest.mark.parametrize(("family", "kind", "changes"), MODELS)
+def test_replayed_steps_of_a_layer_are_the_ordinary_ones(family, kind, changes, monkeypatch):
+    job, made = replace(job_of(family, kind, changes), options=Options(steps=20, batch=80, attention=0.1)), []
+    plain, told = blockwise.heal(job)
+
+    def replay():
+        made.append(_replay.Replay(lambda body: body))  # reads and writes the same memory as a captured graph
+        return made[-1]
+
+    monkeypatch.setattr(blockwise, "Replay", replay)
+    monkeypatch.setattr(blockwise, "_replayable", lambda job, stretch: True)
+    healed, found = blockwise.heal(job)
+    assert equal(state(healed), state(plain)) and found == told
+    assert sum(replay.again is not None for replay in made) >= len(family.layers(job.cut)), "of every layer"
 
 
 class Killed(Exception):

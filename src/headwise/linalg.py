@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
 import torch
@@ -19,15 +19,23 @@ FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
 @contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
-    """TF32 for what is in float32 on CUDA; as it was afterwards."""
+def _products(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def fast_products(device: torch.device) -> AbstractContextManager[None]:
+    """TF32 for what is in float32 on CUDA; as it was afterwards."""
+    return _products("high") if device.type == "cuda" else nullcontext()
+
+
+def exact_products() -> AbstractContextManager[None]:
+    """Products in full single precision, within a loop that does with less."""
+    return _products("highest")
 
 
 def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Decomposition]:

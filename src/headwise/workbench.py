@@ -89,7 +89,8 @@ def read_texts(
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
     # A CPU would write for hours what a healing reads.
     writes = "self" not in source or (model is not None and model.device.type == "cuda")
-    asked = Options.parse(settings.heal_options).tokens if settings.heal == "distill" and writes else None
+    learns = settings.heal in ("blockwise", "distill") and writes
+    asked = Options.parse(settings.heal_options).tokens if learns else None
     extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
 
     def read(name: str, count: int, seed: int) -> data.Rows:

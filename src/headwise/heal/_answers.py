@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from headwise import processes
+from headwise.heal._job import rows_of
 from headwise.heal._lesson import Known, Lesson
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Prepared
@@ -49,8 +50,7 @@ class Answers:
     def _make(self, number: int) -> None:
         if self.folder is not None and self._path(number).exists():
             return
-        rows = slice(number * ROWS, (number + 1) * ROWS)
-        batch = self.rows._replace(inputs=self.rows.inputs[rows], labels=self.rows.labels[rows])
+        batch = rows_of(self.rows, torch.arange(len(self.rows.inputs))[number * ROWS : (number + 1) * ROWS])
         made = [self.lesson.likeliest(part.to(self.device), self.count) for part in batch.batches(8192)]
         columns = {name: torch.cat([getattr(part, name) for part in made]).cpu() for name in Known._fields}
         if self.folder is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Any
 
@@ -15,8 +14,10 @@ from headwise.data import count_tokens, lengths_of, mean_length, rows_by_length
 from headwise.errors import HeadwiseError
 from headwise.heal._adam import RelativeAdam, sizes_of
 from headwise.heal._answers import Answers
+from headwise.heal._job import rows_of
 from headwise.heal._lesson import Lesson, Part
 from headwise.heal._replay import WORTH, Replay
+from headwise.linalg import exact_products
 from headwise.tasks import Prepared
 from headwise.train import shards
 from headwise.train.accelerator import accelerator_for
@@ -25,17 +26,6 @@ from headwise.train.order import Order
 
 WHOLE = 1 << 40  # rows of a length are one batch
 WATCHED = {"cuda": 32_768, "cpu": 4_096}  # tokens to choose by, at most
-
-
-def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:
-    """Some rows."""
-    return prepared._replace(inputs=prepared.inputs[rows], labels=prepared.labels[rows], truth=None)
-
-
-def together(first: Prepared, second: Prepared) -> Prepared:
-    """The rows of both."""
-    inputs, labels = torch.cat((first.inputs, second.inputs)), torch.cat((first.labels, second.labels))
-    return first._replace(inputs=inputs, labels=labels, truth=None)
 
 
 def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepared]:
@@ -48,17 +38,6 @@ def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepare
     watched = every[held]
     watched = watched[:: max(1, len(watched) // most)][:most]
     return rows_of(prepared, every[~held]), rows_of(prepared, watched)
-
-
-@contextmanager
-def _exactly() -> Iterator[None]:
-    """Products in full single precision, within a loop that does with less."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Course:
@@ -138,7 +117,7 @@ class Course:
         """
         self.lesson.eval()
         found = torch.zeros(3, dtype=torch.float64)
-        with torch.autocast(self.device.type, enabled=False), _exactly():
+        with torch.autocast(self.device.type, enabled=False), exact_products():
             batches = self.watched.batches(4096)
             for number in range(ceil(len(batches) / processes.count())):  # as many in every process
                 number = number * processes.count() + processes.index()

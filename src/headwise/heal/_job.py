@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from headwise.families import Family
@@ -40,3 +41,14 @@ def origins(source: nn.Module, cut: nn.Module) -> list[int]:
         model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
     ]
     return [list(numbers[0]).index(number) for number in numbers[1]]
+
+
+def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:
+    """Some rows."""
+    return prepared._replace(inputs=prepared.inputs[rows], labels=prepared.labels[rows], truth=None)
+
+
+def together(first: Prepared, second: Prepared) -> Prepared:
+    """The rows of both."""
+    inputs, labels = torch.cat((first.inputs, second.inputs)), torch.cat((first.labels, second.labels))
+    return first._replace(inputs=inputs, labels=labels, truth=None)

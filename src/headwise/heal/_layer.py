@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 from headwise.families import Block
+from headwise.heal._adam import RelativeAdam
 from headwise.heal._job import Job
 from headwise.probes._watch import capped
 from headwise.tasks import Prepared
+from headwise.train.loop import FitSettings, Move, State, move
 
 CHECKS = 5  # on held-out rows, evenly spaced
 MIDDLE = 0.3  # weight of the stream after attention beside that after the layer
@@ -22,6 +25,7 @@ LEAST = 1e-6  # gain that is no rounding
 LOWEST = 3e-4  # below it a layer has nothing to learn
 QUERIES = 16  # of a row, whose attention is compared where that is asked for
 NOTHING = -1e4  # logarithm of a weight that is none
+PLAIN = FitSettings(steps=1, clip=0.0)  # one step at a time, of one batch
 
 
 @dataclass(slots=True)
@@ -36,6 +40,23 @@ class Part:
     middle: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # wanted after attention
     weights: torch.Tensor | None = None  # logarithms of the source's attention, of some queries
     queries: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # which
+
+    def read(self, index: int) -> Read:
+        """What the source's layer of that number and its rival are compared on."""
+        context = self.contexts[index]
+        return Read(self.rows, self.cut, self.wanted, self.middle, context, self.weights, self.queries)
+
+
+class Read(NamedTuple):
+    """What a step reads of a part."""
+
+    rows: Prepared
+    cut: torch.Tensor
+    wanted: torch.Tensor
+    middle: torch.Tensor
+    context: dict[str, Any]
+    weights: torch.Tensor | None
+    queries: torch.Tensor
 
 
 class Passage(NamedTuple):
@@ -72,6 +93,17 @@ def attention_of(block: Block, seen: Passage, context: dict[str, Any], queries: 
     return logits.log_softmax(-1).clamp_min(NOTHING)
 
 
+def marks_of(numbers: range) -> list[int]:
+    """How many steps are done at each check, and before the first of these."""
+    return [numbers.start + round(len(numbers) * check / CHECKS) for check in range(CHECKS + 1)]
+
+
+def _mean(values: Iterable[torch.Tensor]) -> float:
+    """Of all places."""
+    found = [(float(some.double().sum()), some.numel()) for some in values]
+    return max(0.0, sum(total for total, _ in found) / max(1, sum(count for _, count in found)))
+
+
 class LayerLesson:
     """One layer that learns, which was number `index` of the source's, to leave the stream that its source leaves."""
 
@@ -82,72 +114,67 @@ class LayerLesson:
     ) -> None:
         self.layer, self.block, self.index, self.seen, self.checked = layer, block, index, seen, checked
         self.attention = attention
-        self.power = self._mean(lambda part: (part.wanted - part.source).square())
+        self.move_by: Callable[[], Move] = lambda: move  # -> how steps are done until the next one is made
+        self.power = _mean((part.wanted - part.source).square() for part in checked)
 
-    def _mean(self, of: Callable[[Part], torch.Tensor]) -> float:
-        """Mean over all held-out places."""
-        found = [(float(values.double().sum()), values.numel()) for values in map(of, self.checked)]
-        return max(0.0, sum(total for total, _ in found) / max(1, sum(count for _, count in found)))
-
-    def distance(self, part: Part, out: torch.Tensor) -> torch.Tensor:
+    def distance(self, part: Read, out: torch.Tensor) -> torch.Tensor:
         """Squared, to the source's stream, relative to what the source's layer changes."""
         return (out - part.wanted).square() / max(self.power, 1e-30)
 
     @torch.no_grad()
     def error(self) -> float:
         """On the held-out rows, as the layer will read them."""
-        return self._mean(lambda part: self.distance(part, self.block(part.cut, part.contexts[self.index])))
+        parts = (part.read(self.index) for part in self.checked)
+        return _mean(self.distance(part, self.block(part.cut, part.context)) for part in parts)
 
-    def _loss(self, part: Part) -> torch.Tensor:
+    def _loss(self, part: Read) -> torch.Tensor:
         """What is made less."""
-        context = part.contexts[self.index]
-        seen = passage(self.block, part.cut, context)
+        seen = passage(self.block, part.cut, part.context)
         loss = self.distance(part, seen.out).mean()
         if self.aside:
             loss = loss + self.aside * (seen.middle - part.middle).square().mean() / max(self.power, 1e-30)
         if self.attention and part.weights is not None:
-            found = attention_of(self.block, seen, context, part.queries)
+            found = attention_of(self.block, seen, part.context, part.queries)
             loss = loss + self.attention * (part.weights.exp() * (part.weights - found)).sum(-1).mean()
         return loss
 
-    def learn(self, steps: int, rate: float, seed: int) -> list[float]:
+    def learn(self, numbers: range, steps: int, rate: float, seed: int) -> list[float]:
         """Train the layer in place; returns the least error found until each check. Ends in the best state.
 
-        It stops early when checks found it worse so often that nothing is left of the rate.
+        `numbers` are those, of all steps, that are to be done. It stops early when checks found it worse so often that
+        nothing is left of the rate.
         """
         state = _State(self.layer)
         errors, draw = [self.error()], torch.Generator().manual_seed(seed)
-        marks = [round(steps * check / CHECKS) for check in range(CHECKS + 1)]
-        optimiser = state.optimiser()
+        marks = marks_of(numbers)
+        run, move_by = state.run(), self.move_by()
         try:
             for first, last in zip(marks, marks[1:], strict=False):
                 if rate >= LOWEST:
-                    self._train(optimiser, range(first, last), steps, rate, draw)
+                    self._train(run, move_by, range(first, last), steps, rate, draw)
                     found = self.error()
                     if found < errors[-1] - LEAST:
                         state.keep()
                         errors.append(found)
                         continue
                     state.restore()
-                    rate, optimiser = rate * LOWER, state.optimiser()
+                    rate, run, move_by = rate * LOWER, state.run(), self.move_by()
                 errors.append(errors[-1])
         finally:
             state.restore()
             state.close()
         return errors
 
-    def _train(
-        self, optimiser: torch.optim.Optimizer, numbers: range, steps: int, rate: float, draw: torch.Generator
-    ) -> None:
+    def _train(self, run: State, move_by: Move, numbers: range, steps: int, rate: float, draw: torch.Generator) -> None:
         """Some steps, at a rate that rises within each stretch and falls over all of them."""
+
+        def drawn(_: int) -> Read:
+            return self.seen[int(torch.randint(len(self.seen), (), generator=draw))].read(self.index)
+
         for number in numbers:
-            part = self.seen[int(torch.randint(len(self.seen), (), generator=draw))]
             rise = min(1.0, (number - numbers.start + 1) / 4)
-            for group in optimiser.param_groups:
-                group["lr"] = rate * rise * (1 - number / steps) * group["size"]
-            optimiser.zero_grad()
-            self._loss(part).backward()
-            optimiser.step()
+            run.optimiser.param_groups[0]["lr"] = rate * rise * (1 - number / steps)
+            move_by(run, drawn, lambda _, part: self._loss(part), PLAIN, nullcontext)
 
 
 class AnswerLesson(LayerLesson):
@@ -159,7 +186,7 @@ class AnswerLesson(LayerLesson):
         super().__init__(lesson.layer, lesson.block, lesson.index, lesson.seen, lesson.checked, lesson.attention)
         self.job = job
 
-    def distance(self, part: Part, out: torch.Tensor) -> torch.Tensor:
+    def distance(self, part: Read, out: torch.Tensor) -> torch.Tensor:
         """Divergence of the answers, per row."""
         task, family, source = self.job.task, self.job.family, self.job.source
         with torch.no_grad():
@@ -178,11 +205,11 @@ class _State:
             weight.requires_grad_(True)
         self.keep()
 
-    def optimiser(self) -> torch.optim.Optimizer:
-        """Adam, with steps in proportion to the size of what moves: its first steps are of full length."""
+    def run(self) -> State:
+        """Before its first step, with steps in proportion to the size of what moves: the first are of full length."""
         sizes = [float(weight.detach().square().mean().sqrt()) for weight in self.weights]
-        groups = [{"params": [w], "size": s} for w, s in zip(self.weights, sizes, strict=True)]
-        return torch.optim.Adam(groups, lr=0.0, betas=(0.9, 0.95), eps=1e-12)
+        optimiser = RelativeAdam(self.weights, sizes, 0.0, (0.9, 0.95))
+        return State(self.layer, optimiser, torch.zeros(2, device=self.weights[0].device))
 
     def keep(self) -> None:
         """What the weights are now is the best."""

@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 class Options:
     """Limits of a healing; None leaves it to the method."""
 
-    tokens: int | None = None  # that are learned from, of a method that learns; distillation reads the text repeatedly
+    tokens: int | None = None  # of text that is learned from; distillation counts every reading, blockwise the text
     steps: int | None = None  # at most, of a block or of the whole model
     rate: float | None = None  # share of a tensor's mean size that a step moves it by, at most; None: found by trial
     batch: int | None = None  # tokens of a step

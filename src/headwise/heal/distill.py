@@ -25,8 +25,8 @@ from headwise.errors import HeadwiseError
 from headwise.heal import _lora, _rate
 from headwise.heal._answers import Answers
 from headwise.heal._balance import balance
-from headwise.heal._course import Course, divided, together
-from headwise.heal._job import Job
+from headwise.heal._course import Course, divided
+from headwise.heal._job import Job, together
 from headwise.heal._lesson import Lesson
 from headwise.tasks.causal import Causal
 from headwise.train import checkpoint
