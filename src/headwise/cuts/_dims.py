@@ -25,7 +25,8 @@ def keep_pairs(tensors: Tensors, shape: LayerShape, pairs: tuple[tuple[int, ...]
     for key in ("q_down", "k_down"):
         if key in tensors:
             out[key] = torch.stack([down[index] for down, index in zip(tensors[key], columns, strict=True)])
-    before = tensors.get("pairs", torch.arange(shape.qk_width // 2).repeat(shape.kv_heads, 1))
+    all_pairs = torch.arange(shape.qk_width // 2, device=next(iter(tensors.values())).device)
+    before = tensors.get("pairs", all_pairs.repeat(shape.kv_heads, 1))
     out["pairs"] = torch.gather(before, 1, torch.tensor(pairs, device=before.device))
     return out
 

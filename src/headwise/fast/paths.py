@@ -131,12 +131,7 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile
 TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split": dict(places=64, warps=4, stages=3, programs=16),
     "split-128": dict(places=128, warps=4, stages=3),
-    "split-64x2": dict(places=64, warps=2, stages=3),
-    "split-32x2": dict(places=32, warps=2, stages=4),
     "split-whole": dict(places=64, warps=4, stages=3, cut=False),
-    "split-128-whole": dict(places=128, warps=4, stages=3, cut=False),
-    "split-twos": dict(places=64, warps=4, stages=3, together=2),
-    "split-twos-128": dict(places=128, warps=4, stages=3, together=2),
 }
 
 
