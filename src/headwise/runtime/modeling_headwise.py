@@ -220,28 +220,20 @@ class SoftmaxAttention(nn.Module):
             q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
         more = {} if self.softcap is None else {"softcap": self.softcap}
         z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)(
-            self,
-            q_BHTK,
-            k_BGTK,
-            v_BGTV,
-            attention_mask,
-            dropout=self.attention_dropout if self.training else 0.0,
-            scaling=scaling,
-            sliding_window=self.sliding_window,
-            **more,
-            **kwargs,
-        )
+            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=scaling, sliding_window=self.sliding_window,
+            dropout=self.attention_dropout if self.training else 0.0, **more, **kwargs,
+        )  # fmt: skip
         return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
 
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
-        """One new token against the cache, without repeating keys for the query heads that share them."""
-        batch, groups = k_BGTK.shape[:2]
-        logits = (q_BHTK.view(batch, groups, self.num_key_value_groups, -1) @ k_BGTK.mT) * self.scaling
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        if mask is not None:  # (B, 1, 1, T): the same for all heads
+        """One new token against the cache, in few steps and without repeating keys for the queries that share them."""
+        batch, heads = q_BHTK.shape[:2]
+        q, k = q_BHTK.reshape(-1, self.num_key_value_groups, q_BHTK.shape[3]), k_BGTK.flatten(0, 1)
+        logits = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=self.scaling)
+        if mask is not None:
+            mask = mask.expand(batch, heads, 1, -1).reshape(logits.shape)
             logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        return (logits.softmax(-1) @ v_BGTV).view(batch, 1, groups * self.num_key_value_groups, -1)
+        return torch.bmm(logits.softmax(-1), v_BGTV.flatten(0, 1)).view(batch, 1, heads, -1)
 
 
 def _first(stock: nn.Module, *names: str) -> Any:
@@ -310,10 +302,7 @@ class TailoredAttention(nn.Module):
             self.register_buffer("heads_H", torch.arange(self.query_heads))
 
     def heads(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        memory: torch.Tensor | None = None,
+        self, hidden: torch.Tensor, position_embeddings: Any = None, memory: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given."""
         seen = hidden if memory is None else memory
@@ -324,6 +313,11 @@ class TailoredAttention(nn.Module):
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
         if self.qk_width == self.head_dim:
+            if hidden.shape[1] == 1 and cos.shape[-1] == self.qk_width:  # all at once, in few steps
+                x, half = torch.cat((q_BHTW, k_BGTW), dim=1), self.qk_width // 2
+                across = torch.cat((-x.narrow(-1, half, half), x.narrow(-1, 0, half)), dim=-1)
+                x = (x * cos.unsqueeze(1) + across * sin.unsqueeze(1)).to(x.dtype)
+                return x.narrow(1, 0, self.query_heads), x.narrow(1, self.query_heads, self.kv_heads), v_BGTV
             cos, sin = cos.unsqueeze(1), _signed(*sin.unsqueeze(1).chunk(2, -1))
             return _turned(q_BHTW, cos, sin), _turned(k_BGTW, cos, sin), v_BGTV
         cos_BGTP, sin_BGTP = self._kept(cos), self._kept(sin)
@@ -349,6 +343,10 @@ class TailoredAttention(nn.Module):
         if self.qk_dim == self.qk_width:
             return q_BHTW, k_BGTW
         batch, heads, tokens, width = q_BHTW.shape
+        if batch == tokens == 1:  # in few steps
+            q_GSW, k_GTW = q_BHTW.view(self.kv_heads, -1, width), k_BGTW.squeeze(0)
+            q_BHTK = torch.bmm(q_GSW, self.q_down_GWK).view(1, heads, 1, -1)
+            return q_BHTK, torch.bmm(k_GTW, self.k_down_GWK).unsqueeze(0)
         if tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, self.kv_heads, -1, width) @ self.q_down_GWK
         else:
@@ -365,17 +363,10 @@ class TailoredAttention(nn.Module):
         return bias if mask is None else bias + mask
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
-        encoder_hidden_states: Any = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
+        past_key_values: Any = None, layer_past: Any = None, encoder_hidden_states: Any = None,
+        key_value_states: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """As the stock attention's."""
         cache = past_key_values if past_key_values is not None else layer_past
         both = cache if isinstance(cache, EncoderDecoderCache) else None
