@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import numpy as np
 import torch
@@ -18,12 +18,20 @@ Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
-@contextmanager
-def fast_products(device: torch.device) -> Iterator[None]:
+def fast_products(device: torch.device) -> AbstractContextManager[None]:
     """TF32 for what is in float32 on CUDA; as it was afterwards."""
+    return _products("high" if device.type == "cuda" else torch.get_float32_matmul_precision())
+
+
+def exact_products() -> AbstractContextManager[None]:
+    """Full single precision, also within `fast_products`."""
+    return _products("highest")
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:

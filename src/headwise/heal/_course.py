@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from math import ceil
 from typing import Any
 
@@ -17,6 +16,7 @@ from headwise.heal._adam import RelativeAdam, sizes_of
 from headwise.heal._answers import Answers
 from headwise.heal._lesson import Lesson, Part
 from headwise.heal._replay import WORTH, Replay
+from headwise.linalg import exact_products
 from headwise.tasks import Prepared
 from headwise.train import shards
 from headwise.train.accelerator import accelerator_for
@@ -48,17 +48,6 @@ def divided(prepared: Prepared, device: torch.device) -> tuple[Prepared, Prepare
     watched = every[held]
     watched = watched[:: max(1, len(watched) // most)][:most]
     return rows_of(prepared, every[~held]), rows_of(prepared, watched)
-
-
-@contextmanager
-def _exactly() -> Iterator[None]:
-    """Products in full single precision, within a loop that does with less."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Course:
@@ -138,7 +127,7 @@ class Course:
         """
         self.lesson.eval()
         found = torch.zeros(3, dtype=torch.float64)
-        with torch.autocast(self.device.type, enabled=False), _exactly():
+        with torch.autocast(self.device.type, enabled=False), exact_products():
             batches = self.watched.batches(4096)
             for number in range(ceil(len(batches) / processes.count())):  # as many in every process
                 number = number * processes.count() + processes.index()
