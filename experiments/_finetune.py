@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
-from headwise.linalg import balanced, value_directions
+from headwise.linalg import balanced, fast_products, value_directions
 from headwise.probes._watch import Track, batches, silently, watching
 from headwise.runtime.modeling_headwise import _signed, _turned
 
@@ -167,7 +167,7 @@ def minimise(
     on_cuda = parameters[0].device.type == "cuda"
     optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), eps=EPSILON, weight_decay=0.0, fused=on_cuda)
     seen: list[tuple[int, torch.Tensor]] = []
-    with _fast_products(on_cuda):
+    with fast_products(parameters[0].device):
         for step, index in enumerate(track(_orders(rows, per_step, steps, seed), "fine-tuning")):
             for group in optimiser.param_groups:
                 group["lr"] = rate * pace(step, steps)
@@ -223,17 +223,6 @@ def only(model: nn.Module, parameters: Sequence[nn.Parameter]) -> Iterator[None]
     finally:
         for parameter, needed in before:
             parameter.requires_grad_(needed)
-
-
-@contextmanager
-def _fast_products(wanted: bool) -> Iterator[None]:
-    before = torch.get_float32_matmul_precision()
-    try:
-        if wanted:
-            torch.set_float32_matmul_precision("high")
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 class Directions(NamedTuple):

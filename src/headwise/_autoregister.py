@@ -1,7 +1,7 @@
 """Makes plain `AutoModelForCausalLM.from_pretrained(folder)` work wherever headwise was imported, before or after.
 
 Registration needs transformers and torch, which `import headwise` must not pull in; so it waits until transformers
-loads its Auto classes.
+has loaded its Auto classes.
 """
 
 from __future__ import annotations
@@ -10,39 +10,56 @@ import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.util import find_spec
 from types import ModuleType
 
 AUTO = "transformers.models.auto.modeling_auto"
 
 
-class _ThenRegister(Loader):
-    """Runs another loader, then registers our models."""
+class _WaitForAuto(MetaPathFinder):
+    """Sees modules of transformers being imported until the Auto classes are among them.
 
-    def __init__(self, inner: Loader) -> None:
-        self.inner = inner
+    These may be imported by one that our models need and that is itself half done; so it waits for the outermost.
+    """
+
+    depth = 0
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.partition(".")[0] != "transformers":
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        spec = next((spec for finder in others if (spec := finder.find_spec(name, path, target))), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Counted(spec.loader, self)
+        return spec
+
+    def look(self) -> None:
+        """Register once all that was begun is done."""
+        if not self.depth and AUTO in sys.modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _register()
+
+
+class _Counted(Loader):
+    """Runs another loader, and lets whoever waits know when it begins and ends."""
+
+    def __init__(self, inner: Loader, waiting: _WaitForAuto) -> None:
+        self.inner, self.waiting = inner, waiting
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.inner.exec_module(module)
-        _register()
-
-
-class _WaitForAuto(MetaPathFinder):
-    """Sees the Auto classes being imported, once."""
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != AUTO:
-            return None
-        sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
-        return spec
+        module.__loader__ = self.inner  # nobody need know that we looked on
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.inner
+        self.waiting.depth += 1
+        try:
+            self.inner.exec_module(module)
+        finally:
+            self.waiting.depth -= 1
+        self.waiting.look()
 
 
 def _register() -> None:

@@ -9,13 +9,15 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import importlib
+import weakref
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import EncoderDecoderCache, modeling_utils
+from transformers import DynamicCache, EncoderDecoderCache, modeling_utils
 from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
@@ -87,22 +89,14 @@ IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
 _o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
 ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
 ANATOMY["deit"] = Anatomy("deit", "DeiT", IMAGE_HEADS, "deit", "layers", "attention", _o, *_mlp)
-ANATOMY["deit_with_teacher"] = Anatomy(
-    "deit", "DeiT", {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}, "deit", "layers", "attention", _o, *_mlp,
-    variant="Taught",
-)  # fmt: skip
-ANATOMY["dinov2"] = Anatomy("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_mlp)
-ANATOMY["dinov2_swiglu"] = Anatomy(
-    "dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o, *_gated, "mlp", variant="SwiGLU"
-)
-_clip: Any = dict(
-    module="clip", body_at="vision_model", layers="encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2"
-)
-ANATOMY["clip_vision_model"] = Anatomy(stem="CLIPVision", heads={}, **_clip)
-ANATOMY["clip_vision_projected"] = Anatomy(
-    stem="CLIPVision", heads={BARE: "ModelWithProjection"}, variant="Projected", **_clip
-)
-ANATOMY["clip"] = Anatomy(stem="CLIP", heads=IMAGE_HEADS, bare="", **_clip)
+_taught = {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}
+ANATOMY["deit_with_teacher"] = replace(ANATOMY["deit"], heads=_taught, variant="Taught")
+_dino = ("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o)
+ANATOMY["dinov2"] = Anatomy(*_dino, *_mlp)
+ANATOMY["dinov2_swiglu"] = Anatomy(*_dino, *_gated, "mlp", variant="SwiGLU")
+_clip = Anatomy("clip", "CLIPVision", {}, "vision_model", "encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2")
+ANATOMY["clip_vision_model"], ANATOMY["clip"] = _clip, replace(_clip, stem="CLIP", heads=IMAGE_HEADS, bare="")
+ANATOMY["clip_vision_projected"] = replace(_clip, heads={BARE: "ModelWithProjection"}, variant="Projected")
 ANATOMY["timm_wrapper"] = Anatomy(
     "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
 )
@@ -167,6 +161,31 @@ def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
 
 
+SPARE = 64  # places for tokens to come, in a cache on a CPU
+_room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
+_known = {"is_initialized", "lazy_initialization", "torch", "cat", "keys", "values"}.issuperset
+_plain = _known(DynamicLayer.update.__code__.co_names)  # whether a layer of this version keeps nothing else in mind
+
+
+def _append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
+    """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
+    layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
+    known = _plain and type(layer) is DynamicLayer and layer.get_seq_length() and layer.keys.dtype == k.dtype
+    known = known and not cache.offloading and k.device.type == "cpu"
+    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return cache.update(k, v, index)
+    past, new = layer.keys.shape[2], k.shape[2]
+    shown, room = _room.get(layer, (None, (layer.keys,)))
+    barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
+    if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
+        room = [nn.functional.pad(x, (0, 0, 0, new + SPARE)) for x in (layer.keys, layer.values)]
+    for place, x in zip(room, (k, v), strict=True):
+        place.narrow(2, past, new).copy_(x)
+    layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
+    _room[layer] = layer.keys, room
+    return layer.keys, layer.values
+
+
 def _signed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """A table of sines by its halves, as `_turned` takes it."""
     return torch.cat((-first, second), dim=-1)
@@ -195,9 +214,8 @@ class SoftmaxAttention(nn.Module):
         self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
         self.num_key_value_groups = sharing  # query heads that share one key/value head
         self.softcap = stock.config.attn_logit_softcapping if stock.config.model_type.endswith("gemma2") else None
-        self.sliding_window = getattr(stock, "sliding_window", None)
-        if stock.config.model_type.endswith(("mistral", "phi3")):  # these keep it in the configuration alone
-            self.sliding_window = getattr(stock.config, "sliding_window", None)
+        alone = stock.config.model_type.endswith(("mistral", "phi3"))  # these keep it in the configuration alone
+        self.sliding_window = getattr(stock.config if alone else stock, "sliding_window", None)
 
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
@@ -212,36 +230,27 @@ class SoftmaxAttention(nn.Module):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
-            width = max(qk_dim, v_dim)
-            parts = (q_BHTK, k_BGTK, v_BGTV)
+            width, parts = max(qk_dim, v_dim), (q_BHTK, k_BGTK, v_BGTV)
             q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, n)) if (n := width - x.shape[-1]) else x for x in parts)
         scaling: Any = self.scaling
         if self.scales_queries:
             q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
-        more = {} if self.softcap is None else {"softcap": self.softcap}
         z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)(
-            self,
-            q_BHTK,
-            k_BGTK,
-            v_BGTV,
-            attention_mask,
+            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=scaling, sliding_window=self.sliding_window,
             dropout=self.attention_dropout if self.training else 0.0,
-            scaling=scaling,
-            sliding_window=self.sliding_window,
-            **more,
-            **kwargs,
-        )
+            **({} if self.softcap is None else {"softcap": self.softcap}), **kwargs,
+        )  # fmt: skip
         return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
 
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
-        """One new token against the cache, without repeating keys for the query heads that share them."""
-        batch, groups = k_BGTK.shape[:2]
-        logits = (q_BHTK.view(batch, groups, self.num_key_value_groups, -1) @ k_BGTK.mT) * self.scaling
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        if mask is not None:  # (B, 1, 1, T): the same for all heads
+        """One new token against the cache, in few steps and without repeating keys for the queries that share them."""
+        batch, heads = q_BHTK.shape[:2]
+        q, k = q_BHTK.reshape(-1, self.num_key_value_groups, q_BHTK.shape[3]), k_BGTK.flatten(0, 1)
+        logits = torch.baddbmm(q.new_empty(()), q, k.mT, beta=0, alpha=self.scaling)
+        if mask is not None:
+            mask = mask.expand(batch, heads, 1, -1).reshape(logits.shape)
             logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        return (logits.softmax(-1) @ v_BGTV).view(batch, 1, groups * self.num_key_value_groups, -1)
+        return torch.bmm(logits.softmax(-1), v_BGTV.flatten(0, 1)).view(batch, 1, heads, -1)
 
 
 def _first(stock: nn.Module, *names: str) -> Any:
@@ -275,8 +284,7 @@ class TailoredAttention(nn.Module):
         self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
-        hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
-        self.hidden = hidden
+        self.hidden = hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
         out = out or getattr(output, "dense", None)
@@ -309,12 +317,7 @@ class TailoredAttention(nn.Module):
         if self.biased:  # which columns of the stack's position bias are those of the heads
             self.register_buffer("heads_H", torch.arange(self.query_heads))
 
-    def heads(
-        self,
-        hidden: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        memory: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given."""
         seen = hidden if memory is None else memory
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
@@ -324,6 +327,11 @@ class TailoredAttention(nn.Module):
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
         if self.qk_width == self.head_dim:
+            if hidden.shape[1] == 1 and cos.shape[-1] == self.qk_width:  # all at once, in few steps
+                x, half = torch.cat((q_BHTW, k_BGTW), dim=1), self.qk_width // 2
+                across = torch.cat((-x.narrow(-1, half, half), x.narrow(-1, 0, half)), dim=-1)
+                x = (x * cos.unsqueeze(1) + across * sin.unsqueeze(1)).to(x.dtype)
+                return x.narrow(1, 0, self.query_heads), x.narrow(1, self.query_heads, self.kv_heads), v_BGTV
             cos, sin = cos.unsqueeze(1), _signed(*sin.unsqueeze(1).chunk(2, -1))
             return _turned(q_BHTW, cos, sin), _turned(k_BGTW, cos, sin), v_BGTV
         cos_BGTP, sin_BGTP = self._kept(cos), self._kept(sin)
@@ -349,6 +357,9 @@ class TailoredAttention(nn.Module):
         if self.qk_dim == self.qk_width:
             return q_BHTW, k_BGTW
         batch, heads, tokens, width = q_BHTW.shape
+        if batch == tokens == 1:  # in few steps
+            q_GSK = torch.bmm(q_BHTW.view(self.kv_heads, -1, width), self.q_down_GWK)
+            return q_GSK.view(1, heads, 1, -1), torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
         if tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, self.kv_heads, -1, width) @ self.q_down_GWK
         else:
@@ -365,17 +376,10 @@ class TailoredAttention(nn.Module):
         return bias if mask is None else bias + mask
 
     def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        past_key_values: Any = None,
-        layer_past: Any = None,
-        encoder_hidden_states: Any = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
+        past_key_values: Any = None, layer_past: Any = None, encoder_hidden_states: Any = None,
+        key_value_states: torch.Tensor | None = None, position_bias: torch.Tensor | None = None, **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """As the stock attention's."""
         cache = past_key_values if past_key_values is not None else layer_past
         both = cache if isinstance(cache, EncoderDecoderCache) else None
@@ -388,7 +392,7 @@ class TailoredAttention(nn.Module):
             q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
             q, k = self.project(q, k)
             if cache is not None:
-                k, v = cache.update(k, v, self.layer_idx)
+                k, v = _append(cache, k, v, self.layer_idx)
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
         z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
@@ -417,10 +421,8 @@ class PatchAttention(TailoredAttention):
     def _turned(self, x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Patches turned: coordinate j pairs with its neighbour, or with j + half."""
         (sin, cos), still, x = table.chunk(2, -1), x[:, :, : self.num_prefix_tokens], x[:, :, self.num_prefix_tokens :]
-        if self.rotate_half:
-            across = torch.cat((-x.chunk(2, -1)[1], x.chunk(2, -1)[0]), dim=-1)
-        else:
-            across = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).reshape(x.shape)
+        first, second = x.chunk(2, -1) if self.rotate_half else (x[..., ::2], x[..., 1::2])
+        across = torch.stack((-second, first), -2 if self.rotate_half else -1).flatten(-2)
         return torch.cat((still, x * cos + across * sin), dim=2).to(x.dtype)
 
     def forward(self, x: Any, rope: Any = None, attn_mask: Any = None, is_causal: bool = False) -> Any:  # type: ignore[override]
@@ -543,8 +545,7 @@ class GatedMLP(nn.Module):
         """As the fused one's."""
         # Side by side, as one product gives them: how some activations round depends on where their input lies.
         gate, up = torch.cat((self.gate_proj(hidden_states), self.up_proj(hidden_states)), -1).chunk(2, -1)
-        out: torch.Tensor = self.down_proj(self.drop(self.norm(up * self.act_fn(gate))))
-        return out
+        return self.down_proj(self.drop(self.norm(up * self.act_fn(gate))))
 
 
 def fitting(anatomy: Anatomy, layer: nn.Module) -> Anatomy:
@@ -572,8 +573,7 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
         out = layer.get_submodule(anatomy.output)
-        new = _linear(out, sizes["query_heads"] * sizes["v_dim"], hidden, out.bias is not None)
-        _put(layer, anatomy.output, new)
+        _put(layer, anatomy.output, _linear(out, attention.query_heads * attention.v_dim, hidden, out.bias is not None))
     _put(layer, anatomy.attention, attention)
     if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
         layer.layer_scale1.register_forward_pre_hook(_output_alone)
