@@ -55,6 +55,7 @@ class Request(NamedTuple):
     out: Path | None = None  # None: beside the experiments, for full results only
     overwrite: bool = False
     minutes: float | None = None  # after which no further part is begun
+    shared: bool = False  # the machine has other work at the same time, which the result then says
 
     @property
     def folder(self) -> Path:
@@ -148,6 +149,7 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     path = check(name, request)
     module, device = load(name), chosen_device(request.device)
     hardware = machine(device)
+    busy = ", shared with other work" if request.shared else ""
     conditions = [request.size, hardware, digest(name, request.size)]
     parts = Parts(path.with_name(f".{name}-{request.size}.parts.json"), conditions, request.minutes)
     resumed, before = bool(parts), gpu_allocations(device)
@@ -159,7 +161,7 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
         "size": request.size,
         "command": command(name, request),
         "date": datetime.now(UTC).date().isoformat(),
-        "hardware": hardware if resumed or gpu_allocations(device) > before else machine("cpu"),
+        "hardware": (hardware if resumed or gpu_allocations(device) > before else machine("cpu")) + busy,
         "versions": versions(),
         "seconds": round(parts.spent(), 1),
         "found": found,
@@ -269,6 +271,7 @@ def main(name: str) -> None:
     parser.add_argument("--out", type=Path, help="folder of the result; experiments/results for full ones")
     parser.add_argument("--overwrite", action="store_true", help="replace a result")
     parser.add_argument("--minutes", type=float, help="begin no further part after so long; what is done is kept")
+    parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     request = Request(**vars(parser.parse_args()))
     try:
         with progress() as track:

@@ -50,6 +50,20 @@ def difference(values: Sequence[float], others: Sequence[float]) -> Mean:
     return mean(np.subtract(values, others).tolist())
 
 
+def timed(parts: Mapping[str, Any], timing: str, models: Mapping[str, dict[str, Any]], steps: int) -> None:
+    """Give models the time of their training alone; what was not timed has none, once anything was."""
+    for name, model in models.items() if timing in parts else ():
+        model.pop("seconds", None)
+        if name in parts[timing]:
+            model["seconds"] = parts[timing][name] * steps
+
+
+def faster(one: Mapping[str, Any], other: Mapping[str, Any], digits: int = 2) -> str:
+    """How many times as fast `one` trains, where both were timed."""
+    both = "seconds" in one and "seconds" in other
+    return f", {other['seconds'] / one['seconds']:.{digits}f} times as fast" if both else ""
+
+
 def work(
     jobs: dict[str, Callable[[], Any]],
     parts: MutableMapping[str, Any],

@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from experiments import _points
 from headwise.probes._watch import Track
 
 Found = dict[str, Any]  # of one model at one rate; `tried` is the held-out loss by which rates are compared
+HOPELESS = 1e9  # nats
 Attempt = Callable[[Sequence[float]], list[Found]]  # one training for several rates
 
 
@@ -56,11 +59,19 @@ def search(
             return []
 
         def attempt(name: str, wanted: dict[str, list[float]] = wanted) -> None:
-            for rate, found in zip(wanted[name], attempts[name](wanted[name]), strict=True):
+            for rate, found in zip(wanted[name], _found(attempts[name], wanted[name]), strict=True):
                 parts[key(name, rate)] = found
 
         if left := _points.while_time(list(wanted), attempt, parts, track, label):
             return [key(name, rate) for name in left for rate in wanted[name]]
+
+
+def _found(attempt: Attempt, rates: Sequence[float]) -> list[Found]:
+    """What an attempt finds; a rate that leaves a model whose spectrum cannot be computed is as bad as any can be."""
+    try:
+        return attempt(rates)
+    except torch.linalg.LinAlgError:
+        return [{"tried": HOPELESS}] if len(rates) == 1 else [_found(attempt, [rate])[0] for rate in rates]
 
 
 def best(name: str, ladder: Ladder, parts: Mapping[str, Any]) -> Found | None:
@@ -69,7 +80,7 @@ def best(name: str, ladder: Ladder, parts: Mapping[str, Any]) -> Found | None:
     It is `settled` once no further rate is wanted: before that, another might be better still.
     """
     losses = tried(name, ladder, parts)
-    if not losses:
+    if not losses or min(losses.values()) >= HOPELESS:
         return None
     rate = min(losses, key=lambda each: losses[each])
     found = {field: value for field, value in parts[key(name, rate)].items() if field != "tried"}

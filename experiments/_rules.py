@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from experiments import b2_conditioning, b3_grid, b5_encoders, b6_decoders, b7_listops, b8_design
 from experiments._data import VOCABULARY
-from experiments._points import Mean, difference, edges, mean, said
+from experiments._points import Mean, difference, edges, faster, mean, said
 
 Results = Mapping[str, dict[str, Any]]  # what experiments found, by name
 INTRO = (
@@ -65,8 +65,8 @@ def depth_or_width(decoders: dict[str, Any]) -> str:
         parts.append(
             f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']}"
             f"{long if lean.endswith(long) else ''} "
-            f"({a['parameters'] / b['parameters']:.0%} of the parameters, {b['seconds'] / a['seconds']:.2f} times as "
-            f"fast): {b6_decoders.told(decoders, lean, deep, ' nats')}, "
+            f"({a['parameters'] / b['parameters']:.0%} of the parameters{faster(a, b)}): "
+            f"{b6_decoders.told(decoders, lean, deep, ' nats')}, "
             + (word(found, "fewer and wider is better", "more and narrower is better") if sure else "not clear yet")
         )
         won += sure * ((found.high < 0) - (found.low > 0))
@@ -97,18 +97,20 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
         found = b6_decoders.told(decoders, "lean", "lean, 12 heads", " nats")
         many, few = (decoders["models"][name]["heads"] for name in ("lean", "lean, 12 heads"))
         text = f"On text {many} heads instead of {few} change the loss by {found}. "
-    cells = {(c["depth"], c["heads"]): c for c in grid["cells"].values() if c["mlp"] == max_mlp(grid)}
+    timed = [cell for cell in grid["cells"].values() if "seconds" in cell]
+    cells = {(c["depth"], c["heads"]): c for c in timed if c["mlp"] == max_mlp(grid)}
     slower = [
         cells[depth, max(h for d, h in cells if d == depth)]["seconds"]
         / cells[depth, min(h for d, h in cells if d == depth)]["seconds"]
         for depth in {d for d, _ in cells}
     ]
+    times = f" most heads train {min(slower):.2f} to {max(slower):.2f} times as long as the fewest." if slower else ""
     return (
         f"On images, {first['heads']} to {last['heads']} heads at one width take accuracy from "
         f"{mean(first['accuracy']).mean:.1%} to {mean(last['accuracy']).mean:.1%} "
         f"({difference(last['accuracy'], first['accuracy']).signed(3)}); in the grid a step to more heads gains "
-        f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters stay, time does not: the "
-        f"most heads train {min(slower):.2f} to {max(slower):.2f} times as long as the fewest."
+        f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters "
+        f"stay{f', time does not: the{times}' if times else '.'}"
     )
 
 
@@ -167,17 +169,20 @@ def tapering(designs: dict[str, Any]) -> str:
 
 
 def budget_rule(designs: dict[str, Any]) -> str:
-    """What a design for fewer parameters reaches."""
+    """What designs for fewer parameters reach, and which of those that reach the baseline's loss is cheapest."""
     models, base = designs["models"], designs["models"][b8_design.BASE]
     gaps = b8_design.against(designs)
-    best = min(gaps, key=lambda name: gaps[name].mean)
-    narrow = [f"{name} {gap.signed()}" for name, gap in gaps.items() if name.startswith("uniform")]
-    ends = f" Its depth made narrower: {', '.join(narrow)}." if narrow else ""
+    able = b8_design.reached(designs) or [min(gaps, key=lambda name: gaps[name].mean)]
+    best = min(able, key=lambda name: models[name]["flops"])
+    table = "; ".join(
+        f"{name} {gap.signed()} nats at {models[name]['parameters'] / base['parameters']:.0%} of the parameters and "
+        f"{models[name]['flops'] / base['flops']:.0%} of the FLOPs{faster(models[name], base)}"
+        for name, gap in gaps.items()
+    )
     return (
-        f"Of {len(gaps)} designs with at most 70% of the parameters of a uniform model of {base['depth']} layers, "
-        f"{best} comes closest: {gaps[best].signed()} nats at {models[best]['parameters'] / base['parameters']:.0%} of "
-        f"the parameters and {base['seconds'] / models[best]['seconds']:.2f} times the speed.{ends} Verdict: "
-        f"{b8_design.verdict(designs)}. Start from `headwise design --strategy {best.partition(',')[0]}`."
+        f"Designs with at most 70% of the parameters of a uniform model of {base['depth']} layers, against it: "
+        f"{table}. Verdict: {b8_design.verdict(designs)}. Start from `headwise design --strategy "
+        f"{best.partition(',')[0]}` ({best}), the cheapest to train of those that come as near as any."
     )
 
 

@@ -92,9 +92,7 @@ def run(
         left += _rates.search(group, plan.ladder, parts, track, "depth x heads x MLP")
     cells = {name: cell for name in nets if (cell := _rates.best(name, plan.ladder, parts)) is not None}
     _points.need([name for name in list(nets)[:2] if name not in cells])
-    for name, seconds in parts.get(timing, {}).items():
-        if name in cells:
-            cells[name]["seconds"] = seconds * plan.steps
+    _points.timed(parts, timing, cells, plan.steps)
     return {
         "seeds": list(plan.seeds),
         "images": plan.steps * plan.batch,
@@ -160,7 +158,8 @@ def rival(result: dict[str, Any], price: str = "parameters") -> str | None:
     able = {
         name: cell["rates"][str(cell["rate"])]
         for name, cell in result["cells"].items()
-        if cell["depth"] <= first["depth"] * 2 / 3 and cell["heads"] >= first["heads"] and cell[price] < first[price]
+        if cell["depth"] <= first["depth"] * 2 / 3 and cell["heads"] >= first["heads"]
+        if price in cell and price in first and cell[price] < first[price]
     }
     return min(able, key=lambda name: able[name]) if able else None
 
@@ -173,7 +172,8 @@ def gained(result: dict[str, Any], name: str) -> _points.Mean:
 
 def front(result: dict[str, Any], price: str) -> list[str]:
     """Models that no other beats in accuracy at the same price or less, cheapest first."""
-    rows = sorted(result["cells"].items(), key=lambda item: (item[1][price], -_points.mean(item[1]["accuracy"]).mean))
+    priced = [(name, cell) for name, cell in result["cells"].items() if price in cell]
+    rows = sorted(priced, key=lambda item: (item[1][price], -_points.mean(item[1]["accuracy"]).mean))
     best, found = -1.0, []
     for name, cell in rows:
         if (accuracy := _points.mean(cell["accuracy"]).mean) > best:
@@ -193,9 +193,8 @@ def measured(result: dict[str, Any]) -> str:
         share = 1 - cells[best]["parameters"] / first["parameters"]
         words.append(
             f"With fewer {' and fewer '.join(labels)} and at most two thirds of its depth, {best} was best on held-out "
-            f"images ({share:.0%} fewer parameters, {first['flops'] / cells[best]['flops']:.1f} times fewer FLOPs, "
-            f"{first['seconds'] / cells[best]['seconds']:.1f} times faster): {gained(result, best).signed(4)} of "
-            "accuracy on the test set."
+            f"images ({share:.0%} fewer parameters, {first['flops'] / cells[best]['flops']:.1f} times fewer FLOPs"
+            f"{_points.faster(cells[best], first, 1)}): {gained(result, best).signed(4)} of accuracy on the test set."
         )
     for field, name in (("heads", "more heads"), ("mlp", "the wider MLP"), ("depth", "more layers")):
         if steps := gains(result, field):
@@ -229,8 +228,8 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     """Test accuracy over parameters, FLOPs and seconds; a colour per number of heads, the original ringed."""
     panels = figure.subplots(1, 3, sharey=True)
     units = (("parameters", 1e6, "million parameters"), ("flops", 1e15, "PFLOP"), ("seconds", 1.0, "seconds per model"))
-    cells = list(result["cells"].values())
     for axes, (price, unit, label) in zip(panels, units, strict=True):
+        cells = [cell for cell in result["cells"].values() if price in cell]
         for number, heads in enumerate(sorted({cell["heads"] for cell in cells})):
             mine = sorted((c for c in cells if c["heads"] == heads), key=lambda cell: cell[price])
             means = [_points.mean(cell["accuracy"]) for cell in mine]

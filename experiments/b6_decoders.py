@@ -130,7 +130,8 @@ def train_longer(
     left = _points.work(jobs, parts, track, "longer")
     for name, (of, steps) in able.items():
         if (found := trained_longer(of, steps, models[of]["rate"], plan, parts)) is not None:
-            models[name] = found | {"seconds": models[of]["seconds"] * found["steps"] / plan.steps}
+            share = found["steps"] / plan.steps
+            models[name] = found | {key: models[of][key] * share for key in ("seconds",) if key in models[of]}
     return left
 
 
@@ -178,8 +179,7 @@ def gathered(
     models = {name: model for name in names if (model := _rates.best(name, plan.ladder, parts)) is not None}
     for name, model in models.items():
         model["losses"] = {rate: parts[_rates.key(name, float(rate))]["loss"] for rate in model["rates"]}
-        if name in parts.get(timing, {}):
-            model["seconds"] = parts[timing][name] * plan.steps
+    _points.timed(parts, timing, models, plan.steps)
     return models
 
 
@@ -221,9 +221,10 @@ def measured(result: dict[str, Any]) -> str:
     """Losses, the pair at equal tokens, FLOPs and time, and what the controls say."""
     models = result["models"]
     alone = "alone" if result.get("timed_alone") else "per model in a stack"
+    spent = {name: f", {m['seconds']:.1f} s {alone}" if "seconds" in m else "" for name, m in models.items()}
     table = "; ".join(
         f"{name} ({m['depth']} layers, {m['heads']} heads, width {m['width']}, {m['parameters'] / 1e6:.1f}M, "
-        f"{m['flops'] / 1e15:.2g} PFLOP, {m['seconds']:.1f} s {alone}): "
+        f"{m['flops'] / 1e15:.2g} PFLOP{spent[name]}): "
         f"{_points.mean(m['loss']).spelled()}"
         for name, m in models.items()
     )
@@ -263,7 +264,8 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     units = (("parameters", 1e6, "million parameters"), ("flops", 1e15, "PFLOP of training"), ("seconds", 1, "seconds"))
     for axes, (key, unit, label) in zip(panels, units, strict=True):
         for number, (name, model) in enumerate(result["models"].items()):
-            _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
+            if key in model:
+                _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
         axes.axhline(_points.mean(result["models"][DEEP]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
         axes.set_xlabel(label)
     panels[0].set_ylabel("held-out loss (nats per token)")

@@ -128,8 +128,7 @@ def run(
     _points.need([name for name in list(nets)[:2] if name not in models])
     for name, model in models.items():
         model |= described(made[name])
-        if timing in parts:
-            model["seconds"] = parts[timing][name] * plan.steps
+    _points.timed(parts, timing, models, plan.steps)
     return {
         "seeds": list(plan.seeds + plan.more),
         "tokens": plan.steps * plan.batch * plan.length,
@@ -304,7 +303,7 @@ def measured(result: dict[str, Any]) -> str:
     models, base = result["models"], result["models"][BASE]
     table = "; ".join(
         f"{name} ({models[name]['parameters'] / base['parameters']:.0%} of the parameters, {models[name]['depth']} "
-        f"layers, width {models[name]['width']}, {base['seconds'] / models[name]['seconds']:.2f} times as fast) "
+        f"layers, width {models[name]['width']}{_points.faster(models[name], base)}) "
         f"{found.signed()} over {min(len(models[name]['loss']), len(base['loss']))} seeds"
         for name, found in against(result).items()
     )
@@ -343,11 +342,12 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         panels, (("parameters", 1e6, "million parameters"), ("seconds", 1.0, "seconds per model")), strict=True
     ):
         for number, (name, model) in enumerate(result["models"].items()):
-            _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
+            if key in model:
+                _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
         axes.axhline(_points.mean(result["models"][BASE]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
         axes.set_xlabel(label)
     panels[0].set_ylabel("held-out loss (nats per token)")
-    panels[1].legend(fontsize=6)
+    panels[0].legend(fontsize=6)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
 from headwise.fast import paths
 from headwise.fast.decode import greedy
 from headwise.fast.model import optimise
-from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
+from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
@@ -60,7 +60,7 @@ def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
         x[1, :, 501:] = float("nan")  # what nobody filled is never read
     seen = Seen(ends, starts, window=window, scaling=qk_dim**-0.5, softcap=cap)
     every = decode_paths(q.device, qk_dim, v_dim)
-    for name in {"split", "split-whole", "split-twos"} & set(every):
+    for name in TILES:
         z = every[name](q, k, v, seen)
         assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype], name
 

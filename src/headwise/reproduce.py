@@ -56,6 +56,7 @@ def command(
     assets: Annotated[Path | None, typer.Option(help="Folder of models and texts; what is absent is left out.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a result in --out.")] = False,
     minutes: Annotated[float | None, typer.Option(help="Begin no further part after so long.")] = None,
+    shared: Annotated[bool, typer.Option(help="Note that the machine has other work meanwhile.")] = False,
     render: Annotated[bool, typer.Option("--render", help="Write docs/EVIDENCE.md from the results.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Fail if docs/EVIDENCE.md is not what they say.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
@@ -70,7 +71,7 @@ def command(
         _list(root, as_json)
     else:
         asked = dict(size=size, device=device, assets=assets, out=out, overwrite=overwrite, minutes=minutes)
-        _run(root, experiment, asked, as_json)
+        _run(root, experiment, asked | {"shared": shared}, as_json)
 
 
 def repository(near: Path | None = None) -> Path:

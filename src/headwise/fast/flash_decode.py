@@ -26,7 +26,6 @@ class Tile(NamedTuple):
     stages: int = 3  # reads in flight
     programs: int = 8  # per multiprocessor, about
     cut: bool = True  # a place into two blocks; otherwise one, rounded up to a power of two
-    together: int = 1  # places that are read as one row, so that rows begin at multiples of 64 bytes
 
 
 def blocks(width: int, cut: bool, least: int) -> tuple[int, int]:
@@ -47,34 +46,17 @@ def _capped(s, cap):
 
 
 @triton.jit
-def _tile(rows, at, high, end, d, W: tl.constexpr, TOGETHER: tl.constexpr):
+def _tile(rows, at, high, d, W: tl.constexpr):
     """Keys and values of some places, zeros where there are none: what nobody filled is never read."""
-    there = (at < high)[:, None] & (d < W * TOGETHER)[None, :]
-    if TOGETHER > 1:
-        there = there & ((d // W)[None, :] < (end - at * TOGETHER)[:, None])
-    return tl.load(rows + at[:, None] * (W * TOGETHER) + d[None, :], mask=there, other=0.0)
-
-
-@triton.jit
-def _queries(q, real, nth, d, K: tl.constexpr, W: tl.constexpr):
-    """Zeros wherever a place holds no keys, so that one product with the whole place gives the logits."""
-    c = d[None, :] - nth[:, None] * W
-    return tl.load(q + c, mask=real[:, None] & (c >= 0) & (c < K), other=0.0)
-
-
-@triton.jit
-def _store(part, z, real, nth, d, K: tl.constexpr, V: tl.constexpr):
-    """What was summed over values; the sums over keys are of no use."""
-    c = d[None, :] - nth[:, None] * (K + V) - K
-    tl.store(part + c, z, mask=real[:, None] & (c >= 0) & (c < V))
+    there = (at < high)[:, None] & (d < W)[None, :]
+    return tl.load(rows + at[:, None] * W + d[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def _attend(
     q, kv, part, top, lengths, starts, scaling, cap, S, q_row, q_head, kv_row, kv_head,
     G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TOGETHER: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     W: tl.constexpr = K + V
     split = tl.program_id(1)
@@ -84,41 +66,34 @@ def _attend(
     begin = tl.load(starts + b)
     if WINDOW > 0:
         begin = tl.maximum(begin, end - WINDOW)
-    first = begin // TOGETHER
-    last = tl.cdiv(end, TOGETHER)
-    span = tl.cdiv(tl.cdiv(last - first, N), S) * N
-    low = first + split * span
-    high = tl.minimum(low + span, last)
-    row = tl.arange(0, M)
-    real = row < SHARE * TOGETHER
-    head = row % SHARE
-    nth = row // SHARE  # which of the places that are read together a row of queries looks at
+    span = tl.cdiv(tl.cdiv(end - begin, N), S) * N
+    low = begin + split * span
+    high = tl.minimum(low + span, end)
+    head = tl.arange(0, M)
+    real = (head < SHARE)[:, None]
     d1 = tl.arange(0, W1)
-    queries = q + b * q_row + (g * SHARE + head)[:, None] * q_head
-    q1 = _queries(queries, real, nth, d1, K, W)
+    queries = q + b * q_row + (g * SHARE + head)[:, None] * q_head  # zeros beside them, where a place holds values
+    q1 = tl.load(queries + d1[None, :], mask=real & (d1 < K)[None, :], other=0.0)
     z1 = tl.zeros([M, W1], tl.float32)
     if W2 > 0:
         d2 = W1 + tl.arange(0, W2)
-        q2 = _queries(queries, real, nth, d2, K, W)
+        q2 = tl.load(queries + d2[None, :], mask=real & (d2 < K)[None, :], other=0.0)
         z2 = tl.zeros([M, W2], tl.float32)
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M, N], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
     places = kv + b * kv_row + g * kv_head
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
-        x1 = _tile(places, at, high, end, d1, W, TOGETHER)
+        x1 = _tile(places, at, high, d1, W)
         s = tl.dot(q1, tl.trans(x1), input_precision=PRECISION)
         if W2 > 0:
-            x2 = _tile(places, at, high, end, d2, W, TOGETHER)
-            if W1 < K or TOGETHER > 1:  # keys reach into the second block
+            x2 = _tile(places, at, high, d2, W)
+            if W1 < K:  # keys reach into the second block
                 s = tl.dot(q2, tl.trans(x2), s, input_precision=PRECISION)
         s = s * scaling
         if CAPPED:
             s = _capped(s, cap)
         s = tl.where((at < high)[None, :], s * 1.4426950408889634, float("-inf"))
-        if TOGETHER > 1:
-            place = at[None, :] * TOGETHER + nth[:, None]
-            s = tl.where((place >= begin) & (place < end), s, float("-inf"))
         higher = tl.maximum(most, tl.max(s, 1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
         fade = tl.exp2(most - safe)
@@ -126,17 +101,18 @@ def _attend(
         total = total * fade[:, None] + p
         most = higher
         p = p.to(x1.dtype)
-        if W1 > K or TOGETHER > 1:  # values begin in the first
+        if W1 > K:  # values begin in the first
             z1 = tl.dot(p, x1, z1 * fade[:, None], input_precision=PRECISION)
         if W2 > 0:
             z2 = tl.dot(p, x2, z2 * fade[:, None], input_precision=PRECISION)
     total = tl.sum(total, 1)
     some = tl.where(total > 0, total, 1.0)
-    target = ((b * G + g) * SHARE + head) * (S * TOGETHER) + split * TOGETHER + nth
-    tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")), mask=real)
-    _store(part + target[:, None] * V, z1 / some[:, None], real, nth, d1, K, V)
+    target = ((b * G + g) * SHARE + head) * S + split
+    tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")), mask=head < SHARE)
+    sums = part + target[:, None] * V - K  # those over keys are of no use
+    tl.store(sums + d1[None, :], z1 / some[:, None], mask=real & ((d1 >= K) & (d1 < W))[None, :])
     if W2 > 0:
-        _store(part + target[:, None] * V, z2 / some[:, None], real, nth, d2, K, V)
+        tl.store(sums + d2[None, :], z2 / some[:, None], mask=real & ((d2 >= K) & (d2 < W))[None, :])
 
 
 @triton.jit
@@ -181,21 +157,18 @@ def flash_decode(
     if not adjacent or k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride()[2:] != (K + V, 1) or q_BHK.stride(2) != 1:
         raise ValueError("keys and values of a place must lie side by side, and places one behind the other")
     share = H // G
-    together = tile.together if L % tile.together == 0 else 1
     S = splits_for(B * G, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
     out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
-    part = torch.empty(B, H, S * together, V, dtype=torch.float32, device=q_BHK.device)
-    top = torch.empty(B, H, S * together, dtype=torch.float32, device=q_BHK.device)
-    M = max(16, triton.next_power_of_2(share * together))
-    W1, W2 = blocks((K + V) * together, tile.cut, 2 * M)
+    part = torch.empty(B, H, S, V, dtype=torch.float32, device=q_BHK.device)
+    top = torch.empty(B, H, S, dtype=torch.float32, device=q_BHK.device)
+    M = max(16, triton.next_power_of_2(share))
+    W1, W2 = blocks(K + V, tile.cut, 2 * M)
     precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
     _attend[(B * G, S)](
         q_BHK, k_BGLK, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
         q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
-        G=G, SHARE=share, K=K, V=V, W1=W1, W2=W2, M=M, N=tile.places // together, TOGETHER=together,
-        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise,
-        num_warps=tile.warps, num_stages=tile.stages,
+        G=G, SHARE=share, K=K, V=V, W1=W1, W2=W2, M=M, N=tile.places, WINDOW=window or 0,
+        CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    S *= together
     _combine[(B * H,)](part, top, out, S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
     return out

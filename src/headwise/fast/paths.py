@@ -135,18 +135,12 @@ TILES: dict[str, dict[str, Any]] = {  # of our kernel
 }
 
 
-def tiles(qk_dim: int, v_dim: int) -> dict[str, dict[str, Any]]:
-    """How our kernel may be built: places are read by twos only where one is no multiple of 64 bytes."""
-    odd = (qk_dim + v_dim) % 32 > 0
-    return {name: tile for name, tile in TILES.items() if odd or "together" not in tile}
-
-
 def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Path]:
     """What may be tried for one token per row; the first works everywhere."""
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
         if find_spec("triton"):
-            found |= {name: partial(_split, **tile) for name, tile in tiles(qk_dim, v_dim).items()}
+            found |= {name: partial(_split, **tile) for name, tile in TILES.items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}
     if qk_dim == v_dim:
         found["fused"] = _sdpa
