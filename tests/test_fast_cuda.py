@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
 from headwise.fast import paths
 from headwise.fast.decode import greedy
 from headwise.fast.model import optimise
-from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths
+from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths, side_by_side
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
@@ -23,9 +24,8 @@ OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 4e-2}
 def drawn(rows, heads, groups, tokens, places, qk_dim, v_dim, dtype):
     """Queries, and keys and values side by side as in a cache."""
     torch.manual_seed(0)
-    sizes = ((rows, heads, tokens, qk_dim), (rows, groups, places, qk_dim + v_dim))
-    q, both = (torch.randn(size, device="cuda").to(dtype) for size in sizes)
-    return q, both[..., :qk_dim], both[..., qk_dim:]
+    made = partial(torch.randn, device="cuda", dtype=dtype)
+    return made(rows, heads, tokens, qk_dim), *side_by_side(made, rows, groups, places, qk_dim, v_dim)
 
 
 def agrees(path, q, k, v, seen):

@@ -41,12 +41,16 @@ def check_decode():
         agrees(flash_decode, (1, 2, 4, 5, 8)[at % 5], qk_dim, v_dim, tile, **kinds[(at + at // 3) % 4])
 
 
+def nothing(*size):
+    return torch.full(size, float("nan"))
+
+
 def agrees(flash_decode, share, qk_dim, v_dim, tile, window=None, cap=None, start=0):
-    from headwise.fast.paths import Seen, eager
+    from headwise.fast.paths import Seen, eager, side_by_side
 
     torch.manual_seed(0)
-    q, both = torch.randn(3, 2 * share, 1, qk_dim), torch.randn(3, 2, 100, qk_dim + v_dim)
-    k, v = both[..., :qk_dim], both[..., qk_dim:]
+    q, (k, v) = torch.randn(3, 2 * share, 1, qk_dim), side_by_side(nothing, 3, 2, 100, qk_dim, v_dim)
+    k.normal_(), v.normal_()
     ends, starts = torch.tensor([100, 67, 1], dtype=torch.int32), torch.tensor([0, start, 0], dtype=torch.int32)
     want = []
     for row, (first, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
@@ -54,7 +58,7 @@ def agrees(flash_decode, share, qk_dim, v_dim, tile, window=None, cap=None, star
         length = torch.tensor([end - seen.start])
         here = (q[row : row + 1], k[row : row + 1, :, seen], v[row : row + 1, :, seen])
         want.append(eager(*here, Seen(length, length * 0, int(length), scaling=0.2, softcap=cap)))
-        both[row, :, end:] = float("nan")
+        k[row, :, end:] = v[row, :, end:] = float("nan")
     got = flash_decode(q[:, :, 0], k, v, ends, starts, 0.2, cap, window, tile)
     off = (got[:, None] - torch.cat(want)).abs().max().item()
     assert off < 1e-5, (share, qk_dim, v_dim, tile, window, cap, start, off)

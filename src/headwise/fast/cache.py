@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from headwise.fast.paths import SIDE_BY_SIDE, Seen
+from headwise.fast.paths import SIDE_BY_SIDE, Seen, side_by_side
 
 STEP = 256  # capacities are multiples of this, so that texts of similar length share a cache and its captured step
 
@@ -16,7 +17,7 @@ STEP = 256  # capacities are multiples of this, so that texts of similar length 
 class FastLayer(CacheLayerMixin):
     """Keys (B, G, L, K) and values (B, G, L, V) of one layer. Zeros at first: kernels read but mask unfilled places.
 
-    On CUDA both are views of one buffer (B, G, L, K + V): side by side they are read as one row, whatever their widths.
+    On CUDA both are views of one buffer: side by side they are read as one row, whatever their widths.
     """
 
     is_sliding = False
@@ -35,14 +36,11 @@ class FastLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         heads, qk_dim, v_dim = key_states.shape[1], key_states.shape[3], value_states.shape[3]
 
-        def room(width: int) -> torch.Tensor:
-            return torch.zeros(rows, heads, self.capacity, width, dtype=self.dtype, device=self.device)
-
+        room = partial(torch.zeros, dtype=self.dtype, device=self.device)
         if self.device.type in SIDE_BY_SIDE:
-            both = room(qk_dim + v_dim)
-            self.keys, self.values = both[..., :qk_dim], both[..., qk_dim:]
+            self.keys, self.values = side_by_side(room, rows, heads, self.capacity, qk_dim, v_dim)
         else:
-            self.keys, self.values = room(qk_dim), room(v_dim)
+            self.keys, self.values = (room(rows, heads, self.capacity, width) for width in (qk_dim, v_dim))
         self.is_initialized = True
 
     def update(

@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths
+from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths, side_by_side
 from headwise.fast.table import Table
 
 STEP = 256
@@ -133,18 +133,16 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
         rows = 1
     made = torch.Generator(case.device).manual_seed(0)
 
-    def draw(heads: int, count: int, dim: int) -> torch.Tensor:
-        size = (rows, heads, count, dim)
+    def draw(*size: int) -> torch.Tensor:
         return torch.randn(size, generator=made, device=case.device, dtype=torch.float32).to(case.dtype)
 
     tokens = 1 if case.phase == "decode" else max(2, places // 2 if case.masked else places)
-    q = draw(case.query_heads, tokens, case.qk_dim)
+    q = draw(rows, case.query_heads, tokens, case.qk_dim)
     behind = STEP if case.phase == "decode" and case.device.type != "cuda" else 0  # a cache has places to spare
     if tokens < places and case.device.type in SIDE_BY_SIDE:  # a prompt with nothing before it reads no cache
-        both = draw(case.kv_heads, places, case.qk_dim + case.v_dim)
-        k, v = both[..., : case.qk_dim], both[..., case.qk_dim :]
+        k, v = side_by_side(draw, rows, case.kv_heads, places, case.qk_dim, case.v_dim)
     else:
-        k, v = (draw(case.kv_heads, places + behind, dim)[:, :, :places] for dim in (case.qk_dim, case.v_dim))
+        k, v = (draw(rows, case.kv_heads, places + behind, dim)[:, :, :places] for dim in (case.qk_dim, case.v_dim))
     ends = torch.full((rows,), places, dtype=torch.int32, device=case.device)
     starts = torch.zeros_like(ends)
     known = places if case.phase == "prefill" or case.device.type != "cuda" else None

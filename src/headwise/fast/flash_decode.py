@@ -46,17 +46,18 @@ def _capped(s, cap):
 
 
 @triton.jit
-def _tile(rows, at, high, d, W: tl.constexpr):
+def _tile(rows, at, high, d, W: tl.constexpr, ROW: tl.constexpr):
     """Keys and values of some places, zeros where there are none: what nobody filled is never read."""
     there = (at < high)[:, None] & (d < W)[None, :]
-    return tl.load(rows + at[:, None] * W + d[None, :], mask=there, other=0.0)
+    return tl.load(rows + at[:, None] * ROW + d[None, :], mask=there, other=0.0)
 
 
 @triton.jit
 def _attend(
     q, kv, part, top, lengths, starts, scaling, cap, S, q_row, q_head, kv_row, kv_head,
-    G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, SHARE: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr, W1: tl.constexpr,
+    W2: tl.constexpr, M: tl.constexpr, N: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     W: tl.constexpr = K + V
     split = tl.program_id(1)
@@ -84,10 +85,10 @@ def _attend(
     places = kv + b * kv_row + g * kv_head
     for n in range(low, high, N):
         at = n + tl.arange(0, N)
-        x1 = _tile(places, at, high, d1, W)
+        x1 = _tile(places, at, high, d1, W, ROW)
         s = tl.dot(q1, tl.trans(x1), input_precision=PRECISION)
         if W2 > 0:
-            x2 = _tile(places, at, high, d2, W)
+            x2 = _tile(places, at, high, d2, W, ROW)
             if W1 < K:  # keys reach into the second block
                 s = tl.dot(q2, tl.trans(x2), s, input_precision=PRECISION)
         s = s * scaling
@@ -149,13 +150,13 @@ def flash_decode(
 ) -> torch.Tensor:
     """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a row are seen, its last `window` where given.
 
-    Keys and values are views of one buffer (B, G, L, K + V), as a FastCache has them.
+    Keys and values are views of one buffer, as a FastCache has them (`side_by_side`).
     """
     tile = tile or Tile()
     (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
     adjacent = v_BGLV.data_ptr() == k_BGLK.data_ptr() + K * k_BGLK.element_size()
-    if not adjacent or k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride()[2:] != (K + V, 1) or q_BHK.stride(2) != 1:
-        raise ValueError("keys and values of a place must lie side by side, and places one behind the other")
+    if not adjacent or k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride(3) != 1 or q_BHK.stride(2) != 1:
+        raise ValueError("keys and values of a place must lie side by side")
     share = H // G
     S = splits_for(B * G, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
     out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
@@ -167,8 +168,8 @@ def flash_decode(
     _attend[(B * G, S)](
         q_BHK, k_BGLK, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
         q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
-        G=G, SHARE=share, K=K, V=V, W1=W1, W2=W2, M=M, N=tile.places, WINDOW=window or 0,
-        CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
+        G=G, SHARE=share, K=K, V=V, ROW=k_BGLK.stride(2), W1=W1, W2=W2, M=M, N=tile.places,
+        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     _combine[(B * H,)](part, top, out, S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
     return out

@@ -20,6 +20,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 Path = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "Seen"], torch.Tensor]
 SIDE_BY_SIDE = ("cuda",)  # where one row holds keys and values of a place; a CPU reads each better on its own
+WHOLE = 16  # numbers: rows of a place are multiples of it, which of 16 bits are 32 bytes and read at full speed
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -66,6 +67,14 @@ class Seen:
             place = torch.arange(places, device=device)
             self.masks[key] = ((place <= last_BT[..., None]) & (place >= first_BT[..., None]))[:, None]
         return self.masks[key]
+
+
+def side_by_side(
+    make: Callable[..., torch.Tensor], rows: int, heads: int, places: int, qk_dim: int, v_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache as views of one buffer that `make` makes, whose rows may have some room at the end."""
+    both = make(rows, heads, places, -(-(qk_dim + v_dim) // WHOLE) * WHOLE)
+    return both[..., :qk_dim], both[..., qk_dim : qk_dim + v_dim]
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
