@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SECTIONS = {  # heading -> result files of one model and one kind of budget
     "The embedded model, cache": ["field-embedded-kv"],
+    "The embedded model, cache, distilled with steps relative to weights": [
+        "field-embedded-kv-long",
+        "field-embedded-kv-10M",
+    ],
     "The embedded model, parameters": ["field-embedded-params"],
     "stories15M, cache": ["field-stories15M-kv"],
     "stories15M, parameters": ["field-stories15M-params"],
