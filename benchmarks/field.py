@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -233,7 +234,8 @@ def page(folder: Path = RESULTS) -> str:
     if not parts:
         lines += ["No results yet: run `benchmarks/quality.py`.", ""]
     lines += ["Printed by `python benchmarks/field.py`; nothing here is typed by hand.", ""]
-    return "\n".join([*lines, *(line for part in parts for line in part)]).rstrip() + "\n"
+    text = "\n".join([*lines, *(line for part in parts for line in part)]).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", text)
 
 
 # The picture.

@@ -178,3 +178,16 @@ def bars(axes: Any, x: Sequence[float], means: Sequence[Mean], label: str, numbe
     ]
     style: dict[str, Any] = dict(marker="osD^v"[number % 5], color=PALETTE[number % 7], markersize=4, capsize=2)
     axes.errorbar(x, middle, yerr=reach, label=label, linewidth=1.2, linestyle="-" if line else "", **style)
+
+
+def losses(figure: Any, models: Mapping[str, Any], base: str, units: Mapping[str, tuple[float, str]]) -> None:
+    """Loss over several prices side by side, where a model has them, with the base's as a line."""
+    panels = figure.subplots(1, len(units), sharey=True)
+    for axes, (key, (unit, label)) in zip(panels, units.items(), strict=True):
+        for number, (name, model) in enumerate(models.items()):
+            if key in model:
+                bars(axes, [model[key] / unit], [mean(model["loss"])], name, number, line=False)
+        axes.axhline(mean(models[base]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
+        axes.set_xlabel(label)
+    panels[0].set_ylabel("held-out loss (nats per token)")
+    panels[0].legend(fontsize=6)

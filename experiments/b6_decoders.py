@@ -23,7 +23,6 @@ import torch
 from experiments import _data, _points, _rates
 from experiments._stack import Net, even
 from experiments._tasks import NextToken, facts, learn_at, times
-from headwise.plots import PALETTE
 from headwise.probes._watch import Track
 
 if TYPE_CHECKING:
@@ -260,16 +259,8 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
     """Held-out loss over parameters, over FLOPs and over seconds of training."""
-    panels = figure.subplots(1, 3, sharey=True)
-    units = (("parameters", 1e6, "million parameters"), ("flops", 1e15, "PFLOP of training"), ("seconds", 1, "seconds"))
-    for axes, (key, unit, label) in zip(panels, units, strict=True):
-        for number, (name, model) in enumerate(result["models"].items()):
-            if key in model:
-                _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
-        axes.axhline(_points.mean(result["models"][DEEP]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
-        axes.set_xlabel(label)
-    panels[0].set_ylabel("held-out loss (nats per token)")
-    panels[1].legend(fontsize=6)
+    units = {"parameters": (1e6, "million parameters"), "flops": (1e15, "PFLOP of training"), "seconds": (1, "seconds")}
+    _points.losses(figure, result["models"], DEEP, units)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from experiments._stack import Layer, Net
 from experiments._tasks import NextToken, facts, learn_at, times
 from headwise import budgets, cost
 from headwise.designs import configs, shapes
-from headwise.plots import PALETTE
 from headwise.probes._watch import Track
 from headwise.types import ModelShape
 
@@ -336,18 +335,9 @@ def verdict(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
-    """Loss over parameters and over seconds of training."""
-    panels = figure.subplots(1, 2, sharey=True)
-    for axes, (key, unit, label) in zip(
-        panels, (("parameters", 1e6, "million parameters"), ("seconds", 1.0, "seconds per model")), strict=True
-    ):
-        for number, (name, model) in enumerate(result["models"].items()):
-            if key in model:
-                _points.bars(axes, [model[key] / unit], [_points.mean(model["loss"])], name, number, line=False)
-        axes.axhline(_points.mean(result["models"][BASE]["loss"]).mean, color=PALETTE[0], linewidth=0.6, linestyle=":")
-        axes.set_xlabel(label)
-    panels[0].set_ylabel("held-out loss (nats per token)")
-    panels[0].legend(fontsize=6)
+    """Loss over parameters, over FLOPs and over seconds of training."""
+    units = {"parameters": (1e6, "million parameters"), "flops": (1e15, "PFLOP of training"), "seconds": (1, "seconds")}
+    _points.losses(figure, result["models"], BASE, units)
 
 
 if __name__ == "__main__":
