@@ -21,15 +21,17 @@ MODELS = {  # result file -> how the README calls the model
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
 }
 METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
-EMBEDDINGS, EMBEDDINGS_END = "<!-- embeddings: printed by benchmarks/tables.py -->", "<!-- end of embeddings -->"
 PARAMETERS = """A part of SmolLM2's parameters goes, with no training: whole heads, MLP width and whole layers may be
 cut (`--allow mlp,heads,kv_heads,depth`). `uniform` takes the same from every layer, `depth` whole layers alone. The
 text that is judged is of another kind than the text of the calibration, and it shows: on held-out text of the
 calibration's kind the exact plan costs clearly less than the uniform one, on WikiText its loss is hardly better or
 worse, though its predictions stay closer to the source's (KL). At the lower budget no method leaves a model that
 writes well; that takes training, or calibration on text like that which the model will meet."""
-HEALING, HEALING_END = "<!-- healing: printed by benchmarks/tables.py -->", "<!-- end of healing -->"
-START, END = "<!-- quality: printed by benchmarks/tables.py -->", "<!-- end of quality -->"
+DISTILLED = {
+    "field-embedded-kv-long.json": "embedded (Python code)",
+    "field-embedded-kv-10M.json": "embedded (Python code)",
+    "field-smollm2-kv.json": "SmolLM2-135M (Q4_1, dequantised)",
+}
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -58,10 +60,10 @@ def table() -> str:
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
 
 
-def _cell(row: dict[str, Any]) -> str:
+def _cell(row: dict[str, Any], digits: int = 1) -> str:
     change = math.expm1(row["measured"]) * 100
     half = (math.expm1(row["measured_high"]) - math.expm1(row["measured_low"])) * 50
-    return f"+{change:.1f}% ± {half:.1f}"
+    return f"{change:+.{digits}f}% ± {half:.{digits}f}"
 
 
 def embeddings() -> str:
@@ -149,6 +151,57 @@ def healing() -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def distilled() -> str:
+    """What distillation leaves of a cut, with what it learned from."""
+    lines: dict[tuple[str, float], str] = {}
+    notes = {}
+    for file, name in DISTILLED.items():
+        result = json.loads((RESULTS / file).read_text())
+        for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
+            rows = {row["heal"]: row for row in result["rows"] if row["budget"] == budget and row["plan"] == "exact"}
+            kept, after = budget.removeprefix("kv="), rows["distill"]
+            lines[name, -float(kept.rstrip("%"))] = (
+                f"| {name}, {kept} | {_cell(rows['refit'])} | {_cell(after, 2)} | {after['heal_tokens']:,} | "
+                f"{after['seconds']:.0f} |"
+            )
+        notes[name] = (
+            f"- {name}: {result['evaluation_tokens']:,} evaluation tokens, perplexity "
+            f"{result['perplexity_before']:.2f} before, {result['hardware']}, {result['date']}."
+        )
+    head = ["| model, KV cache kept | refit | distilled | tokens | seconds |", "| --- |" + " --- |" * 4]
+    return "\n".join(
+        [
+            *head,
+            *(lines[key] for key in sorted(lines, key=lambda key: (list(notes).index(key[0]), key[1]))),
+            "",
+            *notes.values(),
+        ]
+    )
+
+
+def speed() -> str:
+    """Decode steps of a large model: stock code, ours, and ours with half the cache."""
+    result = json.loads((RESULTS / "generate.json").read_text())
+    rivals = ["stock", "uncut", "kv 50%", "kv 50%, uneven"]
+    head = (
+        "Llama-3-8B's shape, batch x context | stock transformers | ours, uncut | half the cache | half, uneven sizes"
+    )
+    lines = [f"| {head} |", "| --- |" + " --- |" * 4]
+    found = [row for row in result["rows"] if row["model"] == "llama-3-8b"]
+    for size in sorted({(row["batch"], row["context"]) for row in found}):
+        rows = {row["rival"]: row for row in found if (row["batch"], row["context"]) == size}
+        stock = rows["stock"]["ms"]
+        cells = [f"{rows[name]['ms']:.1f} ms ({stock / rows[name]['ms']:.1f} x)" for name in rivals]
+        lines.append(f"| {size[0]} x {size[1] // 1024}k | {' | '.join(cells)} |")
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    note = "- Milliseconds of a step for the whole batch, random weights, bfloat16"
+    ends = f"{result['hardware']}, {result['date']}, {made}; low and high of each in docs/SPEED.md."
+    return "\n".join([*lines, "", f"{note}; {ends}"])
+
+
+BLOCKS = {"quality": table, "embeddings": embeddings, "healing": healing, "distilled": distilled, "speed": speed}
+
+
 def picture() -> str:
     """Key and value dimensions per layer of the embedded model at 75%: what stays of the 64 that each layer had."""
     rows = results()[MODELS["quality-embedded.json"]]["rows"]
@@ -173,9 +226,13 @@ def picture() -> str:
     )
 
 
-def _between(page: str, start: str, end: str, text: str) -> str:
-    """The page with what lies between two marks replaced."""
-    return f"{page.partition(start)[0]}{start}\n\n{text}\n\n{end}{page.partition(end)[2]}"
+def filled(page: str) -> str:
+    """The page with every block between its marks as the results say."""
+    for name, block in BLOCKS.items():
+        start, end = f"<!-- {name}: printed by benchmarks/tables.py -->", f"<!-- end of {name} -->"
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{block()}\n\n{end}{rest.split(end)[1]}"
+    return page
 
 
 def main() -> None:
@@ -185,8 +242,7 @@ def main() -> None:
     check = parser.parse_args().check
     readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
     old = readme.read_text()
-    new = _between(_between(old, START, END, table()), EMBEDDINGS, EMBEDDINGS_END, embeddings())
-    new = _between(new, HEALING, HEALING_END, healing())
+    new = filled(old)
     page = ROOT / "docs" / "PARAMETERS.md"
     if check:
         fresh = new == old and drawing.read_text() == picture() and page.read_text() == parameters()
