@@ -169,23 +169,16 @@ def distilled() -> str:
             f"{result['perplexity_before']:.2f} before, {result['hardware']}, {result['date']}."
         )
     head = ["| model, KV cache kept | refit | distilled | tokens | seconds |", "| --- |" + " --- |" * 4]
-    return "\n".join(
-        [
-            *head,
-            *(lines[key] for key in sorted(lines, key=lambda key: (list(notes).index(key[0]), key[1]))),
-            "",
-            *notes.values(),
-        ]
-    )
+    names = list(notes)
+    order = sorted(lines, key=lambda key: (names.index(key[0]), key[1]))
+    return "\n".join([*head, *(lines[key] for key in order), "", *notes.values()])
 
 
 def speed() -> str:
     """Decode steps of a large model: stock code, ours, and ours with half the cache."""
     result = json.loads((RESULTS / "generate.json").read_text())
     rivals = ["stock", "uncut", "kv 50%", "kv 50%, uneven"]
-    head = (
-        "Llama-3-8B's shape, batch x context | stock transformers | ours, uncut | half the cache | half, uneven sizes"
-    )
+    head = "Llama-3-8B's shape, batch x context | stock transformers | ours, uncut | half the cache | half, uneven"
     lines = [f"| {head} |", "| --- |" + " --- |" * 4]
     found = [row for row in result["rows"] if row["model"] == "llama-3-8b"]
     for size in sorted({(row["batch"], row["context"]) for row in found}):
