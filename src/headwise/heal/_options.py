@@ -26,7 +26,7 @@ class Options:
     truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
     embeddings: int | None = None  # 1: embeddings and head learn too
     shard: int | None = None  # 1: processes share the weights, each with a part, so that larger models fit
-    blockwise: float | None = None  # share of the tokens that layers learn from first, before the whole model; 0: none
+    blockwise: float | None = None  # share of the tokens that layers learn from before the whole model does; 0: none
 
     def __post_init__(self) -> None:
         for field in fields(self):
