@@ -45,7 +45,8 @@ it. `svd`, `published`, `magnitude` and `uniform` are what others do (README); `
 (`blockwise=0`). Two plans tie where they differ by no more than the root of the sum of their squared half intervals,
 which is strict, as both read the same text. Below zero means better than the source on this text: healing also fits a
 model to the kind of text that it is healed on. Tokens count the text that was learned from, and of distillation
-every reading of it, trials of rates included; seconds begin with the cut and do not include the probing, which all plans share."""
+every reading of it, trials of rates included; seconds begin with the cut and do not include the probing, which all
+plans share."""
 
 
 class Change(NamedTuple):
