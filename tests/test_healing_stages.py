@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -103,3 +105,14 @@ def test_another_share_is_other_work(job, tmp_path):
     wanted = heal.healed("distill", plain)[0]
     for name, tensor in wanted.state_dict().items():
         torch.testing.assert_close(found.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_the_benchmark_heals_as_a_run_does(job, whole, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    quality = importlib.import_module("quality")
+    states = {"none": quality.Healed(job.cut, 0, 0.0)}
+    found = quality.Table._healed(None, "distill", states, job)
+    assert found.tokens == whole[1]["tokens"]
+    assert all(torch.equal(tensor, whole[0].state_dict()[name]) for name, tensor in found.model.state_dict().items())
+    assert quality.Table._healed(None, "refit", states, job) is states["refit"], "nothing is done twice"
+    assert "blockwise" not in states, "layers that learn from all tokens are other ones"
