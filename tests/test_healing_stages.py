@@ -32,7 +32,7 @@ def test_layers_and_the_whole_model_share_the_tokens():
     (_, most), (_, rest) = asked(tokens=10**9)[1:]
     assert most < rest and most + rest == 10**9, "processes share what most tokens are for"
     told = heal.stages("distill", replace(ASKED, steps=7, lora=4))[1][1]
-    assert told.rate != ASKED.rate and told.steps is told.batch is told.lora is None, "that is meant for the whole model"
+    assert told.rate != ASKED.rate and told.steps is told.batch is told.lora is None, "meant for the whole model"
 
 
 @pytest.mark.parametrize(
