@@ -46,11 +46,12 @@ ONE, ROUNDS = "exact", "exact, 3 rounds"
 INTRO = """Every plan for the same budget, before healing and after each way of healing, on the same text. Cells are the
 change of perplexity on held-out text with half the 95% interval; bold is the lowest of a column and whatever ties with
 it. `svd`, `published`, `magnitude` and `uniform` are what others do (README); `exact` is the solver's plan in one cut,
-`exact, 3 rounds` in three with a refit after each. Distillation begins from the refitted model. Two plans tie where
-they differ by no more than the root of the sum of their squared half intervals, which is strict, as both read the same
-text. Below zero means better than the source on this text: healing also fits a model to the kind of text that it is
-healed on. Tokens count the text that was learned from, and of distillation every reading of it, trials of rates
-included; seconds begin with the cut and do not include the probing, which all plans share."""
+`exact, 3 rounds` in three with a refit after each. Distillation here begins from the refitted model
+(`blockwise=0`). Two plans tie where they differ by no more than the root of the sum of their squared half intervals,
+which is strict, as both read the same text. Below zero means better than the source on this text: healing also fits a
+model to the kind of text that it is healed on. Tokens count the text that was learned from, and of distillation
+every reading of it, trials of rates included; seconds begin with the cut and do not include the probing, which all
+plans share."""
 
 
 class Change(NamedTuple):

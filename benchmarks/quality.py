@@ -39,9 +39,9 @@ from headwise import pipeline
 from headwise.checks import quality, speed
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError
+from headwise.heal import stages
 from headwise.heal._job import Job
 from headwise.probes._watch import silently
-from headwise.registry import find
 from headwise.runfolder import RunFolder, Settings
 from headwise.types import LayerShape, write_atomically
 
@@ -162,15 +162,17 @@ class Table:
             self._add(budget, plan, heal, fitted, state)
 
     def _healed(self, heal: str, states: dict[str, Healed], job: Job) -> Healed:
-        """The cut model healed, from the state that the method starts from."""
-        if heal not in states:
-            module = find("headwise.heal", heal)
-            before = self._healed(module.AFTER or "none", states, job)
-            start = time.perf_counter()
-            model, record = module.heal(replace(job, cut=before.model))
-            seconds = before.seconds + time.perf_counter() - start
-            states[heal] = Healed(model, before.tokens + record["tokens"], seconds, record)
-        return states[heal]
+        """The cut model after all stages of a healing; those that others went through too are kept."""
+        state = states["none"]
+        for module, options in stages(heal, job.options) if heal != "none" else ():
+            name = module.NAME if options == job.options else f"{module.NAME} {options}"
+            if name not in states:
+                start = time.perf_counter()
+                model, record = module.heal(replace(job, cut=state.model, options=options))
+                seconds = state.seconds + time.perf_counter() - start
+                states[name] = Healed(model, state.tokens + record["tokens"], seconds, record)
+            state = states[name]
+        return state
 
     def _add(self, budget: str, plan: str, heal: str, fitted: pipeline.Fitted, state: Healed) -> None:
         bench, rows = self.bench, self.found["rows"]

@@ -61,7 +61,7 @@ Heal = Annotated[
 ]
 HealOptions = Annotated[
     list[str] | None,
-    typer.Option("--heal-option", help="Of a healing that learns: tokens=1e6, steps=200, rate=3e-3, lora=16, ..."),
+    typer.Option("--heal-option", help="Of a healing that learns: tokens=1e6, rate=3e-3, lora=16, blockwise=0.2, ..."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]

@@ -3,6 +3,7 @@
 A method is a module with NAME, MEANING, AFTER (the healing that it starts from, or None) and
 `heal(job: Job) -> tuple[nn.Module, dict]`: a healed copy of `job.cut`, and a record with `tokens`, and where there is
 such a thing `layers` (per layer and part, `error_before` and `error_after`) and `curve` (a list of `{step, loss}`).
+One that shares its tokens with others has `stages(options)`: the names of all, in order, each with its own options.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ if TYPE_CHECKING:  # asking for a name must not take the seconds that torch take
     from torch import nn
 
     from headwise.heal._job import Job
+    from headwise.heal._options import Options
 
-__all__ = ["healed"]
+__all__ = ["healed", "stages"]
 
 
 def healed(method: str, job: Job) -> tuple[nn.Module, dict[str, Any]]:
@@ -27,26 +29,30 @@ def healed(method: str, job: Job) -> tuple[nn.Module, dict[str, Any]]:
     from headwise import processes
 
     records: list[dict[str, Any]] = []
-    for module in _chain(method):
+    for module, options in stages(method, job.options):
         start = time.perf_counter()
         alone = processes.index() == 0 or getattr(module, "TOGETHER", False)  # may it keep work in the folder?
-        model, record = module.heal(job if alone else replace(job, folder=None))
+        own = replace(job, options=options, folder=job.folder if alone else None)
+        model, record = module.heal(own)
         records.append({"method": module.NAME, **record, "seconds": time.perf_counter() - start})
         job = replace(job, cut=model)
     return job.cut, _joined(records)
 
 
-def _chain(method: str) -> list[ModuleType]:
-    """The method's module, behind those it starts from."""
+def stages(method: str, options: Options) -> list[tuple[ModuleType, Options]]:
+    """The method's module, behind those it starts from, each with what it is told."""
     module = find("headwise.heal", method)
-    return [*(_chain(module.AFTER) if module.AFTER else ()), module]
+    if hasattr(module, "stages"):
+        return [(find("headwise.heal", name), own) for name, own in module.stages(options)]
+    return [*(stages(module.AFTER, options) if module.AFTER else ()), (module, options)]
 
 
 def _joined(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One record of all stages: the last one's, with every stage's gains per layer, all seconds, and a line of each."""
+    """One record of all stages: the last one's, with the gains per layer, tokens and seconds of all, a line of each."""
     layers: list[dict[str, Any]] = [{} for _ in max((record.get("layers", ()) for record in records), key=len)]
     for record in records:
         for layer, gains in zip(layers, record.get("layers", ()), strict=False):
             layer.update(gains)
-    stages = [{key: record.get(key) for key in ("method", "tokens", "seconds")} for record in records]
-    return {**records[-1], "layers": layers, "seconds": sum(r["seconds"] for r in records), "stages": stages}
+    parts = [{key: record.get(key) for key in ("method", "tokens", "seconds")} for record in records]
+    sums = {key: sum(record[key] for record in records) for key in ("tokens", "seconds")}
+    return {**records[-1], **sums, "layers": layers, "stages": parts}

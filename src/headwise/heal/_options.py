@@ -26,12 +26,20 @@ class Options:
     truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
     embeddings: int | None = None  # 1: embeddings and head learn too
     shard: int | None = None  # 1: processes share the weights, each with a part, so that larger models fit
+    blockwise: float | None = None  # share of the tokens that layers learn from before the whole model does; 0: none
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None and not value > 0:
+            if value is not None and not (value > 0 or (value == 0 and field.name == "blockwise")):
                 raise HeadwiseError(f"the healing option {field.name} is {value:g}; it must be above 0.")
+        if self.blockwise is not None and not self.blockwise < 1:
+            raise HeadwiseError(
+                f"the healing option blockwise is {self.blockwise:g}; it is a share of the tokens, below 1. "
+                "For layers alone, use --heal blockwise."
+            )
+        if self.blockwise and self.tokens is None:
+            raise HeadwiseError("the healing option blockwise is a share of the tokens; add --heal-option tokens=1e6.")
 
     def fixed(self) -> Options:
         """The same without what may change when a run goes on, because only its memory depends on it."""

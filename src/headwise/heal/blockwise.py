@@ -49,7 +49,7 @@ T = TypeVar("T")
 NAME = "blockwise"
 MEANING = "every layer learns to match its source layer; minutes, no backward pass through the whole model"
 AFTER = "refit"
-TOGETHER = True  # side by side every process keeps its own layers
+TOGETHER = True  # side by side every process keeps its own layers, else the first one
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy
 PASSES = 4  # over the calibration's rows, where no number of steps is given; further text is read once
@@ -64,8 +64,8 @@ def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
     healed, text = job.family.tailor(job.cut), _text(job)
     stretches, options = _stretches(job, text), job.options
     asked = [stretches[-1].steps, options.rate, options.batch, job.seed, bool(options.side_by_side), options.attention]
-    alone = options.side_by_side is None and processes.index() > 0  # the same work as the first process's
-    shelf = Shelf(None if alone else job.folder, NAME, json.dumps([*asked, len(stretches)]), text.rows.inputs)
+    idle = options.side_by_side is None and processes.index() > 0  # the first process works for it
+    shelf = Shelf(None if idle else job.folder, NAME, json.dumps([*asked, len(stretches)]), text.rows.inputs)
     found = []
     try:
         with _frozen(job.source):
@@ -157,11 +157,15 @@ def _taught(job: Job, walk: _Walk, shelf: Shelf, stretch: _Stretch) -> list[list
 
 
 def _in_turn(job: Job, walk: _Walk, shelf: Shelf, stretch: _Stretch) -> list[list[float]]:
-    """Layer after layer, each on what the healed ones before it put out."""
-    errors = []
+    """Layer after layer, each on what the healed ones before it put out; the first process gives them to the others."""
+    errors: list[list[float]] = []
     for index in job.track(range(len(walk.ours)), stretch.label):
         lesson = walk.lesson(index)
-        errors.append(_learned(job, lesson, shelf.place(lesson.layer), stretch, index))
+        found = torch.zeros(CHECKS + 1, dtype=torch.float64)
+        if processes.index() == 0:
+            found += torch.tensor(_learned(job, lesson, shelf.place(lesson.layer), stretch, index), dtype=torch.float64)
+        errors.append(processes.total(found).tolist())
+        _share(lesson.layer, 0)
         walk.move_on(index)
     return errors
 

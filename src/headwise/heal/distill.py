@@ -12,7 +12,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from headwise.heal._balance import balance
 from headwise.heal._course import Course, divided
 from headwise.heal._job import Job, together
 from headwise.heal._lesson import Lesson
+from headwise.heal._options import Options
 from headwise.tasks.causal import Causal
 from headwise.train import checkpoint
 from headwise.train.logs import Logs
@@ -44,6 +45,23 @@ STEPS = 1000  # to aim at: many small steps heal more than few large ones
 BATCH = {"cuda": (8_192, 32_768), "cpu": (1_024, 4_096)}  # tokens of a step, at least and at most
 MICRO = {"cuda": 16_384, "cpu": 4_096}  # tokens computed at once
 SAVE_MINUTES = 10.0
+FIRST = 0.5  # share of the tokens asked for that layers learn from first, each by itself
+RATE = 0.01  # theirs: on much text twice what blockwise takes by itself heals more of heavy damage
+MOST = 1 << 21  # tokens of these, unless a share is given: processes do not share that work
+
+
+def stages(options: Options) -> list[tuple[str, Options]]:
+    """The refit, the layers' own lessons where a number of tokens is asked for, and these, with the tokens left.
+
+    What layers learn from a token, of every stream, is worth more at first than what the answers tell the whole model.
+    """
+    tokens, share = options.tokens or 0, options.blockwise
+    first = round(tokens * share) if share is not None else min(MOST, round(tokens * FIRST))
+    if not first:
+        return [(AFTER, options), (NAME, options)]
+    layers = Options(tokens=first, rate=RATE, side_by_side=options.side_by_side, attention=options.attention)
+    own = replace(options, tokens=tokens - first, blockwise=first / tokens)  # noted: another share is another start
+    return [(AFTER, options), ("blockwise", layers), (NAME, own)]
 
 
 def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
