@@ -24,6 +24,7 @@ SECTIONS = {  # heading -> result files of one model and one kind of budget
         "field-embedded-kv-long",
         "field-embedded-kv-10M",
     ],
+    "The embedded model, cache, blockwise and distillation on as much text": ["field-embedded-kv-2M"],
     "The embedded model, parameters": ["field-embedded-params"],
     "stories15M, cache": ["field-stories15M-kv"],
     "stories15M, parameters": ["field-stories15M-params"],
