@@ -92,7 +92,8 @@ class SideBySide:
     @torch.no_grad()
     def write_proof(self, path: Path) -> None:
         """Keep what the cut model says to the rows called `proof`."""
-        logits = self.models["cut"].logits(self.last("cut", "proof.0", 0))
+        cut = self.models["cut"]
+        logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
         exactness.save_proof(tensors, path, CAUSAL)
 
