@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +64,8 @@ class Shelf:
         """All streams before a layer are there; those before earlier ones are no longer needed."""
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()
-        self._drop(path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer)
-
-    def _drop(self, folders: Iterable[Path]) -> None:
-        for path in list(folders):
-            (path / DONE).unlink(missing_ok=True)
+        for path in [path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer]:
+            (path / DONE).unlink(missing_ok=True)  # first: what a kill leaves of the rest does not count
             shutil.rmtree(path)
 
     def restart(self) -> None:
