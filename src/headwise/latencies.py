@@ -60,7 +60,8 @@ def tables(
                 f"the table for {work} was measured on {table.device}, this is {name}; delete "
                 f"{folder.table_file(work)} to measure here, or go on there."
             )
-        if table is None or table.runtime != steps.runtime_of(model) or not covers(table, shape, allowed):
+        lacks = table is None or table.runtime != steps.runtime_of(model) or not covers(table, shape, allowed)
+        if processes.agrees(lacks):
             table = processes.by_first(lambda work=work: _measured(family, model, work, allowed, folder, track))  # type: ignore[misc]
             table = table or (folder.table(work) if folder else None)
         if table is None:
