@@ -15,14 +15,14 @@ import torch
 
 from headwise.families import Block
 from headwise.linalg import balanced, elimination_order, value_basis
-from headwise.probes._magnitude import weight_orders
+from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes.sensitivity import strongest_pairs
 from headwise.types import Grain, LayerShape
 
 REFERENCE = 0.75  # of the directions of queries, keys and values that the cut keeps whose effect is followed
 HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
-Orders = dict[str, tuple[tuple[int, ...], ...]]
+
 Moments = dict[str, torch.Tensor]
 Rows = list[tuple[torch.Tensor, dict[str, Any]]]  # streams before the layer, and what else it is handed
 

@@ -16,12 +16,13 @@ import torch
 from torch import nn
 
 from headwise.data import batches, count_tokens, places
+from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.stream._model import Streamed
 from headwise.stream._shelf import Shelf, write_tensors
-from headwise.stream.prices import Curve, Orders, Priced, Pricing
+from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
 from headwise.types import Reading, Readings, write_atomically
 
