@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from headwise.types import write_atomically
 
-DONE = "complete"
+DONE, KEY = "complete", "key.json"
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -40,7 +40,7 @@ class Shelf:
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
         self.folder, self.device, self.key = folder, device, json.dumps(key)
-        name = folder / "key.json"
+        name = folder / KEY
         if not name.exists() or name.read_text() != self.key:
             self.restart()
 
@@ -71,8 +71,9 @@ class Shelf:
     def restart(self) -> None:
         """Forget what was done."""
         self.clear()
-        write_atomically(self.folder / "key.json", self.key)
+        write_atomically(self.folder / KEY, self.key)
 
     def clear(self) -> None:
-        """The work is done."""
+        """The work is done; whoever comes after a kill in between finds no key, and with it an empty shelf."""
+        (self.folder / KEY).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
