@@ -25,7 +25,7 @@ from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
-from headwise.types import Grain, LayerShape, Reading
+from headwise.types import LayerShape, Reading
 
 NAME = "sensitivity"
 Row = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]  # sizes, damage, standard error
@@ -179,7 +179,7 @@ def measure(
     curves = {name: [layer[name] for layer in priced] for name in priced[0]}
     orders: list[Orders] = [{name: order for name, (order, _) in kept.items()} for kept in found]
     if probe.grain.rotary:
-        curves["qk_pairs_shared"] = _share_pairs(probe, orders, probe.grain)
+        curves["qk_pairs_shared"] = _share_pairs(probe, orders)
         for order, moment in zip(orders, moments, strict=True):
             order["qk_pairs_power"] = strongest_pairs(moment)
     else:
@@ -218,7 +218,7 @@ def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
     return 4 * 4096 * numbers > available_bytes(model.device) // 2
 
 
-def _share_pairs(probe: Sensitivity, orders: list[Orders], grain: Grain) -> list[Row]:
+def _share_pairs(probe: Sensitivity, orders: list[Orders]) -> list[Row]:
     """One order of rotary pairs for the whole model, and what it costs each layer; nothing where layers differ."""
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
@@ -228,7 +228,7 @@ def _share_pairs(probe: Sensitivity, orders: list[Orders], grain: Grain) -> list
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
         order["qk_pairs_shared"] = (tuple(reversed(gone)),) * shape.kv_heads
-        sizes = grain.qk_sizes(shape.qk_width)
+        sizes = probe.grain.qk_sizes(shape.qk_width)
         lost = [gone[: (shape.qk_width - size) // 2] for size in sizes]
         rows.append((sizes, tuple(0.5 * float(cross[index][:, index].sum()) for index in lost), None))
     return rows

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """Copies of what a file holds; nothing stays mapped."""
     return {name: t.clone().to(device) for name, t in load_file(path).items()}
+
+
+def checksum(rows: torch.Tensor) -> int:
+    """What stands for rows in a key."""
+    return zlib.crc32(rows.cpu().numpy().tobytes())
 
 
 class Shelf:

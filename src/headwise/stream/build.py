@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +26,7 @@ from headwise.heal.refit import LayerRefit
 from headwise.probes._watch import Track, silently
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
-from headwise.stream._shelf import Shelf, read_tensors, write_tensors
+from headwise.stream._shelf import Shelf, checksum, read_tensors, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
@@ -72,8 +71,8 @@ class Build:
         self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
         self.parts = [] if rows is None else batches(rows)
-        crc = None if rows is None else zlib.crc32(rows.cpu().numpy().tobytes())
-        self.shelf = Shelf(self.work, {"plan": plan.to_json(), "rows": crc, "strength": STRENGTH}, source.device)
+        key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
+        self.shelf = Shelf(self.work, key, source.device)
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)

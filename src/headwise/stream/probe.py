@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, write_tensors
+from headwise.stream._shelf import Shelf, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
 from headwise.types import Reading, Readings, write_atomically
@@ -51,8 +50,7 @@ class Walk:
         count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), 2048)
         self.count = len(source.layers)
-        key = {"rows": zlib.crc32(tokens.cpu().numpy().tobytes()), **wanted._asdict()}
-        self.shelf = Shelf(folder / "probe", key, source.device)
+        self.shelf = Shelf(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
 
     def run(self, track: Track = silently) -> None:
         """Every layer that is not done yet."""
@@ -73,7 +71,8 @@ class Walk:
         block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
-                self._on(index, f"rows.{number}", context)
+                name = f"rows.{number}"
+                shelf.put(index + 1, name, self.source.run(index, shelf.get(index, name), context))
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
         rows = [(shelf.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
@@ -86,10 +85,6 @@ class Walk:
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
         write_atomically(self._prices_file(index), json.dumps(priced._asdict()))
-
-    def _on(self, index: int, name: str, context: dict[str, Any]) -> None:
-        """A stream from before a layer to behind it."""
-        self.shelf.put(index + 1, name, self.source.run(index, self.shelf.get(index, name), context))
 
     def _stacks_on(self, index: int, number: int, context: dict[str, Any]) -> None:
         """The few rows behind a layer: as the source reads them, and as it does with an earlier layer cut."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +15,7 @@ from headwise.memory import available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf
+from headwise.stream._shelf import Shelf, checksum
 from headwise.tasks.causal import Causal
 from headwise.types import Check, ModelShape, Plan
 
@@ -37,7 +36,7 @@ class SideBySide:
         self.models, self.seed = {"source": source, "cut": cut}, seed
         self.parts = {f"{name}.{n}": part for name, text in rows.items() for n, part in enumerate(batches(text, 2048))}
         key = {
-            "rows": [zlib.crc32(text.cpu().numpy().tobytes()) for text in rows.values()],
+            "rows": [checksum(text) for text in rows.values()],
             "files": [[file.name, file.stat().st_mtime_ns] for file in sorted(cut.files.folder.glob("*.safetensors"))],
         }
         self.shelf = Shelf(folder / "verify", key, source.device)
