@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import prod
 
+from headwise.probes._stacks import Stack
 from headwise.probes._watch import Track, silently
 from headwise.steps import spread
 from headwise.types import HeldOut, LatencyTable, Lattice, LayerShape, LayerTime, ModelShape, Workload
 from headwise.types.latency import bracket
 
-Stack = tuple[LayerShape, ...]
 Clock = Callable[[Sequence[Stack]], list[list[float]]]  # milliseconds of models with these layers, once per repeat
 Keep = Callable[[LatencyTable], None]
 
