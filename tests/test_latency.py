@@ -12,7 +12,7 @@ import torch
 from conftest import Invented, invent
 from test_pipeline import SMALL, call, folder, refused  # noqa: F401  # a fixture
 
-from headwise import budgets, families, frontier, latencies, steps, strategies
+from headwise import budgets, families, frontier, latencies, processes, steps, strategies
 from headwise.checks import speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
@@ -414,6 +414,15 @@ def test_measuring_goes_on_where_it_was_killed(here, monkeypatch):
     measured(model)
     fresh = {stack[0] for stack in clock.asked if len(set(stack)) == 1}
     assert not (fresh & known) - {latency.base_of(llama.shape_of(model.config))}
+
+
+def test_a_process_waits_for_the_first_one_though_its_table_is_there_already(here, tmp_path, monkeypatch):
+    model, _, _ = here
+    run, waited = RunFolder(tmp_path / "run"), []
+    table = measured(model, run)  # the first process was quick
+    monkeypatch.setattr(processes, "agrees", lambda said: True)  # it found no table when it looked
+    monkeypatch.setattr(processes, "by_first", waited.append)
+    assert measured(model, run) == table and len(waited) == 1, "it would wait for this one for hours"
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):

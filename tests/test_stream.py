@@ -336,6 +336,21 @@ def test_a_shelf_is_empty_for_other_work(tmp_path):
     assert Shelf(tmp_path / "s", {"plan": 2}).position() is None
 
 
+def test_a_shelf_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
+    shelf = Shelf(tmp_path / "s", {"plan": 1})
+    shelf.put(0, "a", torch.ones(2))
+    shelf.complete(0)
+
+    def killed(folder, **_):
+        (folder / "00000" / "a.safetensors").unlink()
+        raise Killed
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(shutil, "rmtree", killed)
+        shelf.clear()
+    assert Shelf(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("way", [dict(recompute=True), dict(recompute=True, spread=True), dict(spread=True)])
 def test_prices_are_the_same_with_less_memory(name, way):

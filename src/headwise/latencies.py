@@ -13,6 +13,7 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -53,16 +54,16 @@ def tables(
     found = []
     for work in works:
         _refuse(family, model, shape, work)
-        table = folder.table(work) if folder is not None else None
-        if table is not None and table.device != name:
+        table = folder.table(work) if folder else None
+        if folder and table and table.device != name:
             raise BudgetError(
                 f"the table for {work} was measured on {table.device}, this is {name}; delete "
-                f"{folder.table_file(work) if folder else 'it'} to measure here, or go on there."
+                f"{folder.table_file(work)} to measure here, or go on there."
             )
-        stale = table is not None and table.runtime != steps.runtime_of(model)
-        if table is None or stale or not covers(table, shape, allowed):
+        lacks = table is None or table.runtime != steps.runtime_of(model) or not covers(table, shape, allowed)
+        if processes.agrees(lacks):
             table = processes.by_first(lambda work=work: _measured(family, model, work, allowed, folder, track))  # type: ignore[misc]
-            table = table or (folder.table(work) if folder is not None else None)
+            table = table or (folder.table(work) if folder else None)
         if table is None:
             raise BudgetError(f"{work} was not measured; several processes need a run folder that all of them see.")
         found.append(table)
@@ -136,7 +137,7 @@ def covers(table: LatencyTable, shape: ModelShape, allow: Sequence[str]) -> bool
     """Whether a table prices everything that a plan may choose."""
     try:
         for lattice in latency.lattices(shape, frozenset(allow)):
-            for sizes in zip(*(((axis[0], axis[-1])) for axis in lattice.axes), strict=True):
+            for sizes in zip(*((axis[0], axis[-1]) for axis in lattice.axes), strict=True):
                 table.layer_ms(lattice.shape(table.base, *sizes))
         table.model_ms(shape)
         widths = latency.mlp_sizes(shape, frozenset(allow))
@@ -152,19 +153,18 @@ def _measured(
     device = steps.device_name(clock.device)
     facts = _facts(family, clock, model)
     path = cache_folder() / f"latency-{_name(device, facts, work)}.json"
-    known = cached(path, device, facts, work)
-
-    def keep(table: LatencyTable) -> None:
-        _keep(path, noted(table))
+    known, runtime = cached(path, device, facts, work), facts["runtime"]
 
     def noted(table: LatencyTable) -> LatencyTable:
         return replace(table, captured=clock.captured and (known is None or known.captured))
 
-    runtime = facts["runtime"]
-    table = latency.measure(
-        clock, clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime=runtime
+    def keep(table: LatencyTable) -> None:
+        with suppress(OSError):  # a cache that cannot be written is done without
+            _write(path, noted(table))
+
+    table = noted(
+        latency.measure(clock, clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime)
     )
-    table = noted(table)
     if clock.device.type == "cuda" and work.phase == "decode" and not table.captured:
         warnings.warn(f"{work}: steps were not captured but launched one by one, which hides savings.", stacklevel=2)
     if folder is not None:
@@ -174,8 +174,7 @@ def _measured(
 
 def _facts(family: Family, clock: Stacks, model: nn.Module) -> dict[str, str]:
     """Whatever a time depends on beside device, workload and the sizes that plans change."""
-    shape, base = clock.shape, latency.base_of(clock.shape)
-    config = model.config
+    shape, config = clock.shape, model.config
     fixed = {
         "dtype": str(clock.dtype).removeprefix("torch."),
         "family": family.kind(config),
@@ -184,7 +183,7 @@ def _facts(family: Family, clock: Stacks, model: nn.Module) -> dict[str, str]:
         "chain": clock.chain,
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
-        "base": json.dumps(list(base.to_json().values())),
+        "base": json.dumps(list(latency.base_of(shape).to_json().values())),
     }
     versions = {package: metadata.version(package) for package in ("torch", "transformers")}
     return {name: str(value) for name, value in {**fixed, **versions}.items()}
@@ -202,14 +201,6 @@ def cached(path: Path, device: str, facts: dict[str, str], work: Workload) -> La
     except (HeadwiseError, OSError):
         return None
     return found if (found.device, found.facts, found.workload) == (device, facts, work) else None
-
-
-def _keep(path: Path, table: LatencyTable) -> None:
-    """Write to the cache; one that cannot be written is done without."""
-    try:
-        _write(path, table)
-    except OSError:
-        return
 
 
 def keep_in(folder: RunFolder | None) -> Callable[[LatencyTable], None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +58,8 @@ def recomputing(layers: Sequence[nn.Module]) -> Iterator[None]:
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
             stream = args[0] if args else kwargs.pop("hidden_states")
-            inner = partial(_behind, own, args[1:], kwargs)
-            return checkpoint(inner, stream, use_reentrant=True, preserve_rng_state=False)
+            rest = args[1:]
+            return checkpoint(lambda x: own(x, *rest, **kwargs), stream, use_reentrant=True, preserve_rng_state=False)
 
         return forward
 
@@ -73,10 +73,6 @@ def recomputing(layers: Sequence[nn.Module]) -> Iterator[None]:
             del layer.forward
             if own is not None:
                 layer.forward = own
-
-
-def _behind(own: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stream: torch.Tensor) -> Any:
-    return own(stream, *args, **kwargs)
 
 
 @contextmanager

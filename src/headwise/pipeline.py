@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from headwise import budgets as prices
@@ -21,6 +22,7 @@ from headwise.heal.refit import LayerHealer, refit
 from headwise.moments import read_moments, write_moments
 from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
+from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
@@ -71,29 +73,16 @@ def probe(
     less = (settings.recompute, bench.spread)  # memory
     curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
     shape = family.shape_of(model.config)
-    shapes = shape.layers
-    options = sizes_to_measure(settings, shape.grain.folds)
     few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
+    options = sizes_to_measure(settings, shape.grain.folds)
     if settings.swap_tokens and options:
-        healer = LayerHealer(family, model, others, task.refit_strength) if settings.heal != "none" else None
-
-        def cut(index: int, target: LayerShape) -> nn.Module:
-            keep = strategies.keep_for(shapes[index], target, orders[index])
-            layer = reshape_layer(family, model, index, target, keep, moments[index])
-            return layer if healer is None else healer.heal(index, layer)
-
-        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healer is not None, task)
+        cut, healed = _cutting(settings, bench, model, moments, orders, others), settings.heal != "none"
+        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healed, task)
     order: tuple[int, ...] = ()
     if "depth" in settings.allow and not settings.portable:
-
-        def remove(gone: tuple[int, ...]) -> nn.Module:
-            left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
-            shorter = family.build(model, left, family.state_of(model))
-            healed = refit(family, model, shorter, others, task.refit_strength) if settings.heal != "none" else None
-            return healed[0] if healed else shorter
-
-        found, order = depth.measure(family, model, few, len(shapes) // 2, remove, settings.seed, track, task)
+        most, remove = len(shape.layers) // 2, _removing(settings, bench, model, others)
+        found, order = depth.measure(family, model, few, most, remove, settings.seed, track, task)
         curves.append(found)
     readings = Readings(
         model=settings.model,
@@ -106,6 +95,42 @@ def probe(
         seconds=time.perf_counter() - start,
     )
     return readings, moments
+
+
+def _cutting(
+    settings: Settings,
+    bench: Workbench,
+    model: nn.Module,
+    moments: list[Moments],
+    orders: list[Orders],
+    rows: torch.Tensor,
+) -> Callable[[int, LayerShape], nn.Module]:
+    """What cuts one layer to a size, and heals it on rows where the run heals."""
+    family, shapes = bench.family, bench.family.shape_of(model.config).layers
+    healer = LayerHealer(family, model, rows, bench.task.refit_strength) if settings.heal != "none" else None
+
+    def cut(index: int, target: LayerShape) -> nn.Module:
+        keep = strategies.keep_for(shapes[index], target, orders[index])
+        layer = reshape_layer(family, model, index, target, keep, moments[index])
+        return layer if healer is None else healer.heal(index, layer)
+
+    return cut
+
+
+def _removing(
+    settings: Settings, bench: Workbench, model: nn.Module, rows: torch.Tensor
+) -> Callable[[tuple[int, ...]], nn.Module]:
+    """What builds the model without some layers, and heals it on rows where the run heals."""
+    family, shapes = bench.family, bench.family.shape_of(model.config).layers
+
+    def remove(gone: tuple[int, ...]) -> nn.Module:
+        left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
+        shorter = family.build(model, left, family.state_of(model))
+        if settings.heal == "none":
+            return shorter
+        return refit(family, model, shorter, rows, bench.task.refit_strength)[0]
+
+    return remove
 
 
 def _diagnosed(

@@ -22,6 +22,7 @@ from transformers.cache_utils import DynamicLayer
 
 from headwise.errors import BudgetError
 from headwise.families import Family
+from headwise.families._config import stored_dtype
 from headwise.fast import decode
 from headwise.fast.cache import FastCache
 from headwise.fast.model import covers, optimise
@@ -190,6 +191,4 @@ def check_length(family: Family, config: Any, work: Workload) -> None:
 
 def timed_dtype(model: Any) -> torch.dtype:
     """The number format in which a model is timed: on CUDA that of its file, on a CPU single precision."""
-    stored = getattr(model.config, "dtype", None) or torch.float32
-    stored = getattr(torch, stored) if isinstance(stored, str) else stored
-    return stored if next(model.parameters()).device.type == "cuda" else torch.float32
+    return stored_dtype(model.config) if next(model.parameters()).device.type == "cuda" else torch.float32

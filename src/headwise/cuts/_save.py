@@ -10,20 +10,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from headwise.errors import OutputError
 from headwise.families import Family
+from headwise.families._config import stored_dtype
 from headwise.runtime import modeling_headwise
 
 
 def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
     """Write a model folder, whole or not at all, and return the model as saved (rounded to its stored dtype)."""
     rounded = family.tailor(model)
-    stored = rounded.config.dtype
-    stored = getattr(torch, stored) if isinstance(stored, str) else stored
-    rounded = rounded.to(stored)
+    rounded = rounded.to(stored_dtype(rounded.config))
     leaving = family.to_stock(rounded) if portable else rounded
 
     def write(target: Path) -> None:

@@ -48,11 +48,15 @@ def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
     )
 
 
+def stored_dtype(config: Any) -> torch.dtype:
+    """The number format that a model's file has."""
+    found: Any = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
 def element_bytes(config: Any) -> int:
     """Of one number as the model is stored."""
-    dtype = getattr(config, "dtype", None) or torch.float32
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    return int(torch.empty((), dtype=dtype).element_size())
+    return stored_dtype(config).itemsize
 
 
 def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, ...]:

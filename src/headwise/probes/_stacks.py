@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,10 +11,8 @@ from torch import nn
 from headwise import steps
 from headwise.cost import layer_kv_bytes_per_token, layer_parameters
 from headwise.errors import BudgetError
-from headwise.families import Family, auto_class_of
-from headwise.families._config import NOT_COPIED
+from headwise.families import Family
 from headwise.fast import choice, decode
-from headwise.runtime.modeling_headwise import classes
 from headwise.types import GONE, LayerShape, Workload
 
 Stack = tuple[LayerShape, ...]
@@ -78,31 +75,17 @@ class Stacks:
 
     def model(self, stack: Stack) -> nn.Module:
         """A random model with these layers, its other parts as in the source; kinds of layers are spread evenly."""
-        family, like, count = self.family, self.like, len(self.shape.layers)
-        config: Any = like.config
-        places = [place * count // len(stack) for place in range(len(stack))]
-        settings = {k: v for k, v in config.to_dict().items() if k not in NOT_COPIED}
-        if len(stack) < count:
-            there = tuple(self.shape.layers[i] if i in places else GONE for i in range(count))
-            settings = family._shortened(settings, there)
-        settings["headwise"] = {
-            "version": 1,
-            "layers": [layer.to_json() for layer in stack],
-            "kept": places,
-            **family.noted(like),
-        }
-        made = classes(family.kind(config))
-        new = family.configured(made["AutoConfig"], settings)
-        new._attn_implementation = config._attn_implementation
-        with torch.device("meta"):
-            model: nn.Module = made[auto_class_of(like)](new)
-        family._copy_unsaved(like, model)
+        layers = [GONE] * len(self.shape.layers)
+        for place, layer in enumerate(stack):
+            layers[place * len(layers) // len(stack)] = layer
+        model = self.family.frame(self.like, tuple(layers))
+        self.family._copy_unsaved(self.like, model)
         self._fill(model)
         return model.eval()
 
     def _fill(self, model: nn.Module) -> None:
         """Random numbers for all weights; indices of kept pairs may all be the same."""
-        layers = family_prefix(self.family, model)
+        layers = self.family._prefix(model.config, 0).removesuffix("0.")
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
                 continue
@@ -126,8 +109,3 @@ def _tidy() -> None:
     """Give back the memory of models that were timed; captured steps and their caches hold each other."""
     gc.collect()
     torch.cuda.empty_cache()
-
-
-def family_prefix(family: Family, model: nn.Module) -> str:
-    """How names of tensors of layers begin."""
-    return family._prefix(model.config, 0).removesuffix("0.")

@@ -12,14 +12,16 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from math import prod
 
+from headwise.probes._stacks import Stack
 from headwise.probes._watch import Track, silently
+from headwise.steps import spread
 from headwise.types import HeldOut, LatencyTable, Lattice, LayerShape, LayerTime, ModelShape, Workload
 from headwise.types.latency import bracket
 
-Stack = tuple[LayerShape, ...]
 Clock = Callable[[Sequence[Stack]], list[list[float]]]  # milliseconds of models with these layers, once per repeat
-Ahead = Callable[[LatencyTable], None]
+Keep = Callable[[LatencyTable], None]
 
 EVERY = 400  # combinations of attention sizes that are all measured
 MOST = 600  # that a lattice may have in place of more
@@ -38,23 +40,21 @@ def measure(
     device: str = "",
     facts: dict[str, str] | None = None,
     known: LatencyTable | None = None,
-    keep: Ahead = lambda table: None,
+    keep: Keep = lambda table: None,
     track: Track = silently,
-    seed: int = 0,
     runtime: str = "plain",
 ) -> LatencyTable:
     """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
     base, allowed = base_of(source), frozenset(allow)
     start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
-    book = Book(clock, start, chain, known, keep, track)
+    book = Book(clock, start, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
-        share = MOST // max(1, len(wanted))
-        wanted = [_thinned(book, lattice, share) for lattice in wanted]
+        wanted = [_thinned(book, lattice, MOST // len(wanted)) for lattice in wanted]
     book.need([shape for lattice in wanted for shape in lattice.shapes(base)], f"timing attention, {work}")
     widths = _widths(book, mlp_sizes(source, allowed))
     table = replace(book.table(), lattices=tuple(wanted), mlp=widths)
-    table = replace(table, held_out=(*book.checks, *_mixed(book, table, source, chain, seed)))
+    table = replace(table, held_out=(*book.checks, *_mixed(book, table, source)))
     keep(table)
     return table
 
@@ -66,7 +66,7 @@ def again(clock: Clock, table: LatencyTable, layers: Iterable[LayerShape], sourc
     """
     base, left = table.base, {part for layer in source.layers for part in parts(layer, table.base)}
     shapes = [part for layer in layers if not layer.gone for part in parts(layer, base) if part not in left]
-    book = Book(clock, table, table.chain, table, lambda table: None, silently)
+    book = Book(clock, table, table)
     for shape in shapes:
         book.times.pop(shape, None)
     book.need(shapes, "")
@@ -95,7 +95,7 @@ def lattices(source: ModelShape, allow: frozenset[str]) -> list[Lattice]:
     v = {size for x in layers for size in (grain.v_sizes(x.v_dim) if "v" in allow else (x.v_dim,))}
     found = []
     for width in (0, *sorted({layer.qk_width for layer in layers})):
-        qk = {x.qk_dim for x in layers if (x.qk_width == width if width else True) and x.projected == bool(width)}
+        qk = {x.qk_dim for x in layers if width in (0, x.qk_width) and x.projected == bool(width)}
         if "qk" in allow and not width and (grain.rotary or grain.folds):
             qk |= {size for x in layers for size in grain.qk_sizes(x.qk_width)}
         if "qk" in allow and width and grain.projectable and not grain.folds:
@@ -116,30 +116,37 @@ class Book:
     """Times of layers, each measured once."""
 
     def __init__(
-        self, clock: Clock, start: LatencyTable, chain: int, known: LatencyTable | None, keep: Ahead, track: Track
+        self,
+        clock: Clock,
+        start: LatencyTable,
+        known: LatencyTable | None,
+        keep: Keep = lambda table: None,
+        track: Track = silently,
     ) -> None:
-        self.clock, self.start, self.base, self.chain = clock, start, start.base, chain
+        self.clock, self.start, self.base, self.chain = clock, start, start.base, start.chain
         self.keep, self.track = keep, track
         self.checks: list[HeldOut] = []
         self.rest = known.rest_ms if known else 0.0
         self.times = {time.shape: time for time in known.times} if known else {}
         if self.base not in self.times:
             self._begin()
-        self.whole = self.rest + chain * self.times[self.base].ms
+        self.whole = self.rest + self.chain * self.times[self.base].ms
 
     def _begin(self) -> None:
         """The base's time and that of all but layers, from a short and a long stack of it."""
         few = max(1, self.chain // 4)
         if few == self.chain:
-            times = self.clock([(self.base,) * few])[0]
-            self.rest, parts = 0.0, [time / few for time in times]
+            self.rest, long = 0.0, self.clock([(self.base,) * few])[0]
         else:
             stacks = [(self.base,) * few, (self.base,) * self.chain]
             short, long = (once + again for once, again in zip(self.clock(stacks), self.clock(stacks), strict=True))
             low, high = statistics.median(short), statistics.median(long)
             self.rest = min(low, max(0.0, (low * self.chain - high * few) / (self.chain - few)))
-            parts = [max(0.0, time - self.rest) / self.chain for time in long]
-        self.times = {self.base: LayerTime(self.base, statistics.median(parts), min(parts), max(parts))}
+        self._note(self.base, long)
+
+    def _note(self, shape: LayerShape, times: Sequence[float]) -> None:
+        """The time of a layer, from those of a stack of it."""
+        self.times[shape] = LayerTime(shape, *spread([max(0.0, time - self.rest) / self.chain for time in times]))
 
     def need(self, shapes: Iterable[LayerShape], label: str) -> dict[LayerShape, float]:
         """Times of these layers, measured where they are not known."""
@@ -150,8 +157,7 @@ class Book:
         groups = [missing[at : at + GROUP] for at in range(0, len(missing), GROUP)]
         for group in self.track(groups, label) if groups else ():
             for shape, times in zip(group, self.beside_base([(s,) * self.chain for s in group]), strict=True):
-                parts = [max(0.0, time - self.rest) / self.chain for time in times]
-                self.times[shape] = LayerTime(shape, statistics.median(parts), min(parts), max(parts))
+                self._note(shape, times)
             self.keep(self.table())
         return {shape: self.times[shape].ms for shape in wanted}
 
@@ -215,9 +221,7 @@ def _thinned(book: Book, lattice: Lattice, most: int) -> Lattice:
     axes = [thin(axis, 3) for axis in lattice.axes]
     names = ("kv_heads", "sharing", "qk_dim", "v_dim")
     for place, (axis, name) in enumerate(zip(lattice.axes, names, strict=True)):
-        others = 1
-        for other in (*axes[:place], *axes[place + 1 :]):
-            others *= len(other)
+        others = prod(len(other) for at, other in enumerate(axes) if at != place)
 
         def shape(size: int, place: int = place) -> LayerShape:
             sizes = [size if at == place else axis[-1] for at, axis in enumerate(lattice.axes)]
@@ -241,18 +245,18 @@ def _widths(book: Book, sizes: Sequence[int]) -> tuple[int, ...]:
     return tuple(settle(book, sizes, ticks, shape, "mlp_width", MOST_WIDTHS)[1])
 
 
-def _mixed(book: Book, table: LatencyTable, source: ModelShape, chain: int, seed: int) -> list[HeldOut]:
+def _mixed(book: Book, table: LatencyTable, source: ModelShape) -> list[HeldOut]:
     """Stacks whose layers are drawn from all sizes: do attention and MLPs, and layers, add up?"""
-    draw, stacks = random.Random(seed), []
+    draw, stacks = random.Random(0), []
     for _ in range(HELD_OUT):
         layers = []
-        for _ in range(chain):
+        for _ in range(book.chain):
             lattice = draw.choice(table.lattices)
             shape = lattice.shape(book.base, *(draw.choice(axis) for axis in lattice.axes))
             layers.append(replace(shape, mlp_width=draw.choice(table.mlp)))
         stacks.append(tuple(layers))
     times = [book.beside_base([stack])[0] for stack in book.track(stacks, f"checking times, {table.workload}")]
     return [
-        HeldOut(f"{chain} mixed layers", table.model_ms(source.with_layers(stack)), statistics.median(found))
+        HeldOut(f"{book.chain} mixed layers", table.model_ms(source.with_layers(stack)), statistics.median(found))
         for stack, found in zip(stacks, times, strict=True)
     ]

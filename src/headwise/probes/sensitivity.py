@@ -20,15 +20,16 @@ from headwise.data import places
 from headwise.families import Block, Family
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.memory import available_bytes, recomputing, spread
-from headwise.probes._magnitude import weight_orders
+from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes._products import Gram
 from headwise.probes._watch import Track, silently, watching
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
-from headwise.types import Grain, LayerShape, Reading
+from headwise.types import LayerShape, Reading
 
 NAME = "sensitivity"
 Row = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]  # sizes, damage, standard error
+Kept = dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]  # units by need, and damage by removals
 
 
 @dataclass(slots=True)
@@ -162,7 +163,7 @@ def measure(
     task: Task | None = None,
     recompute: bool | None = None,
     spread: bool = False,
-) -> tuple[list[Reading], list[dict[str, tuple[tuple[int, ...], ...]]]]:
+) -> tuple[list[Reading], list[Orders]]:
     """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept.
 
     `recompute` lets layers compute twice what they would keep for the gradient, if not said where memory asks for it;
@@ -173,31 +174,12 @@ def measure(
     probe.recompute = able and (recompute or (recompute is None and (spread or _large(probe.shapes, model))))
     probe.spread = spread
     probe.run(tokens, seed, track)
-    grain = probe.grain
-    curves: dict[str, list[Row]] = {}
-    orders: list[dict[str, tuple[tuple[int, ...], ...]]] = []
-    for shape, sums, kept in zip(probe.shapes, probe.sums, _all_orders(probe), strict=True):
-        scale = 1.0 if probe.whole else sums.tokens / probe.terms
-        orders.append({name: order for name, (order, _) in kept.items()})
-        for name, full, sizes in (
-            ("qk_projected", shape.qk_dim, grain.qk_sizes(shape.qk_dim)),
-            ("v", shape.v_dim, grain.v_sizes(shape.v_dim)),
-        ):
-            curves.setdefault(name, []).append(_tail_curve(sums.tails[name], full, sizes, scale))
-        for name, sizes, per_unit in (
-            ("qk_pairs", grain.qk_sizes(shape.qk_width), 2),
-            ("mlp", grain.mlp_sizes(shape.mlp_width), 1),
-            ("heads", tuple(range(shape.queries_per_group, 0, -1)), 1),
-            ("kv_heads", tuple(range(shape.kv_heads, 0, -1)), 1),
-        ):
-            if name in kept:
-                values = tuple(_damage_at(kept[name][1], size // per_unit) for size in sizes)
-                curves.setdefault(name, []).append((sizes, values, None))
-            else:
-                full = {"qk_pairs": shape.qk_width, "mlp": shape.mlp_width}.get(name, 0)
-                curves.setdefault(name, []).append(((full,), (0.0,), None))
-    if grain.rotary:
-        curves["qk_pairs_shared"] = _share_pairs(probe, orders, grain)
+    found = _all_orders(probe)
+    priced = [_curves(*layer, probe) for layer in zip(probe.shapes, probe.sums, found, strict=True)]
+    curves = {name: [layer[name] for layer in priced] for name in priced[0]}
+    orders: list[Orders] = [{name: order for name, (order, _) in kept.items()} for kept in found]
+    if probe.grain.rotary:
+        curves["qk_pairs_shared"] = _share_pairs(probe, orders)
         for order, moment in zip(orders, moments, strict=True):
             order["qk_pairs_power"] = strongest_pairs(moment)
     else:
@@ -209,6 +191,26 @@ def measure(
     return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
 
 
+def _curves(shape: LayerShape, sums: _LayerSums, kept: Kept, probe: Sensitivity) -> dict[str, Row]:
+    """What every size of a layer's units costs; a unit that it cannot lose has the one size that it is."""
+    grain, scale = probe.grain, 1.0 if probe.whole else sums.tokens / probe.terms
+    curves: dict[str, Row] = {
+        "qk_projected": _tail_curve(sums.tails["qk_projected"], shape.qk_dim, grain.qk_sizes(shape.qk_dim), scale),
+        "v": _tail_curve(sums.tails["v"], shape.v_dim, grain.v_sizes(shape.v_dim), scale),
+    }
+    for name, sizes, per_unit in (
+        ("qk_pairs", grain.qk_sizes(shape.qk_width), 2),
+        ("mlp", grain.mlp_sizes(shape.mlp_width), 1),
+        ("heads", tuple(range(shape.queries_per_group, 0, -1)), 1),
+        ("kv_heads", tuple(range(shape.kv_heads, 0, -1)), 1),
+    ):
+        if name in kept:
+            curves[name] = sizes, tuple(_damage_at(kept[name][1], size // per_unit) for size in sizes), None
+        else:
+            curves[name] = (sizes[0],), (0.0,), None
+    return curves
+
+
 def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
     """Whether what the layers keep for the gradient of a batch would take half the memory that is free."""
     hidden = int(getattr(model.config, "hidden_size", 0))
@@ -216,7 +218,7 @@ def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
     return 4 * 4096 * numbers > available_bytes(model.device) // 2
 
 
-def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...], ...]]], grain: Grain) -> list[Row]:
+def _share_pairs(probe: Sensitivity, orders: list[Orders]) -> list[Row]:
     """One order of rotary pairs for the whole model, and what it costs each layer; nothing where layers differ."""
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
@@ -226,7 +228,7 @@ def _share_pairs(probe: Sensitivity, orders: list[dict[str, tuple[tuple[int, ...
     rows: list[Row] = []
     for shape, order, cross in zip(probe.shapes, orders, per_layer, strict=True):
         order["qk_pairs_shared"] = (tuple(reversed(gone)),) * shape.kv_heads
-        sizes = grain.qk_sizes(shape.qk_width)
+        sizes = probe.grain.qk_sizes(shape.qk_width)
         lost = [gone[: (shape.qk_width - size) // 2] for size in sizes]
         rows.append((sizes, tuple(0.5 * float(cross[index][:, index].sum()) for index in lost), None))
     return rows
@@ -275,9 +277,6 @@ def _tail_curve(
     pick = [size for size in sizes if size < full]
     values = (0.0, *(float(mean[size]) for size in pick))
     return sizes, values, (0.0, *(float(error[size]) for size in pick))
-
-
-Kept = dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]
 
 
 def _all_orders(probe: Sensitivity) -> list[Kept]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from headwise.errors import ModelError
 
@@ -36,21 +36,16 @@ class Checkpoint:
         self.folder = folder
         self.entries = {name: entry for file in _files(folder) for name, entry in header(file)}
 
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        return sum(entry.bytes for entry in self.entries.values())
-
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """A copy of one tensor, in another type if asked."""
+    def tensor(self, name: str) -> torch.Tensor:
+        """A copy of one tensor."""
         with safe_open(self.entries[name].file, "pt") as file:
-            found = file.get_tensor(name)
-            return found.to(dtype or found.dtype, copy=True)
+            found: torch.Tensor = file.get_tensor(name).clone()
+            return found
 
     def rows(self, name: str, chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """A copy of some rows of a table; of the rest nothing is read."""
         with safe_open(self.entries[name].file, "pt") as file:
-            found: torch.Tensor = file.get_tensor(name)[chosen].to(dtype, copy=True)
+            found: torch.Tensor = file.get_tensor(name)[chosen].to(dtype)
             return found
 
     def slices(self, name: str, size: int) -> Iterator[torch.Tensor]:
@@ -82,10 +77,10 @@ def header(file: Path) -> Iterator[tuple[str, Entry]]:
             length = int.from_bytes(raw.read(8), "little")
             if length > min(file.stat().st_size, 100_000_000):
                 raise ValueError("no header")
-            header = json.loads(raw.read(length))
-        header.pop("__metadata__", None)
-        for name, found in header.items():
+            entries = json.loads(raw.read(length))
+        entries.pop("__metadata__", None)
+        for name, found in entries.items():
             start, end = found["data_offsets"]
             yield name, Entry(file, tuple(found["shape"]), end - start)
-    except (ValueError, KeyError, OSError, SafetensorError) as error:
+    except (ValueError, KeyError, OSError) as error:
         raise ModelError(f"{file} is no safetensors file ({error}); fetch it again.") from None

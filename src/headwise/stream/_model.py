@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from headwise import families
 from headwise.errors import ModelError
 from headwise.families import Family
+from headwise.families._config import stored_dtype
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._checkpoint import Checkpoint
 
@@ -60,32 +61,32 @@ class Streamed(Frame):
         self.files = Checkpoint(folder)
         stock = _empty(folder, trust_remote_code)
         family = families.family_of(stock.config)
-        shape = family.shape_of(stock.config)
-        super().__init__(family, family.frame(stock, shape.layers), device)
-        self.stored = _stored(stock.config)
+        super().__init__(family, family.frame(stock, family.shape_of(stock.config).layers), device)
+        self.stored = stored_dtype(stock.config)
         self.stock = None if family.is_tailored(stock) else stock.config
-        tied = getattr(self.model, "all_tied_weights_keys", None) or {}
-        self.tied = dict(tied) if isinstance(tied, dict) else dict.fromkeys(tied, "")
-        self.places = self._places(stock)
-        self.table = self._table()
-        self.head = self._head()
+        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        self.places = self._places(stock, tied)
+        output = self.model.get_output_embeddings()
+        at = self._path(output)
+        self.table = self._path(self.model.get_input_embeddings()) + ".weight"
+        self.head = self.table if f"{at}.weight" in tied else f"{at}.weight"
         _settle_buffers(self.model, device)
         small = [name for name in self.outside() if name not in (self.table, self.head)]
-        tensors = {name: self.files.tensor(self.places[name], torch.float32).to(device) for name in small}
+        tensors = {name: self._read(self.places[name]).to(device) for name in small}
         self.model.load_state_dict(tensors, assign=True, strict=False)
-        output = self.model.get_output_embeddings()
-        path = next(name for name, module in self.model.named_modules() if module is output)
-        parent, _, last = path.rpartition(".")
-        setattr(self.model.get_submodule(parent), last, _Head(self, output.bias))
+        self.model.set_submodule(at, _Head(self, output.bias))
         self.model.eval().requires_grad_(False)
 
-    def _places(self, stock: nn.Module) -> dict[str, str]:
+    def _path(self, wanted: nn.Module) -> str:
+        return next(name for name, module in self.model.named_modules() if module is wanted)
+
+    def _places(self, stock: nn.Module, tied: set[str]) -> dict[str, str]:
         """Name in the model -> name in the files, which may lack the name of the body; what no model has is left out.
 
         A file that lacks a tensor is an error: nothing is ever filled in.
         """
         body = self.family.anatomy(stock.config).body_at + "."
-        wanted = [name for name in stock.state_dict() if name not in self.tied]
+        wanted = [name for name in stock.state_dict() if name not in tied]
         found = {}
         for name in wanted:
             known = (name, name.removeprefix(body), OLDER.get(name, ""))
@@ -96,16 +97,6 @@ class Streamed(Frame):
                 f"{self.files.folder} is damaged: {len(lost)} tensors are missing, first {lost[0]}. Fetch it again."
             )
         return found
-
-    def _table(self) -> str:
-        found = self.model.get_input_embeddings()
-        return next(name for name, module in self.model.named_modules() if module is found) + ".weight"
-
-    def _head(self) -> str:
-        """The output table's name: the input's where they are tied."""
-        found = self.model.get_output_embeddings()
-        name = next(name for name, module in self.model.named_modules() if module is found) + ".weight"
-        return self.table if name in self.tied else name
 
     def outside(self) -> list[str]:
         """The names of all tensors that belong to no layer, tied ones once."""
@@ -127,41 +118,33 @@ class Streamed(Frame):
         found = self.files.tensor(place)
         return found.float() if found.is_floating_point() else found
 
-    @contextmanager
-    def layer(self, index: int) -> Iterator[nn.Module]:
+    def layer(self, index: int) -> AbstractContextManager[nn.Module]:
         """A layer with its weights."""
-        with self.filled(index, self.tensors(index)) as layer:
-            yield layer
+        return self.filled(index, self.tensors(index))
+
+    @contextmanager
+    def _knowing(self, ids: torch.Tensor) -> Iterator[None]:
+        """The input table with the rows of these tokens alone."""
+        module = self.model.get_input_embeddings()
+        rows = self.files.rows(self.places[self.table], ids, torch.float32).to(self.device)
+        module.weight = nn.Parameter(rows, requires_grad=False)
+        try:
+            yield
+        finally:
+            module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
 
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer; of the table only the rows that occur are read."""
         known, place = ids.cpu().unique(return_inverse=True)
-        module = self.model.get_input_embeddings()
-        module.weight = nn.Parameter(self._rows(known), requires_grad=False)
-        try:
+        with self._knowing(known):
             return self.family.embed(self.model, place.to(self.device))
-        finally:
-            module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-
-    def _rows(self, known: torch.Tensor) -> torch.Tensor:
-        return self.files.rows(self.places[self.table], known, torch.float32).to(self.device)
 
     @torch.no_grad()
     def contexts(self, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
         """What the model hands its layers beside the stream, for batches of rows."""
-        module = self.model.get_input_embeddings()
-        module.weight = nn.Parameter(self._rows(torch.zeros(1, dtype=torch.int64)), requires_grad=False)
-        try:
-            with _passing(self.layers), families.quietly():
-                return self.family.contexts(self.model, [torch.zeros_like(p, device=self.device) for p in parts])
-        finally:
-            module.weight = nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)
-
-    @torch.no_grad()
-    def logits(self, stream: torch.Tensor) -> torch.Tensor:
-        """From the stream after the last layer."""
-        return self.family.logits(self.model, stream)
+        with self._knowing(torch.zeros(1, dtype=torch.int64)), _passing(self.layers), families.quietly():
+            return self.family.contexts(self.model, [torch.zeros_like(p, device=self.device) for p in parts])
 
 
 class _Head(nn.Module):
@@ -178,7 +161,7 @@ class _Head(nn.Module):
         return found if self.bias is None else found + self.bias
 
 
-def _empty(folder: Path, trust_remote_code: bool) -> nn.Module:
+def _empty(folder: Path, trust_remote_code: bool) -> Any:
     """The model of a folder without its numbers; what cannot be streamed is refused."""
     import transformers
 
@@ -192,18 +175,11 @@ def _empty(folder: Path, trust_remote_code: bool) -> nn.Module:
         if getattr(config, "quantization_config", None) is not None:
             raise ModelError("this checkpoint is quantised; streaming reads plain weights. Give the original model.")
         with torch.device("meta"):
-            model: Any = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
+            model = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
         if (folder / "generation_config.json").is_file():
             model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     model.config.dtype, model.config.architectures = config.dtype or torch.float32, [type(model).__name__]
-    found: nn.Module = model.eval()
-    return found
-
-
-def _stored(config: Any) -> torch.dtype:
-    """The type that weights are stored in."""
-    found: Any = config.dtype
-    return getattr(torch, found) if isinstance(found, str) else found
+    return model.eval()
 
 
 def _settle_buffers(model: nn.Module, device: str) -> None:
@@ -221,14 +197,8 @@ def _settle_buffers(model: nn.Module, device: str) -> None:
 @contextmanager
 def _passing(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Layers that hand their stream on, so that a model without weights can be asked what it hands them."""
-    for layer in layers:
-        known = inspect.signature(layer.forward)
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return args[0] if args else kwargs["hidden_states"]
-
-        forward.__signature__ = known  # type: ignore[attr-defined]
-        layer.forward = forward
+    for layer in layers:  # whose arguments keep their names
+        layer.forward = wraps(layer.forward)(lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"])
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from headwise.types import write_atomically
 
-DONE = "complete"
+DONE, KEY = "complete", "key.json"
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -32,6 +32,11 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
     return {name: t.clone().to(device) for name, t in load_file(path).items()}
 
 
+def checksum(rows: torch.Tensor) -> int:
+    """What stands for rows in a key."""
+    return zlib.crc32(rows.cpu().numpy().tobytes())
+
+
 class Shelf:
     """Streams before every layer, in one folder for each; those before the last one that is complete are dropped.
 
@@ -41,7 +46,7 @@ class Shelf:
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
         self.folder, self.device, self.key = folder, device, json.dumps(key)
-        name = folder / "key.json"
+        name = folder / KEY
         if not name.exists() or name.read_text() != self.key:
             self.restart()
 
@@ -65,18 +70,16 @@ class Shelf:
         """All streams before a layer are there; those before earlier ones are no longer needed."""
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()
-        self._drop(path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer)
-
-    def _drop(self, folders: Iterable[Path]) -> None:
-        for path in list(folders):
-            (path / DONE).unlink(missing_ok=True)
+        for path in [path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer]:
+            (path / DONE).unlink(missing_ok=True)  # first: what a kill leaves of the rest does not count
             shutil.rmtree(path)
 
     def restart(self) -> None:
         """Forget what was done."""
         self.clear()
-        write_atomically(self.folder / "key.json", self.key)
+        write_atomically(self.folder / KEY, self.key)
 
     def clear(self) -> None:
-        """The work is done."""
+        """The work is done; whoever comes after a kill in between finds no key, and with it an empty shelf."""
+        (self.folder / KEY).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import time
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,10 +26,12 @@ from headwise.heal.refit import LayerRefit
 from headwise.probes._watch import Track, silently
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
-from headwise.stream._shelf import Shelf, read_tensors, write_tensors
+from headwise.stream._shelf import Shelf, checksum, read_tensors, write_tensors
 from headwise.stream.probe import moments_file
+from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
 
+STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut left
 # What a refit changes of what a cut may share.
 REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
@@ -61,22 +62,19 @@ class _Rows:
 class Build:
     """A model on its way from a source and a plan to a folder."""
 
-    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, strength: float) -> None:
+    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None) -> None:
         if source.shape.layers != plan.source.layers:
             raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
         if plan.portable or any(layer.gone for layer in plan.target.layers):
             raise PlanError("a streamed model can lose no whole layers and has no portable form; allocate without.")
-        self.source, self.plan, self.strength = source, plan, strength
+        self.source, self.plan = source, plan
         self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
         self.parts = [] if rows is None else batches(rows)
-        self.places = 0 if rows is None else places(rows)
-        crc = None if rows is None else zlib.crc32(rows.cpu().numpy().tobytes())
-        self.shelf = Shelf(self.work, {"plan": plan.to_json(), "rows": crc, "strength": strength}, source.device)
-        outside = self.source.outside()
-        large = [name for name in (source.table, source.head) if name in outside]
-        self.outside = [[name] for name in dict.fromkeys(large)]
-        self.outside += [[name for name in outside if name not in large]]
+        key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
+        self.shelf = Shelf(self.work, key, source.device)
+        large = dict.fromkeys((source.table, source.head))  # once where they are tied
+        self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
 
     def _shard(self, number: int) -> Path:
@@ -84,28 +82,26 @@ class Build:
 
     def run(self, track: Track = silently) -> list[dict[str, Any]]:
         """Every layer that is not written yet; returns what the refit gained, layer by layer."""
-        start = self.shelf.position()
+        source, start = self.source, self.shelf.position()
         if start is not None and not self._shard(0).exists():  # killed after the model was moved to its place
             self.shelf.restart()
             start = None
         if start is None:
             start = 0
             for number, names in enumerate(self.outside):
-                write_tensors(self._shard(number), {name: self._stored(self._outside(name)) for name in names})
+                read = {name: self._stored(source.files.tensor(source.places[name])) for name in names}
+                write_tensors(self._shard(number), read)
             for number, part in enumerate(self.parts):
                 for side in ("source", "cut"):
-                    self.shelf.put(0, f"{side}.{number}", self.source.embed(part))
+                    self.shelf.put(0, f"{side}.{number}", source.embed(part))
             self.shelf.complete(0)
-        contexts = self.source.contexts(self.parts)
-        for index in track(range(start, len(self.source.layers)), "refit" if self.parts else "reshape"):
+        contexts = source.contexts(self.parts)
+        for index in track(range(start, len(source.layers)), "refit" if self.parts else "reshape"):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
             self.shelf.complete(index + 1)
-        return [json.loads(self._gain(i).read_text()) for i in range(len(self.source.layers))] if self.parts else []
-
-    def _outside(self, name: str) -> torch.Tensor:
-        return self.source.files.tensor(self.source.places[name])
+        return [json.loads(self._gain(i).read_text()) for i in range(len(source.layers))] if self.parts else []
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -141,7 +137,7 @@ class Build:
         rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
         for number, row in enumerate(rows):
             row.source, row.cut = (self.shelf.get(index, f"{side}.{number}") for side in ("source", "cut"))
-        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, self.strength)
+        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
         write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))
@@ -187,16 +183,15 @@ def build(
     out: Path,
     tokenizer: Any,
     rows: torch.Tensor | None = None,
-    strength: float = 1e-2,
     track: Track = silently,
 ) -> dict[str, Any]:
     """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did."""
     start = time.perf_counter()
-    work = Build(source, plan, folder, rows, strength)
+    work = Build(source, plan, folder, rows)
     gains = work.run(track)
     work.finish(tokenizer, out)
     if rows is None:
         return {"method": "none"}
     spent = time.perf_counter() - start
-    stage = {"method": "refit", "tokens": work.places, "seconds": spent}
-    return {**stage, "strength": strength, "layers": gains, "stages": [stage]}
+    stage = {"method": "refit", "tokens": places(rows), "seconds": spent}
+    return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}

@@ -47,9 +47,7 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
     if folder.moments_file.exists() or folder.model.exists() or processes.count() > 1:
         return False
     numbers = _numbers(settings)
-    if numbers is None:
-        return False
-    if _fits(numbers, settings.device):
+    if numbers is None or _fits(numbers, settings.device):
         return False
     log.warning(
         "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one layer at "
@@ -146,9 +144,8 @@ def build(
         folder.write_plan(plan)
     elif not (probing.moments_file(folder.streaming, 0).exists() or strategies.blind(plan.strategy)):
         raise PlanError(f"{folder.path} holds no moments of a streamed model; probe it again with --stream.")
-    rows = bench.texts.calibration if settings.heal == "refit" else None
-    strength = Causal.refit_strength
-    healing = building.build(bench.source, plan, folder.streaming, folder.model, bench.tokenizer, rows, strength, track)
+    rows, work = bench.texts.calibration if settings.heal == "refit" else None, folder.streaming
+    healing = building.build(bench.source, plan, work, folder.model, bench.tokenizer, rows, track)
     folder.write_json(folder.heal_file, healing)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)
@@ -166,7 +163,7 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
         )
     texts, seed = bench.texts, settings.seed
     rows = {"evaluation": texts.evaluation, "rehearsal": texts.rehearsal}
-    found = verifying.compare(bench.source, cut, rows, Causal(), seed, folder.streaming, folder.proof_file, track)
+    found = verifying.compare(bench.source, cut, rows, seed, folder.streaming, folder.proof_file, track)
     expected = found.rehearsal.expected_damage()
     healing = json.loads(folder.heal_file.read_text())
     folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})

@@ -15,14 +15,14 @@ import torch
 
 from headwise.families import Block
 from headwise.linalg import balanced, elimination_order, value_basis
-from headwise.probes._magnitude import weight_orders
+from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes.sensitivity import strongest_pairs
 from headwise.types import Grain, LayerShape
 
 REFERENCE = 0.75  # of the directions of queries, keys and values that the cut keeps whose effect is followed
 HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
-Orders = dict[str, tuple[tuple[int, ...], ...]]
+
 Moments = dict[str, torch.Tensor]
 Rows = list[tuple[torch.Tensor, dict[str, Any]]]  # streams before the layer, and what else it is handed
 
@@ -40,10 +40,13 @@ class Pricing:
 
     def __init__(self, block: Block, shape: LayerShape, grain: Grain, moments: Moments, rows: Rows) -> None:
         self.block, self.shape, self.grain, self.moments, self.rows = block, shape, grain, moments, rows
-        weight = block.output.weight
+        assert block.down is not None, "every layer of a decoder that writes text has an MLP"
+        weight, self.down = block.output.weight, block.down
         p_q, p_k, _ = balanced(moments["gram_q"], moments["gram_k"])
         self.p_q, self.p_k = (p.to(weight).unsqueeze(1) for p in (p_q, p_k))
         self.p = value_basis(moments["gram_z"], weight, shape.kv_heads)[0]
+        self.qk_sizes, self.v_sizes = grain.qk_sizes(shape.qk_dim), grain.v_sizes(shape.v_dim)
+        self.pair_sizes = grain.qk_sizes(shape.qk_width)
         self.sums: dict[str, torch.Tensor] = {}
         self.tokens = 0
 
@@ -59,9 +62,7 @@ class Pricing:
         return (p @ torch.linalg.solve(inner, p.mT @ gram)).to(self.block.output.weight)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
-        attention = self.block.attention
-        mask = attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
-        return attention.attend(q, k, v, mask)[0]
+        return self.block.attention.attend(q, k, v, context.get("attention_mask"))[0]
 
     def _projected(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys in the basis whose first directions a cut keeps."""
@@ -74,10 +75,10 @@ class Pricing:
         strongest = strongest_pairs(self.moments) if self.grain.rotary and not self.shape.projected else None
         for stream, context in self.rows:
             self._see(stream, context, strongest if pairs else None)
-        errors: dict[str, Curve] = {}
-        sizes = {"qk_projected": self.grain.qk_sizes(self.shape.qk_dim), "v": self.grain.v_sizes(self.shape.v_dim)}
+        sizes = {"qk_projected": self.qk_sizes, "v": self.v_sizes}
         if pairs and strongest is not None:
-            sizes["qk_pairs"] = self.grain.qk_sizes(self.shape.qk_width)
+            sizes["qk_pairs"] = self.pair_sizes
+        errors: dict[str, Curve] = {}
         for name, legal in sizes.items():
             found = [float(self.sums[f"{name}.{size}"]) / self.tokens for size in legal[1:]]
             errors[name] = (legal, (0.0, *found))
@@ -91,10 +92,9 @@ class Pricing:
 
     def _weights(self) -> dict[str, torch.Tensor]:
         attention, inner = self.block.attention, self.block.inner
-        found = {name: getattr(attention, f"{name}_proj") for name in "qkv"} | {"o": self.block.output}
+        found = {name: getattr(attention, f"{name}_proj") for name in "qkv"}
+        found |= {"o": self.block.output, "down": self.down}
         found |= dict(zip(("gate", "up") if len(inner) > 1 else ("up",), inner, strict=True))
-        if self.block.down is not None:
-            found["down"] = self.block.down
         return {f"{name}.weight": module.weight for name, module in found.items()}
 
     def _see(self, stream: torch.Tensor, context: dict[str, Any], pairs: Any) -> None:
@@ -111,11 +111,11 @@ class Pricing:
             self._count(name, (error * weight).double().sum())
 
         q_all, k_all = self._projected(q, k)
-        for size in self.grain.qk_sizes(self.shape.qk_dim)[1:]:
+        for size in self.qk_sizes[1:]:
             count(f"qk_projected.{size}", self._attend(q_all[..., :size], k_all[..., :size], v, context))
-        for size in self.grain.v_sizes(self.shape.v_dim)[1:]:
+        for size in self.v_sizes[1:]:
             count(f"v.{size}", self._through(z, size))
-        for size in self.grain.qk_sizes(self.shape.qk_width)[1:] if pairs else ():
+        for size in self.pair_sizes[1:] if pairs else ():
             kept = torch.zeros(groups, self.shape.qk_width // 2, device=q.device)
             for group, order in enumerate(pairs):
                 kept[group, list(order[: size // 2])] = 1
@@ -138,12 +138,9 @@ class Pricing:
 
     def _cut(self, q_all: torch.Tensor, k_all: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """Head outputs of the cut whose effect is followed."""
-        qk, width = (nearest(sizes, REFERENCE) for sizes in self._legal())
+        qk, width = (nearest(sizes, REFERENCE) for sizes in (self.qk_sizes, self.v_sizes))
         z = self._attend(q_all[..., :qk], k_all[..., :qk], v, context)
         return self._through(z, width) if width < self.shape.v_dim else z
-
-    def _legal(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return self.grain.qk_sizes(self.shape.qk_dim), self.grain.v_sizes(self.shape.v_dim)
 
     @torch.no_grad()
     def followed(self, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
@@ -166,9 +163,7 @@ class Pricing:
 
     def _channels(self, errors: dict[str, Curve], orders: Orders) -> None:
         """MLP channels, from their second moments and the down projection."""
-        if self.block.down is None:
-            return
-        down = self.block.down.weight
+        down = self.down.weight
         cross = down.mT @ down
         cross *= self.moments["gram_mlp"].to(cross)
         cross *= float(self.sums["weight"]) / self.tokens

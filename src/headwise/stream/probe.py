@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,13 +15,13 @@ import torch
 from torch import nn
 
 from headwise.data import batches, count_tokens, places
-from headwise.probes._watch import Track, silently, watching
+from headwise.probes._magnitude import Orders
+from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, write_tensors
-from headwise.stream.prices import Curve, Orders, Priced, Pricing
-from headwise.tasks import Task
+from headwise.stream._shelf import Shelf, checksum, write_tensors
+from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
 from headwise.types import Reading, Readings, write_atomically
 
@@ -45,14 +44,13 @@ class Wanted(NamedTuple):
 class Walk:
     """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be gone on with."""
 
-    def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, task: Task) -> None:
-        self.source, self.tokens, self.wanted, self.folder, self.task = source, tokens, wanted, folder, task
+    def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path) -> None:
+        self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
         self.parts = batches(tokens)
         count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
-        self.few = batches(tokens[:: max(1, len(tokens) // count)][:count], 2048)
+        self.few = batches(spaced(tokens, count), 2048)
         self.count = len(source.layers)
-        key = {"rows": zlib.crc32(tokens.cpu().numpy().tobytes()), **wanted._asdict()}
-        self.shelf = Shelf(folder / "probe", key, source.device)
+        self.shelf = Shelf(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
 
     def run(self, track: Track = silently) -> None:
         """Every layer that is not done yet."""
@@ -73,7 +71,8 @@ class Walk:
         block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
-                self._on(index, f"rows.{number}", context)
+                name = f"rows.{number}"
+                shelf.put(index + 1, name, self.source.run(index, shelf.get(index, name), context))
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
         rows = [(shelf.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
@@ -86,10 +85,6 @@ class Walk:
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
         write_atomically(self._prices_file(index), json.dumps(priced._asdict()))
-
-    def _on(self, index: int, name: str, context: dict[str, Any]) -> None:
-        """A stream from before a layer to behind it."""
-        self.shelf.put(index + 1, name, self.source.run(index, self.shelf.get(index, name), context))
 
     def _stacks_on(self, index: int, number: int, context: dict[str, Any]) -> None:
         """The few rows behind a layer: as the source reads them, and as it does with an earlier layer cut."""
@@ -117,18 +112,16 @@ class Walk:
     @torch.no_grad()
     def divergences(self, track: Track = silently) -> list[float]:
         """What cutting each layer alone by the reference does to the answers, per token."""
+        task, family, model = Causal(), self.source.family, self.source.model
         sums = [0.0] * self.count
         for number, part in enumerate(self.few):
             for row in track(range(len(part)), "gains"):
-                batch = self.task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
-
-                def answers(stack: int, number: int = number, row: int = row, batch: Any = batch) -> torch.Tensor:
-                    stream = self.shelf.get(self.count, f"few.{stack}.{number}")[row : row + 1]
-                    return self.task.outputs_from(self.source.family, self.source.model, stream, batch)
-
-                reference = answers(0)
-                for layer in range(self.count):
-                    sums[layer] += float(self.task.divergence(reference, answers(layer + 1)).double())
+                batch = task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
+                files = (self.shelf.get(self.count, f"few.{stack}.{number}") for stack in range(self.count + 1))
+                answers = (task.outputs_from(family, model, stream[row : row + 1], batch) for stream in files)
+                reference = next(answers)  # the others one by one: they are large
+                for layer, found in enumerate(answers):
+                    sums[layer] += float(task.divergence(reference, found).double())
         return [value / sum(map(len, self.few)) for value in sums]
 
 
@@ -137,24 +130,17 @@ def moments_file(folder: Path, index: int) -> Path:
     return folder / "moments" / f"{index:05d}.safetensors"
 
 
-def probe(
-    source: Streamed,
-    tokens: torch.Tensor,
-    wanted: Wanted,
-    folder: Path,
-    track: Track = silently,
-    task: Task | None = None,
-) -> Readings:
+def probe(source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, track: Track = silently) -> Readings:
     """What allocation needs to know; moments stay in the folder, for the cuts."""
     start = time.perf_counter()
-    walk = Walk(source, tokens, wanted, folder, task or Causal())
+    walk = Walk(source, tokens, wanted, folder)
     walk.run(track)
     layers, gains = walk.priced(), [1.0] * walk.count
     if wanted.few:
         caused = walk.divergences(track)
         gains = [kl / max(layer.reference, 1e-30) for kl, layer in zip(caused, layers, strict=True)]
     walk.shelf.clear()
-    unit = walk.task.unit if wanted.few else UNITLESS
+    unit = Causal.unit if wanted.few else UNITLESS
     kinds = [name for name in AXES if name in layers[0].errors]
     curves = [_reading(name, layers, gains, sum(p.numel() for p in walk.few), wanted.seed, unit) for name in kinds]
     return Readings(

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import zlib
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from headwise.checks import exactness
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
-from headwise.errors import PlanError
 from headwise.memory import available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf
-from headwise.tasks import Task
+from headwise.stream._shelf import Shelf, checksum
+from headwise.tasks.causal import Causal
 from headwise.types import Check, ModelShape, Plan
 
 RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in float32, over that of its numbers
@@ -35,13 +32,11 @@ class Found(NamedTuple):
 class SideBySide:
     """Both models' streams on their way through the layers, on disk between them."""
 
-    def __init__(
-        self, source: Streamed, cut: Streamed, rows: dict[str, torch.Tensor], task: Task, seed: int, folder: Path
-    ) -> None:
-        self.models, self.task, self.seed = {"source": source, "cut": cut}, task, seed
+    def __init__(self, source: Streamed, cut: Streamed, rows: dict[str, torch.Tensor], seed: int, folder: Path) -> None:
+        self.models, self.seed = {"source": source, "cut": cut}, seed
         self.parts = {f"{name}.{n}": part for name, text in rows.items() for n, part in enumerate(batches(text, 2048))}
         key = {
-            "rows": [zlib.crc32(text.cpu().numpy().tobytes()) for text in rows.values()],
+            "rows": [checksum(text) for text in rows.values()],
             "files": [[file.name, file.stat().st_mtime_ns] for file in sorted(cut.files.folder.glob("*.safetensors"))],
         }
         self.shelf = Shelf(folder / "verify", key, source.device)
@@ -73,26 +68,24 @@ class SideBySide:
     @torch.no_grad()
     def compared(self, which: str, track: Track = silently) -> Comparison:
         """The answers of both models to the rows of that name, row by row."""
-        columns: list[list[torch.Tensor]] = [[], [], [], []]
+        task, found = Causal(), []
         names = [name for name in self.parts if name.startswith(f"{which}.")]
         rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
         for name, row in track(rows, "answers"):
-            batch = self.task.prepare(self.parts[name][row : row + 1], self.seed)
+            batch = task.prepare(self.parts[name][row : row + 1], self.seed)
             batch = batch.to(torch.device(self.models["source"].device))
             before, after = (
-                self.task.outputs_from(model.family, model.model, self.last(side, name, row), batch)
+                task.outputs_from(model.family, model.model, self.last(side, name, row), batch)
                 for side, model in self.models.items()
             )
-            for column, values in zip(columns, self.task.compare(before, after, batch.labels), strict=True):
-                if values is not None:
-                    column.append(values.double().cpu())
-        found = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
-        return Comparison(found[0], found[1], found[2], found[3], type(self.task))
+            found.append(task.compare(before, after, batch.labels))
+        return Comparison(*(torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)))
 
     @torch.no_grad()
     def write_proof(self, path: Path) -> None:
         """Keep what the cut model says to the rows called `proof`."""
-        logits = self.models["cut"].logits(self.last("cut", "proof.0", 0))
+        cut = self.models["cut"]
+        logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
         exactness.save_proof(tensors, path, CAUSAL)
 
@@ -101,16 +94,14 @@ def compare(
     source: Streamed,
     cut: Streamed,
     rows: dict[str, torch.Tensor],
-    task: Task,
     seed: int,
     folder: Path,
     proof: Path,
     track: Track = silently,
 ) -> Found:
     """Read `evaluation` and `rehearsal` with both models, and a few tokens as a proof for whoever loads the model."""
-    walk = SideBySide(
-        source, cut, {**rows, "proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}, task, seed, folder
-    )
+    proving = {"proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}
+    walk = SideBySide(source, cut, rows | proving, seed, folder)
     walk.run(track)
     found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track))
     walk.write_proof(proof)
@@ -123,11 +114,11 @@ def counted(model: Streamed) -> dict[str, int]:
     entries, places = model.files.entries, model.family.tensors(model.config)
     cached = 0
     for index in range(len(model.layers)):
-        where = {name: model.places.get(model.prefix(index) + place) for name, place in places.items()}
-        down, keys, values = (entries.get(where.get(name) or "") for name in ("k_down", "k.weight", "v.weight"))
-        if keys is None or values is None:
-            raise PlanError(f"{model.files.folder} holds no keys or values of layer {index}; build it again.")
-        cached += (down.shape[0] * down.shape[2] if down is not None else keys.shape[0]) + values.shape[0]
+        where = {name: model.places.get(model.prefix(index) + place, "") for name, place in places.items()}
+        keys, values = (entries[where[name]].shape[0] for name in ("k.weight", "v.weight"))
+        if down := entries.get(where["k_down"]):
+            keys = down.shape[0] * down.shape[2]
+        cached += keys + values
     buffers = {name for name, _ in model.model.named_buffers()}
     numbers = sum(entries[place].numbers for name, place in model.places.items() if name not in buffers)
     return {"parameters": numbers, "kv_bytes_per_token": cached * model.shape.element_bytes}
