@@ -135,6 +135,13 @@ def left_out(result: dict[str, Any]) -> str:
     return f" Left out for lack of time: {', '.join(names)}." if names else ""
 
 
+def times_told(result: dict[str, Any]) -> str:
+    """A sentence on times that are not of the run itself, for the end of a text."""
+    if not result.get("times_of_an_earlier_run"):
+        return ""
+    return " Times are of an earlier run, alone on the same device; what it did not train has none."
+
+
 def edges(models: Mapping[str, dict[str, Any]]) -> str:
     """Sentences on models whose best rate was the lowest or highest tried, since others might have been better still,
     and on rates that a shorter training chose, since those need not be best for the whole one."""

@@ -104,13 +104,13 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
         / cells[depth, min(h for d, h in cells if d == depth)]["seconds"]
         for depth in {d for d, _ in cells}
     ]
-    times = f" most heads train {min(slower):.2f} to {max(slower):.2f} times as long as the fewest." if slower else ""
+    times = f"{min(slower):.2f} to {max(slower):.2f} times as long as the fewest" if slower else ""
     return (
         f"On images, {first['heads']} to {last['heads']} heads at one width take accuracy from "
         f"{mean(first['accuracy']).mean:.1%} to {mean(last['accuracy']).mean:.1%} "
         f"({difference(last['accuracy'], first['accuracy']).signed(3)}); in the grid a step to more heads gains "
-        f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters "
-        f"stay{f', time does not: the{times}' if times else '.'}"
+        f"{mean(steps).signed(4) if steps else 'what was not measured'}. {text}Parameters stay"
+        + (f", time does not: the most heads train {times}." if times else ".")
     )
 
 

@@ -209,6 +209,7 @@ def measured(result: dict[str, Any]) -> str:
         + " ".join(words)
         + _points.edges(cells)
         + _points.left_out(result)
+        + _points.times_told(result)
     )
 
 

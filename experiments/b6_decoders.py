@@ -177,7 +177,8 @@ def gathered(
     """Models at their best rate, with their time alone where that was measured."""
     models = {name: model for name in names if (model := _rates.best(name, plan.ladder, parts)) is not None}
     for name, model in models.items():
-        model["losses"] = {rate: parts[_rates.key(name, float(rate))]["loss"] for rate in model["rates"]}
+        tried = {rate: parts[_rates.key(name, float(rate))] for rate in model["rates"]}
+        model["losses"] = {rate: part["loss"] for rate, part in tried.items() if "loss" in part}
     _points.timed(parts, timing, models, plan.steps)
     return models
 
@@ -242,7 +243,7 @@ def measured(result: dict[str, Any]) -> str:
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
         f"Differences of loss, seed by seed: {'; '.join(found)}. Rates were chosen on the same held-out rows."
-        f"{_points.edges(models)}{_points.left_out(result)}"
+        f"{_points.edges(models)}{_points.left_out(result)}{_points.times_told(result)}"
     )
 
 
