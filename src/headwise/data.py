@@ -26,6 +26,7 @@ NOTHING = -1  # where a row has ended
 GIVEN, WRITTEN = -2, -3  # in rows of encoder-decoders before the target: one that was given, or that the model wrote
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
+ARMFUL = 1 << 20  # characters to make tokens of at once
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
@@ -131,17 +132,38 @@ def blocks_of(
     start = [token for token in start if token == tokenizer.bos_token_id]
     rows: list[list[int]] = []
     pool: list[int] = []
-    for text in texts:
-        pool += start + tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        while len(pool) >= length:
-            lead = start if pool[:1] != start else []
-            rows.append(lead + pool[: length - len(lead)])
-            pool = pool[length - len(lead) :]
+    for tokens in (found for some in _armfuls(texts) for found in _tokens(some, tokenizer)):
+        pool += start + tokens
+        at = 0
+        while len(pool) - at >= length:
+            lead = start if pool[at : at + 1] != start else []
+            rows.append(lead + pool[at : at + length - len(lead)])
+            at += length - len(lead)
             if count is not None and len(rows) == count:
                 return torch.tensor(rows)
+        pool = pool[at:]
     if not rows:
         raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {length}; give a longer text.")
     return torch.tensor(rows)
+
+
+def _armfuls(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Texts, some at a time: tokenizers share them among the cores."""
+    some: list[str] = []
+    size = 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= ARMFUL:
+            yield some
+            some, size = [], 0
+    if some:
+        yield some
+
+
+def _tokens(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return found
 
 
 def closed_lengths(length: int) -> tuple[int, ...]:
