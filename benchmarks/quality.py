@@ -293,6 +293,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--swap-tokens", type=int, default=8_192)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--pool", default="none", help="key/value heads that share a cached row: a number or all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     return parser

@@ -64,6 +64,10 @@ HealOptions = Annotated[
     typer.Option("--heal-option", help="Of a healing that learns: tokens=1e6, rate=3e-3, lora=16, blockwise=0.2, ..."),
 ]
 Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
+Pool = Annotated[
+    str,
+    typer.Option(help="Key/value heads that share a cached row: all, or a number such as 2; more quality per byte."),
+]
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
@@ -104,6 +108,7 @@ def run(
     length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
     stream: Stream = None,
+    pool: Pool = DEFAULT.pool,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -114,7 +119,7 @@ def run(
         data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
         heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
         tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
-        trust_remote_code=trust_remote_code, stream=stream,
+        trust_remote_code=trust_remote_code, stream=stream, pool=pool,
     )  # fmt: skip
     with Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)

@@ -20,17 +20,19 @@ def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
 
 def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
     """Entries of all matrices that a token is multiplied with."""
-    query, key_value = layer.query_heads * layer.qk_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
-    out = layer.query_heads * layer.v_dim
+    query, key_value = layer.query_heads * layer.head_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
+    out = layer.query_heads * layer.out_dim
     weights = model.hidden_size * (query + key_value + out)
     if layer.projected:
         weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
+    if layer.v_projected:  # back to every head's own values; the way there is in the weights
+        weights += layer.kv_heads * layer.v_dim * layer.v_width
     weights += model.mlp_matrices * model.hidden_size * layer.mlp_width
     return weights
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
-    rows = layer.query_heads * layer.qk_width + layer.kv_heads * (layer.qk_width * model.k_bias + layer.v_dim)
+    rows = layer.query_heads * layer.head_width + layer.kv_heads * (layer.qk_width * model.k_bias + layer.v_dim)
     biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
     inner = (model.mlp_matrices - 1) * layer.mlp_width
     return biases + (inner + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
@@ -45,9 +47,14 @@ def parameters(model: ModelShape) -> int:
 def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float) -> float:
     """FLOPs of one layer for one token that attends to `attended` positions."""
     products = _layer_weights(model, layer)
+    heads, rows = layer.query_heads, layer.kv_heads
     if layer.projected:  # every query head is projected, by its group's matrix
-        products += (layer.query_heads - layer.kv_heads) * layer.qk_width * layer.qk_dim
-    return 2.0 * products + 2.0 * attended * layer.query_heads * (layer.qk_dim + layer.v_dim)
+        products += (heads * layer.head_width - rows * layer.qk_width) * layer.qk_dim
+    if layer.v_projected:
+        products += (heads * layer.out_dim - rows * layer.v_width) * layer.v_dim
+    seen = layer.qk_dim if layer.projected else layer.head_width
+    read = layer.v_dim if layer.v_projected else layer.out_dim
+    return 2.0 * products + 2.0 * attended * heads * (seen + read)
 
 
 def attention_flops(model: ModelShape, layer: LayerShape, length: int) -> float:

@@ -315,4 +315,4 @@ def _rows_at_once(model: Any, length: int) -> int:
     if device.type != "cuda":
         return 128
     row = 8 * model.config.num_hidden_layers * model.config.hidden_size * length  # keys and values in single precision
-    return max(1, min(1024, torch.cuda.mem_get_info(device)[0] // 4 // row))
+    return max(1, min(4096, torch.cuda.mem_get_info(device)[0] // 4 // row))

@@ -107,12 +107,12 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
     penalty, system = _penalised(xx.double(), strength)
-    return _solved(system, xy.double() + penalty * start.double())
+    return solved(system, xy.double() + penalty * start.double())
 
 
 def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch.Tensor:
     """How far `ridge` moves from its start, from the moments X'X and X'(Y - X start)."""
-    return _solved(_penalised(xx.double(), strength)[1], missed.double())
+    return solved(_penalised(xx.double(), strength)[1], missed.double())
 
 
 def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -123,7 +123,7 @@ def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.T
     return penalty, system
 
 
-def _solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """By Cholesky; a system that rounding left indefinite takes the slower way."""
     factor, failed = torch.linalg.cholesky_ex(system)
     return torch.linalg.solve(system, wanted) if bool(failed.any()) else torch.cholesky_solve(wanted, factor)

@@ -54,6 +54,7 @@ class Settings(Record):
     trust_remote_code: bool = False
     recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
+    pool: str = "none"  # key/value heads that share a cached row: a number or all
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
@@ -62,6 +63,21 @@ class Settings(Record):
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
+        if self.pool not in ("none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
+            raise HeadwiseError(f"pool is '{self.pool}'; give none, all, or how many heads share a row, such as 2.")
+        if self.pool != "none":
+            self._refuse_to_pool()
+
+    def _refuse_to_pool(self) -> None:
+        """What heads that share rows cannot have, and what to do instead."""
+        if {"heads", "kv_heads"} & set(self.allow):
+            raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")
+        if self.portable:
+            raise HeadwiseError("stock code has no rows that heads share; leave out --portable or --pool.")
+        if self.strategy not in (known := ("exact", "uniform", "depth")):
+            raise HeadwiseError(f"pooled heads are allocated by {', '.join(known)}; leave out --pool for others.")
+        if any(text.strip().startswith("latency") for text in self.budgets):
+            raise HeadwiseError("pooled layers are not timed yet; limit kv, params or flops, or leave out --pool.")
 
     def goes_on(self, before: Settings) -> bool:
         """Whether a run with these settings can go on with what one left behind: only its memory may differ."""

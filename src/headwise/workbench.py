@@ -61,8 +61,21 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         known = ", ".join((*family.units, "depth"))
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
-    bench = Workbench(family, family.tailor(model), tokenizer, *texts[:4])
+    bench = Workbench(family, family.tailor(model, _pooled(settings, family, model.config)), tokenizer, *texts[:4])
     return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
+
+
+def _pooled(settings: Settings, family: Family, config: Any) -> int:
+    """How many key/value heads share a cached row."""
+    if settings.pool == "none":
+        return 1
+    shape = family.shape_of(config)
+    if not shape.cached or any(layer.role for layer in shape.layers):
+        raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {family.name}.")
+    heads = {layer.kv_heads for layer in shape.layers}
+    if settings.pool == "all" and len(heads) > 1:
+        raise PlanError("layers of this model have different numbers of key/value heads; give --pool a number.")
+    return max(heads) if settings.pool == "all" else int(settings.pool)
 
 
 def _numbers(model: nn.Module) -> int:

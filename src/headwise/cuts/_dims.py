@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from headwise.cuts._heads import Tensors, rows_of
-from headwise.linalg import balanced, value_basis
+from headwise.linalg import balanced, solved, value_basis
 from headwise.types import LayerShape
 
 
@@ -66,15 +66,41 @@ def _through(down: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
     """The same layer with `v_dim` value directions per head; every head's output projection is refitted to them."""
+    if shape.pooled > 1:
+        return _cut_rows(tensors, shape, gram_z, v_dim)
     out, like = dict(tensors), tensors["o.weight"]
     p = value_basis(gram_z, like, shape.kv_heads)[0][..., :v_dim]
     for key, rows in rows_of(tensors, "v", shape.kv_heads).items():
         out[key] = _through(p, rows)
-    p_head = p.repeat_interleave(shape.query_heads // shape.kv_heads, dim=0)
-    gram = gram_z.to(p)
-    inner = p_head.mT @ gram @ p_head
-    inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(v_dim, device=p.device)
     old = like.view(len(like), shape.query_heads, shape.v_dim).double().permute(1, 2, 0)
-    new = torch.linalg.solve(inner, p_head.mT @ gram @ old)  # (H, v_dim, D)
+    new = _read_out(gram_z.to(p), p.repeat_interleave(shape.query_heads // shape.kv_heads, dim=0), old)
     out["o.weight"] = new.permute(2, 0, 1).flatten(1).to(like).contiguous()
     return out
+
+
+def _cut_rows(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
+    """The same where heads are pooled: directions of a whole row, and the way back to each head's own values."""
+    out, like, heads = dict(tensors), tensors["o.weight"], shape.query_heads
+    key_heads = shape.kv_heads * shape.pooled
+    up = tensors["v_up"].double() if "v_up" in tensors else _places(shape, like.device)
+    own = like.view(len(like), heads, shape.out_dim).double()
+    seen = torch.einsum("hvo,dho->dhv", up.repeat_interleave(heads // key_heads, dim=0), own).flatten(1)
+    p = value_basis(gram_z, seen, shape.kv_heads)[0][..., :v_dim]
+    for key, rows in rows_of(tensors, "v", shape.kv_heads).items():
+        out[key] = _through(p, rows)
+    gram = gram_z.to(p).view(key_heads, -1, *gram_z.shape[1:]).sum(1)
+    out["v_up"] = _read_out(gram, p.repeat_interleave(shape.pooled, dim=0), up).to(like).contiguous()
+    return out
+
+
+def _places(shape: LayerShape, device: torch.device) -> torch.Tensor:
+    """Where each head's own values lie in its row (heads, row, own), before anything was cut."""
+    one = torch.eye(shape.v_width, dtype=torch.float64, device=device)
+    return one.view(shape.v_width, shape.pooled, -1).transpose(0, 1).repeat(shape.kv_heads, 1, 1)
+
+
+def _read_out(gram: torch.Tensor, p: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """What stands for `old` (heads, before, outputs) when directions `p` of the inputs are left: least squares."""
+    inner = p.mT @ gram @ p
+    inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(p.shape[-1], device=p.device)
+    return solved(inner, p.mT @ gram @ old)

@@ -74,10 +74,19 @@ class Block:
         return v.view(*seen.shape[:-1], self.attention.kv_heads, self.attention.v_dim).transpose(1, 2)
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
-        """What the heads put out (B, T, H V), for queries and keys before projection."""
+        """What the heads put out (B, T, H O), for queries and keys before projection."""
         q, k = self.attention.project(q, k)
         mask = self.attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
-        return self.attention.attend(q, k, v, mask)[0].flatten(2)
+        return self.attention.own_values(self.attention.attend(q, k, v, mask)[0])
+
+    def read_out(self) -> torch.Tensor:
+        """What the output projection makes of the values that heads read (D, H V): of pooled heads, of a whole row."""
+        attention, weight = self.attention, self.output.weight.detach()
+        if attention.pooled == 1:
+            return weight
+        heads, one = attention.query_heads, torch.eye(attention.v_dim, dtype=weight.dtype, device=weight.device)
+        given = attention.own_values(one[:, None, None].expand(-1, 1, heads, -1)).detach().view(len(one), heads, -1)
+        return torch.einsum("vho,dho->dhv", given, weight.view(len(weight), heads, -1)).flatten(1)
 
     def __call__(self, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """A stream through the whole layer, by its parts."""

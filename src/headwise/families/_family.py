@@ -193,12 +193,16 @@ class Family(Reader, ABC):
                 parent, _, last = name.rpartition(".")
                 model.get_submodule(parent).register_buffer(last, theirs[name].clone(), persistent=False)
 
-    def tailor(self, model: nn.Module) -> nn.Module:
-        """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is."""
+    def tailor(self, model: nn.Module, pooled: int = 1) -> nn.Module:
+        """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is.
+
+        With so many key/value heads to a cached row, if any are pooled: that too loses nothing, but rounding.
+        """
         tensors = self.state_of(model)
         if not self.is_tailored(model):
             tensors = self.apart(tensors, model.config)
-        return self.build(model, self.shape_of(model.config).layers, tensors)
+        layers = self.shape_of(model.config).layers
+        return self.build(model, tuple(layer.pooling(pooled) for layer in layers), tensors)
 
     def tensors(self, config: Any) -> dict[str, str]:
         """Our name of a layer's tensor -> where it is below the layer."""
@@ -207,7 +211,8 @@ class Family(Reader, ABC):
         places |= dict(zip(("gate", "up") if len(anatomy.mlp_in) > 1 else ("up",), anatomy.mlp_in, strict=True))
         places["down"] = anatomy.mlp_out
         found = {f"{ours}.{kind}": f"{place}.{kind}" for ours, place in places.items() for kind in ("weight", "bias")}
-        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "pairs": "pairs_GP", "columns": "heads_H"}
+        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "v_up": "v_up_NVO"}
+        more |= {"pairs": "pairs_GP", "columns": "heads_H"}
         return found | {ours: f"{anatomy.attention}.{place}" for ours, place in more.items()}
 
     def _prefix(self, config: Any, index: int) -> str:

@@ -86,8 +86,12 @@ def _writes(model: Any) -> bool:
 
 
 def covers(model: Any) -> bool:
-    """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones."""
-    return _writes(model) and not getattr(model.config, "use_bidirectional_attention", None)
+    """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
+
+    Rows that heads share are wider than what its kernels are made for.
+    """
+    pooled = any(layer.pooled > 1 for layer in attentions(model))
+    return _writes(model) and not pooled and not getattr(model.config, "use_bidirectional_attention", None)
 
 
 def optimise(model: Any) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwise.families import Family
+from headwise.families import Block, Family
 
 
 @torch.no_grad()
@@ -18,19 +18,31 @@ def balance(family: Family, model: nn.Module) -> None:
     """Give both factors of every value direction, and of every projected query and key direction, the same norm."""
     for block in family.blocks(model):
         attention = block.attention
-        groups, size = attention.kv_heads, attention.v_dim
-        values = attention.v_proj.weight.view(groups, size, -1)
-        output = block.output.weight.view(len(block.output.weight), groups, -1, size)
-        factor = _between(values.square().mean(-1), output.square().mean((0, 2)))
-        values.mul_(factor[..., None])
-        output.div_(factor[:, None])
-        if attention.v_proj.bias is not None:
-            attention.v_proj.bias.view(groups, size).mul_(factor)
+        if attention.pooled == 1 or attention.v_dim < attention.v_width:
+            _balance_values(block)
         if attention.qk_dim < attention.qk_width:
             q, k = attention.q_down_GWK, attention.k_down_GWK
             factor = _between(q.square().mean(1), k.square().mean(1))
             q.mul_(factor[:, None])
             k.div_(factor[:, None])
+
+
+def _balance_values(block: Block) -> None:
+    attention = block.attention
+    groups, size = attention.kv_heads, attention.v_dim
+    values = attention.v_proj.weight.view(groups, size, -1)
+    if attention.pooled > 1:
+        readers = attention.v_up_NVO.view(groups, attention.pooled, size, -1).transpose(2, 3).flatten(1, 2)
+    else:
+        readers = block.output.weight.view(len(block.output.weight), groups, -1, size).permute(1, 0, 2, 3).flatten(1, 2)
+    factor = _between(values.square().mean(-1), readers.square().mean(1))
+    values.mul_(factor[..., None])
+    if attention.pooled > 1:
+        attention.v_up_NVO.view(groups, attention.pooled, size, -1).div_(factor[:, None, :, None])
+    else:
+        block.output.weight.view(len(block.output.weight), groups, -1, size).div_(factor[:, None])
+    if attention.v_proj.bias is not None:
+        attention.v_proj.bias.view(groups, size).mul_(factor)
 
 
 def _between(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

@@ -171,6 +171,7 @@ class LayerRefit:
         for row in self.rows:
             context = self._context(row)
             q, k, _ = self.ours.heads(row.cut, context)
+            q = ours.spread(q)
             q0, k0, v0 = self.theirs.heads(row.source, context)
             row.source_z = self.theirs.attended(q0, k0, v0, context)
             q0, k0 = theirs.project(q0, k0)
@@ -194,7 +195,7 @@ class LayerRefit:
         key/value head stay, and their output projection starts as the full one seen through them.
         """
         ours, theirs = self.ours.attention, self.theirs.attention
-        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads:
+        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1:
             return
         problem = _LeastSquares(self.theirs.output)
         for row in self.rows:

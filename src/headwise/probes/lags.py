@@ -84,7 +84,7 @@ def measure(
     seen: list[list[torch.Tensor]] = [[] for _ in layers]
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        attend, o_weight = layers[layer].attention.attend, layers[layer].output.weight
+        attend, o_weight = layers[layer].attention.attend, layers[layer].read_out()
         weights = weights_of(q, k, attend.scaling, attend.sliding_window, attend.softcap)
         seen[layer].append(squares_by_lag(weights, head_grams(v, o_weight, q.shape[1])).cpu())
 

@@ -68,7 +68,7 @@ class Sensitivity:
 
     def _bases(self, block: Block, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         p_q, p_k, _ = balanced(moment["gram_q"], moment["gram_k"])
-        o_weight = block.output.weight.detach()
+        o_weight = block.read_out()
         p, r = value_basis(moment["gram_z"], o_weight, p_q.shape[0])
         return tuple(t.to(o_weight) for t in (p_q, p_k, p, r.mT))
 

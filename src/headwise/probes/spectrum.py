@@ -52,7 +52,7 @@ def measure(
     blocks = family.blocks(model)
     logits = [of_logits(moment).cpu() for moment in moments]
     outputs = [
-        of_outputs(moment, block.output.weight, shape.kv_heads).cpu()
+        of_outputs(moment, block.read_out(), shape.kv_heads).cpu()
         for moment, block, shape in zip(moments, blocks, shapes, strict=True)
     ]
     return [

@@ -22,6 +22,7 @@ RUN_FLAGS = (
     "eval_tokens",
     "swap_tokens",
     "length",
+    "pool",
 )
 
 
@@ -96,7 +97,7 @@ def _budgets(settings: dict[str, Any]) -> list[str]:
 
 
 def _flags(settings: dict[str, Any], names: tuple[str, ...]) -> list[str]:
-    known = [name for name in names if settings.get(name) is not None]
+    known = [n for n in names if settings.get(n) is not None and (n, settings[n]) != ("pool", "none")]
     return [part for name in known for part in (f"--{name.replace('_', '-')}", str(settings[name]))]
 
 

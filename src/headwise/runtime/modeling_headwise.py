@@ -284,6 +284,9 @@ class TailoredAttention(nn.Module):
         self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
+        self.pooled = sizes.get("pooled", 1)  # key/value heads of which one row of the cache is made
+        self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
+        self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
         self.hidden = hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
@@ -292,11 +295,11 @@ class TailoredAttention(nn.Module):
         keys = _first(stock, "k_proj", "key", "k_lin", "k") or made  # or fused with the queries
         values = _first(stock, "v_proj", "value", "v_lin", "v") or made
         k_bias = bias and not hasattr(stock, "k_bias") if keys is made else keys.bias is not None
-        self.q_proj = _linear(made, hidden, self.query_heads * self.qk_width, bias)
+        self.q_proj = _linear(made, hidden, self.query_heads * self.head_width, bias)
         self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, k_bias)
         self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
         if out is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = _linear(out, self.query_heads * self.v_dim, hidden, out.bias is not None)
+            self.o_proj = _linear(out, self.query_heads * self.out_dim, hidden, out.bias is not None)
         self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
         self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
         if self.rotary is None:
@@ -305,7 +308,7 @@ class TailoredAttention(nn.Module):
             self.rotary = int(self.head_dim * factor)
         self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
         self.resid_dropout = _first(stock, "resid_dropout", "proj_drop", "out_drop")
-        if self.rotary and self.qk_width < self.head_dim:
+        if self.rotary and self.head_width < self.head_dim:
             # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
@@ -313,25 +316,38 @@ class TailoredAttention(nn.Module):
             # Drawn so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
+        if self.v_dim < self.v_width:  # from a row's values to those of each of its heads
+            up = torch.randn(self.kv_heads * self.pooled, self.v_dim, self.out_dim) * self.v_dim**-0.5
+            self.v_up_NVO = nn.Parameter(up)
         self.biased = getattr(stock, "biased", hasattr(stock, "relative_attention_num_buckets"))
         if self.biased:  # which columns of the stack's position bias are those of the heads
             self.register_buffer("heads_H", torch.arange(self.query_heads))
 
     def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
-        """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given."""
-        seen = hidden if memory is None else memory
+        """Queries and keys after norms and rotary, before projection, and values; of the memory where one is given.
+
+        Keys of pooled heads lie side by side in a row; queries are as wide as their own head's part of it.
+        """
+        q, k, v = self._apart(hidden, position_embeddings, hidden if memory is None else memory)
+        if self.pooled > 1:
+            k = k.unflatten(1, (self.kv_heads, self.pooled)).transpose(2, 3).flatten(3)
+        return q, k, v
+
+    def _apart(self, hidden: torch.Tensor, position_embeddings: Any, seen: torch.Tensor) -> Any:
+        """The same with every head's keys apart."""
+        key_heads = self.kv_heads * self.pooled
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
-        k_BGTW = self._normed(self.k_proj(seen), self.k_norm, self.kv_heads)
+        k_BGTW = self._normed(self.k_proj(seen), self.k_norm, key_heads)
         v_BGTV = self.v_proj(seen).view(*seen.shape[:-1], self.kv_heads, self.v_dim).transpose(1, 2)
         if not self.rotary or position_embeddings is None:
             return q_BHTW, k_BGTW, v_BGTV
         cos, sin = position_embeddings
-        if self.qk_width == self.head_dim:
-            if hidden.shape[1] == 1 and cos.shape[-1] == self.qk_width:  # all at once, in few steps
-                x, half = torch.cat((q_BHTW, k_BGTW), dim=1), self.qk_width // 2
+        if self.head_width == self.head_dim:
+            if hidden.shape[1] == 1 and cos.shape[-1] == self.head_width:  # all at once, in few steps
+                x, half = torch.cat((q_BHTW, k_BGTW), dim=1), self.head_width // 2
                 across = torch.cat((-x.narrow(-1, half, half), x.narrow(-1, 0, half)), dim=-1)
                 x = (x * cos.unsqueeze(1) + across * sin.unsqueeze(1)).to(x.dtype)
-                return x.narrow(1, 0, self.query_heads), x.narrow(1, self.query_heads, self.kv_heads), v_BGTV
+                return x.narrow(1, 0, self.query_heads), x.narrow(1, self.query_heads, key_heads), v_BGTV
             cos, sin = cos.unsqueeze(1), _signed(*sin.unsqueeze(1).chunk(2, -1))
             return _turned(q_BHTW, cos, sin), _turned(k_BGTW, cos, sin), v_BGTV
         cos_BGTP, sin_BGTP = self._kept(cos), self._kept(sin)
@@ -342,9 +358,9 @@ class TailoredAttention(nn.Module):
 
     def _normed(self, x: torch.Tensor, norm: nn.Module | None, heads: int) -> torch.Tensor:
         """Heads apart (B, heads, T, W); a norm of queries or keys is over a head or over all of them together."""
-        if norm is not None and norm.weight.numel() > self.qk_width:
+        if norm is not None and norm.weight.numel() > self.head_width:
             x, norm = norm(x), None
-        x = x.view(*x.shape[:-1], heads, self.qk_width)
+        x = x.view(*x.shape[:-1], heads, self.head_width)
         return (x if norm is None else norm(x)).transpose(1, 2)
 
     def _kept(self, table_BTW: torch.Tensor) -> torch.Tensor:
@@ -355,16 +371,33 @@ class TailoredAttention(nn.Module):
     def project(self, q_BHTW: torch.Tensor, k_BGTW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as the softmax and the cache see them."""
         if self.qk_dim == self.qk_width:
-            return q_BHTW, k_BGTW
+            return self.spread(q_BHTW), k_BGTW
         batch, heads, tokens, width = q_BHTW.shape
+        q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
         if batch == tokens == 1:  # in few steps
-            q_GSK = torch.bmm(q_BHTW.view(self.kv_heads, -1, width), self.q_down_GWK)
+            q_GSK = torch.bmm(q_BHTW.view(groups, -1, width), q_down)
             return q_GSK.view(1, heads, 1, -1), torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
         if tokens == 1:  # one product for all queries of a group
-            q_BHTK = q_BHTW.reshape(batch, self.kv_heads, -1, width) @ self.q_down_GWK
+            q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
-            q_BHTK = q_BHTW.view(batch, self.kv_heads, -1, tokens, width) @ self.q_down_GWK.unsqueeze(1)
+            q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
         return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
+
+    def spread(self, q_BHTW: torch.Tensor) -> torch.Tensor:
+        """Queries as wide as the rows of pooled heads: zero beside their own head's part."""
+        if self.pooled == 1:
+            return q_BHTW
+        own = torch.eye(self.pooled, dtype=q_BHTW.dtype, device=q_BHTW.device).view(self.pooled, 1, 1, self.pooled, 1)
+        return (q_BHTW.unflatten(1, (self.kv_heads, self.pooled, -1)).unsqueeze(-2) * own).flatten(-2).flatten(1, 3)
+
+    def own_values(self, z_BTHV: torch.Tensor) -> torch.Tensor:
+        """What every head is given of its row's values, as the output projection takes it (B, T, H O)."""
+        if self.pooled == 1:
+            return z_BTHV.flatten(2)
+        if self.v_dim < self.v_width:
+            return (z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)) @ self.v_up_NVO).flatten(2)
+        z = z_BTHV.unflatten(2, (self.kv_heads, self.pooled, -1)).unflatten(-1, (self.pooled, -1))
+        return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
 
     def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
         """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
@@ -396,7 +429,7 @@ class TailoredAttention(nn.Module):
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
         z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
-        z, output = z.flatten(2), self._modules.get("o_proj")
+        z, output = self.own_values(z), self._modules.get("o_proj")
         z = z if output is None else output(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
 
@@ -573,7 +606,8 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     hidden, width = attention.hidden, sizes["mlp_width"]
     if not hasattr(attention, "o_proj"):
         out = layer.get_submodule(anatomy.output)
-        _put(layer, anatomy.output, _linear(out, attention.query_heads * attention.v_dim, hidden, out.bias is not None))
+        width_in = attention.query_heads * attention.out_dim
+        _put(layer, anatomy.output, _linear(out, width_in, hidden, out.bias is not None))
     _put(layer, anatomy.attention, attention)
     if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
         layer.layer_scale1.register_forward_pre_hook(_output_alone)

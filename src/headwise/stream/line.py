@@ -114,6 +114,8 @@ def _refuse(settings: Settings) -> None:
             "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds, --allow depth and "
             "--strategy bound, or use a machine with more memory."
         )
+    if settings.pool != "none":
+        raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")
     if any(text.strip().startswith("latency") for text in settings.budgets):
         raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")
     if settings.task not in (None, "causal"):

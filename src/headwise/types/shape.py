@@ -9,6 +9,7 @@ from headwise.errors import ShapeError
 from headwise.types._record import Record
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
+POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 
 
@@ -19,6 +20,10 @@ class LayerShape(Record):
     `qk_width > qk_dim` means that queries and keys are computed and rotated at `qk_width` and projected to `qk_dim`
     afterwards: the cache and the softmax see `qk_dim` only. In an encoder-decoder a layer has a role: a block of the
     decoder counts as two layers, `self` without an MLP and `cross`, which looks at the encoder's output, with it.
+
+    With `pooled` heads one cached row is that of several key/value heads together: `kv_heads` counts such rows, whose
+    keys and values are projected from `qk_width` and `v_width`, those of the heads side by side, to `qk_dim` and
+    `v_dim`. What the heads have in common is kept once, and those that need more get more.
     """
 
     query_heads: int
@@ -28,11 +33,13 @@ class LayerShape(Record):
     mlp_width: int
     qk_width: int  # per head, width at which queries and keys are computed, before projection to qk_dim
     role: str = ""  # in a model of two stacks: one of ROLES
+    pooled: int = 1  # key/value heads whose keys and values share a cached row
+    v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; most models have no roles, and say nothing of them."""
-        found = {name: getattr(self, name) for name in SIZES}
-        return {**found, "role": self.role} if self.role else found
+        """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
+        names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
+        return {name: getattr(self, name) for name in names}
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -50,11 +57,44 @@ class LayerShape(Record):
             raise ShapeError(
                 f"qk_dim {self.qk_dim} is larger than qk_width {self.qk_width}; a projection only shrinks."
             )
+        if self.pooled > 1 and not self._pools():
+            raise ShapeError(
+                f"rows of {self.pooled} pooled heads need widths that these share, query heads for each and v_dim of "
+                f"at most v_width; qk_width is {self.qk_width}, v_width {self.v_width}, v_dim {self.v_dim}."
+            )
+
+    def _pools(self) -> bool:
+        even = all(size % self.pooled == 0 for size in (self.qk_width, self.v_width, self.queries_per_group))
+        return even and self.v_dim <= self.v_width
 
     @property
     def queries_per_group(self) -> int:
         """How many query heads share one key/value head."""
         return self.query_heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head's queries and keys before projection."""
+        return self.qk_width // self.pooled
+
+    @property
+    def out_dim(self) -> int:
+        """What one head gives the output projection."""
+        return self.v_width // self.pooled if self.pooled > 1 else self.v_dim
+
+    @property
+    def v_projected(self) -> bool:
+        """Whether values of pooled heads are projected, and back after attention."""
+        return self.pooled > 1 and self.v_dim < self.v_width
+
+    def pooling(self, heads: int) -> LayerShape:
+        """The same layer with so many key/value heads to a cached row, nothing lost yet."""
+        if heads == 1 or not self.query_heads:
+            return self
+        if self.pooled > 1 or self.projected or self.kv_heads % heads:
+            raise ShapeError(f"{self.kv_heads} key/value heads cannot share rows by {heads}; give a divisor, or all.")
+        widths = {"qk_width": heads * self.qk_width, "qk_dim": heads * self.qk_dim, "v_width": heads * self.v_dim}
+        return replace(self, kv_heads=self.kv_heads // heads, pooled=heads, v_dim=heads * self.v_dim, **widths)
 
     @property
     def gone(self) -> bool:
@@ -143,6 +183,8 @@ class ModelShape(Record):
     def __post_init__(self) -> None:
         if not self.layers:
             raise ShapeError("a model needs at least one layer.")
+        if any(layer.pooled > 1 for layer in self.layers):  # a row's directions are those of several heads
+            object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
 
     def with_layers(self, layers: tuple[LayerShape, ...]) -> ModelShape:
         """The same model with other layers."""

@@ -1,0 +1,121 @@
+"""Key/value heads that share cached rows: nothing is lost by sharing, less by cutting, and results load anywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headwise import api, cost, families
+from headwise.cuts import reshape
+from headwise.errors import HeadwiseError
+from headwise.families.llama import FAMILY as llama
+from headwise.heal._balance import balance
+from headwise.linalg import balanced
+from headwise.probes import gram
+from headwise.runfolder import Settings
+from headwise.types import LayerKeep, Plan
+
+KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
+
+
+def pooled_of(kind: str, heads: int = 2) -> tuple[Any, Any, Any]:
+    """A family, a tiny model on our modules, and the same with heads that share rows."""
+    family = next(family for family in families.known() if kind in family.model_types)
+    stock = family.tiny(kind)
+    return family, family.tailor(stock), family.tailor(stock, heads)
+
+
+def cut_of(family: Any, model: Any, qk_dim: int, v_dim: int) -> Any:
+    """A pooled model whose rows are cut."""
+    shape = family.shape_of(model.config)
+    layers = tuple(replace(layer, qk_dim=qk_dim, v_dim=v_dim) for layer in shape.layers)
+    plan = Plan("", shape, shape.with_layers(layers), (LayerKeep(),) * len(layers), "uniform", (), {}, 0.0, 0)
+    rows = family.example(model.config, 8, 24)
+    return reshape(family, model, plan, gram.collect(family, model, rows, mlp=False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_that_share_rows_compute_and_write_what_they_did(kind: str) -> None:
+    family, plain, pooled = pooled_of(kind)
+    rows = family.example(plain.config)
+    with torch.no_grad():
+        assert torch.allclose(plain(rows).logits, pooled(rows).logits, atol=1e-5)
+    given = dict(max_new_tokens=6, do_sample=False)
+    assert torch.equal(plain.generate(rows[:, :7], **given), pooled.generate(rows[:, :7], **given))
+    shapes = [family.shape_of(model.config) for model in (plain, pooled)]
+    assert cost.parameters(shapes[0]) == cost.parameters(shapes[1]) == sum(p.numel() for p in pooled.parameters())
+    assert cost.kv_bytes_per_token(shapes[0]) == cost.kv_bytes_per_token(shapes[1])
+    assert cost.prefill_flops(shapes[0], 64) == cost.prefill_flops(shapes[1], 64)
+
+
+@pytest.mark.parametrize("kind", ("llama", "gpt2"))
+def test_a_cut_row_is_what_the_cache_holds_and_what_is_counted(kind: str) -> None:
+    family, _, pooled = pooled_of(kind)
+    cut = cut_of(family, pooled, 12, 10)
+    shape = family.shape_of(cut.config)
+    assert sum(p.numel() for p in cut.parameters()) == cost.parameters(shape)
+    rows = family.example(cut.config)
+    with torch.no_grad():
+        whole = cut(rows[:, :9]).logits[:, -1]
+        before = cut(rows[:, :8], use_cache=True).past_key_values
+        after = cut(rows[:, 8:9], past_key_values=before).logits[:, -1]
+        assert torch.allclose(whole, after, atol=1e-5)
+        held = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in before.layers)
+        assert held * shape.element_bytes == cost.kv_bytes_per_token(shape)
+        balance(family, cut)
+        assert torch.allclose(cut(rows[:, :9]).logits[:, -1], whole, atol=1e-5)
+
+
+def test_a_shared_row_keeps_more_of_the_logits_than_rows_of_single_heads() -> None:
+    family, plain, pooled = pooled_of("llama")
+    rows = family.example(plain.config, 8, 24)
+    (one, *_), (both, *_) = (gram.collect(family, model, rows, mlp=False) for model in (plain, pooled))
+    apart = balanced(one["gram_q"], one["gram_k"])[2]
+    together = balanced(both["gram_q"], both["gram_k"])[2]
+    for kept in (2, 4, 8, 12):
+        assert together[0, 2 * kept :].square().sum() < apart[:, kept:].square().sum()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama with the embedded model's tokens."""
+    folder = tmp_path_factory.mktemp("pooled") / "source"
+    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
+    llama.tiny(vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("more", (dict(heal="blockwise", heal_options=("steps=5",)), dict(rounds=2)), ids=str)
+def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path: Path, more: dict[str, Any]) -> None:
+    small = dict(tokens=512, eval_tokens=256, swap_tokens=128, length=64, data="stdlib", pool="all")
+    dossier = api.run(str(source), "kv=50%", tmp_path / "run", **small, **more)
+    assert dossier.plan is not None and all(layer.pooled == 2 for layer in dossier.plan.target.layers)
+    shapes = (dossier.plan.target, dossier.plan.source)
+    assert cost.kv_bytes_per_token(shapes[0]) <= 0.5 * cost.kv_bytes_per_token(shapes[1])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model", trust_remote_code=True)
+    rows = torch.arange(3, 23)[None]
+    with torch.no_grad():
+        again = families.load(str(tmp_path / "run" / "model"))[0]
+        assert torch.allclose(loaded(rows).logits, again(rows).logits, atol=1e-5)
+    assert "--pool all" in (tmp_path / "run" / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "asked, said",
+    (
+        (dict(pool="some"), "how many heads"),
+        (dict(pool="all", portable=True), "--portable"),
+        (dict(pool="all", allow=("qk", "kv_heads")), "--allow"),
+        (dict(pool="all", strategy="svd"), "exact"),
+        (dict(pool="all", budgets=("latency=80%@decode",)), "timed"),
+    ),
+)
+def test_what_pooled_heads_cannot_have_is_refused(asked: dict[str, Any], said: str) -> None:
+    with pytest.raises(HeadwiseError, match=said):
+        Settings(model="embedded", **asked)
