@@ -65,6 +65,8 @@ def test_a_cut_row_is_what_the_cache_holds_and_what_is_counted(kind: str) -> Non
         before = cut(rows[:, :8], use_cache=True).past_key_values
         after = cut(rows[:, 8:9], past_key_values=before).logits[:, -1]
         assert torch.allclose(whole, after, atol=1e-5)
+        short, long = cut(rows[:, :16]).logits, cut(rows).logits[:, :16]  # by rows, and by every head's own keys
+        assert torch.allclose(short, long, atol=1e-5)
         held = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in before.layers)
         assert held * shape.element_bytes == cost.kv_bytes_per_token(shape)
         balance(family, cut)

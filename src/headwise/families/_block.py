@@ -75,9 +75,10 @@ class Block:
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """What the heads put out (B, T, H O), for queries and keys before projection."""
-        q, k = self.attention.project(q, k)
+        q, k = self.attention.looked_up(q, k)
         mask = self.attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
-        return self.attention.own_values(self.attention.attend(q, k, v, mask)[0])
+        found: torch.Tensor = self.attention.attended(q, k, v, mask)[0]
+        return found
 
     def read_out(self) -> torch.Tensor:
         """What the output projection makes of the values that heads read (D, H V): of pooled heads, of a whole row."""

@@ -27,7 +27,10 @@ def watching(
     attention: Callable[..., None] | None = None,
     channels: Callable[[int, torch.Tensor], None] | None = None,
 ) -> Iterator[None]:
-    """Call `attention(layer, q, k, v, z)` after every softmax and `channels(layer, h)` before every down projection."""
+    """Call `attention(layer, q, k, v, z)` after every softmax and `channels(layer, h)` before every down projection.
+
+    Keys and values are those that are cached: pooled heads look at whole rows meanwhile.
+    """
     hooks: list[Any] = []
 
     def see_attention(layer: int) -> Callable[..., None]:
@@ -39,6 +42,7 @@ def watching(
     try:
         for layer, block in enumerate(blocks):
             if attention is not None:
+                block.attention.by_rows = True
                 hooks.append(block.attention.attend.register_forward_hook(see_attention(layer)))
             if channels is not None and block.down is not None:
                 hooks.append(block.down.register_forward_pre_hook(see_channels(layer)))
@@ -46,6 +50,8 @@ def watching(
     finally:
         for hook in hooks:
             hook.remove()
+        for block in blocks:
+            block.attention.by_rows = False
 
 
 def spaced(blocks: torch.Tensor, count: int) -> torch.Tensor:

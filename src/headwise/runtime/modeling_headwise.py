@@ -287,6 +287,7 @@ class TailoredAttention(nn.Module):
         self.pooled = sizes.get("pooled", 1)  # key/value heads of which one row of the cache is made
         self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
+        self.by_rows = False  # whether many queries look at whole rows too, for those who watch
         self.hidden = hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
         made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
         out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
@@ -301,6 +302,8 @@ class TailoredAttention(nn.Module):
         if out is not None:  # some layers keep the output projection elsewhere
             self.o_proj = _linear(out, self.query_heads * self.out_dim, hidden, out.bias is not None)
         self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
+        if self.pooled > 1:
+            self.attend_apart = SoftmaxAttention(self.attend, self.query_heads // self.kv_heads // self.pooled)
         self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
         if self.rotary is None:
             turning = getattr(stock.config, "rope_parameters", None) is not None and getattr(stock, "use_rope", True)
@@ -383,6 +386,29 @@ class TailoredAttention(nn.Module):
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
         return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
 
+    def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as `attended` takes them: keys as they are cached."""
+        if not self._many(q):
+            return self.project(q, k)
+        return q, k if self.qk_dim == self.qk_width else k @ self.k_down_GWK
+
+    def _many(self, q: torch.Tensor) -> bool:
+        """Whether it is less work to make every head's own keys and values of rows than to look at whole rows."""
+        return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
+
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+        """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
+        if not self._many(q):
+            z, weights = self.attend(q, k, v, mask, **kwargs)
+            return self.own_values(z), weights
+        if self.qk_dim < self.qk_width:
+            k = k.unsqueeze(2) @ self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT
+        if self.v_dim < self.v_width:
+            v = v.unsqueeze(2) @ self.v_up_NVO.unflatten(0, (self.kv_heads, -1))
+        apart = (x if x.dim() == 5 else x.unflatten(-1, (self.pooled, -1)).transpose(2, 3) for x in (k, v))
+        z, weights = self.attend_apart(q, *(x.flatten(1, 2) for x in apart), mask, **kwargs)
+        return z.flatten(2), weights
+
     def spread(self, q_BHTW: torch.Tensor) -> torch.Tensor:
         """Queries as wide as the rows of pooled heads: zero beside their own head's part."""
         if self.pooled == 1:
@@ -423,13 +449,13 @@ class TailoredAttention(nn.Module):
             k, v = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
         else:
             q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
-            q, k = self.project(q, k)
+            q, k = self.looked_up(q, k)
             if cache is not None:
                 k, v = _append(cache, k, v, self.layer_idx)
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
-        z, weights = self.attend(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
-        z, output = self.own_values(z), self._modules.get("o_proj")
+        z, weights = self.attended(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
+        output = self._modules.get("o_proj")
         z = z if output is None else output(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
 
@@ -649,7 +675,9 @@ def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
             _introduce(layer.attn, model.config)
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
-            layer.get_submodule(anatomy.attention).attend.scaling *= (index + 1) / (kept[index] + 1)
+            for part in layer.get_submodule(anatomy.attention).modules():
+                if isinstance(part, SoftmaxAttention):
+                    part.scaling *= (index + 1) / (kept[index] + 1)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
     if kind != "timm_wrapper":  # whose models give no attention weights
         _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)

@@ -93,8 +93,9 @@ class LayerShape(Record):
             return self
         if self.pooled > 1 or self.projected or self.kv_heads % heads:
             raise ShapeError(f"{self.kv_heads} key/value heads cannot share rows by {heads}; give a divisor, or all.")
-        widths = {"qk_width": heads * self.qk_width, "qk_dim": heads * self.qk_dim, "v_width": heads * self.v_dim}
-        return replace(self, kv_heads=self.kv_heads // heads, pooled=heads, v_dim=heads * self.v_dim, **widths)
+        qk, v = heads * self.qk_width, heads * self.v_dim
+        rows = replace(self, kv_heads=self.kv_heads // heads, qk_width=qk, qk_dim=qk, v_dim=v)
+        return replace(rows, pooled=heads, v_width=v)
 
     @property
     def gone(self) -> bool:
