@@ -114,7 +114,9 @@ def test_a_rate_is_the_largest_that_a_short_trial_does_not_refuse():
     assert _rate.best(trials, long) == 1e-2, "what a large rate disturbs at first it makes good in a long course"
     assert _rate.best(trials, short) == 3e-3, "but not in one that is no longer than a trial"
     assert _rate.best(trials[:3] + trials[4:], long) == 3e-3
-    assert _rate.best([trial(0.0, 1.0), trial(1e-3, 1.01), trial(3e-3, 1.05)], long) is None
+    harmful = [trial(0.0, 1.0), trial(1e-3, 1.01), trial(3e-3, 1.05)]
+    assert _rate.best(harmful, long) == 3e-3, "nor does harm at first speak against a long one"
+    assert _rate.best(harmful, short) is None
     counted = [
         {"rate": rate, "divergence": 0.1, "loss": loss} for rate, loss in ((0.0, 3.1), (1e-3, 3.0), (3e-3, 3.05))
     ]

@@ -2,9 +2,9 @@
 
 A cut model is near where it should be, and the first steps of Adam move every weight by the whole rate: what trains a
 fresh model ruins a lightly damaged one. So rates are tried from the smallest on, each in a whole small course of its
-own that rises and falls, and judged on rows that are not learned from. A short course prefers low rates, because what
-a high one disturbs at first is made good only later: taken is the highest that is nearly as good as the best, the
-nearer the shorter the course to come is.
+own that rises and falls, and judged on rows that are not learned from. A short course prefers low rates, or none,
+because what a high one disturbs at first is made good only later: taken is the highest that is nearly as good as the
+best, the nearer the shorter the course to come is. What comes out of a course is never worse than its start.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from headwise.errors import HeadwiseError
 from headwise.heal._course import Course
 from headwise.train.loop import FitSettings
 
-RATES = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 STEPS = (4, 50)  # of a trial, at least and at most
 SHARE = 0.03  # of the steps to come
 WARM_UP = 0.3  # share of a trial
@@ -59,10 +59,8 @@ def tried(
 
 
 def best(trials: list[dict[str, float]], settings: FitSettings) -> float | None:
-    """The highest rate that came nearly as near as any; None where every one did harm."""
+    """The highest rate that came nearly as near as any, or as it was near before; None where every one did harm."""
     first = min(trials, key=lambda row: row["loss"])
-    if not first["rate"]:
-        return None
     longer = math.log(settings.steps / steps_of(settings)) / math.log(1 / SHARE)  # 0: as long as a trial
     worse = NEARLY * min(1.0, max(0.0, longer)) * first["divergence"]  # the text's own surprise, if it counts, is not
-    return max(row["rate"] for row in trials if row["loss"] <= first["loss"] + worse)
+    return max(row["rate"] for row in trials if row["loss"] <= first["loss"] + worse) or None
