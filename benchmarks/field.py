@@ -25,10 +25,17 @@ SECTIONS = {  # heading -> result files of one model and one kind of budget
         "field-embedded-kv-10M",
     ],
     "The embedded model, cache, blockwise and distillation on as much text": ["field-embedded-kv-2M"],
+    "The embedded model, cache, heads pooled": [
+        "field-embedded-pooled-75",
+        "field-embedded-pooled-50",
+        "field-embedded-pooled-25",
+    ],
     "The embedded model, parameters": ["field-embedded-params"],
     "stories15M, cache": ["field-stories15M-kv"],
+    "stories15M, cache, heads pooled": ["field-stories15M-pooled"],
     "stories15M, parameters": ["field-stories15M-params"],
     "SmolLM2-135M (Q4_1, dequantised), cache": ["field-smollm2-kv", "field-smollm2-kv25"],
+    "SmolLM2-135M (Q4_1, dequantised), cache, heads pooled": ["field-smollm2-pooled"],
     "SmolLM2-135M (Q4_1, dequantised), parameters": ["field-smollm2-params"],
 }
 DRAWN = ["field-embedded-kv"]
@@ -47,7 +54,8 @@ ONE, ROUNDS = "exact", "exact, 3 rounds"
 INTRO = """Every plan for the same budget, before healing and after each way of healing, on the same text. Cells are the
 change of perplexity on held-out text with half the 95% interval; bold is the lowest of a column and whatever ties with
 it. `svd`, `published`, `magnitude` and `uniform` are what others do (README); `exact` is the solver's plan in one cut,
-`exact, 3 rounds` in three with a refit after each. Distillation here begins from the refitted model
+`exact, 3 rounds` in three with a refit after each. Where heads are pooled (`--pool all`), those of a layer share
+cached rows, and distillation begins from the blockwise healing; elsewhere it begins from the refitted model
 (`blockwise=0`). Two plans tie where they differ by no more than the root of the sum of their squared half intervals,
 which is strict, as both read the same text. Below zero means better than the source on this text: healing also fits a
 model to the kind of text that it is healed on. Tokens count the text that was learned from, and of distillation

@@ -28,10 +28,14 @@ calibration's kind the exact plan costs clearly less than the uniform one, on Wi
 worse, though its predictions stay closer to the source's (KL). At the lower budget no method leaves a model that
 writes well; that takes training, or calibration on text like that which the model will meet."""
 DISTILLED = {
-    "field-embedded-kv-long.json": "embedded (Python code)",
-    "field-embedded-kv-10M.json": "embedded (Python code)",
-    "field-smollm2-kv.json": "SmolLM2-135M (Q4_1, dequantised)",
+    **{
+        f"field-embedded-{part}.json": "embedded (Python code)"
+        for part in ("kv-long", "kv-10M", "pooled-75", "pooled-50", "pooled-25")
+    },
+    **{f"field-stories15M-{part}.json": "stories15M (its own text)" for part in ("kv", "pooled")},
+    **{f"field-smollm2-{part}.json": "SmolLM2-135M (Q4_1, dequantised)" for part in ("kv", "pooled")},
 }
+HEALED = ("none", "refit", "distill")
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -152,25 +156,28 @@ def healing() -> str:
 
 
 def distilled() -> str:
-    """What distillation leaves of a cut, with what it learned from."""
-    lines: dict[tuple[str, float], str] = {}
+    """What distillation leaves of a cut, with what it learned from, for heads by themselves and pooled."""
+    lines: dict[tuple[str, float, bool], str] = {}
     notes = {}
     for file, name in DISTILLED.items():
         result = json.loads((RESULTS / file).read_text())
+        pooled = result["settings"].get("pool", "none") != "none"
         for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
             rows = {row["heal"]: row for row in result["rows"] if row["budget"] == budget and row["plan"] == "exact"}
             kept, after = budget.removeprefix("kv="), rows["distill"]
-            lines[name, -float(kept.rstrip("%"))] = (
-                f"| {name}, {kept} | {_cell(rows['refit'])} | {_cell(after, 2)} | {after['heal_tokens']:,} | "
-                f"{after['seconds']:.0f} |"
-            )
+            cells = [_cell(rows[heal], 2 if heal == "distill" else 1) if heal in rows else "" for heal in HEALED]
+            took = f"{after['heal_tokens']:,} | {after['parameters']:,}"
+            heads = "pooled" if pooled else "by themselves"
+            place = (name, -float(kept.rstrip("%")), pooled)
+            lines[place] = f"| {name}, {kept} | {heads} | {' | '.join(cells)} | {took} |"
         notes[name] = (
             f"- {name}: {result['evaluation_tokens']:,} evaluation tokens, perplexity "
             f"{result['perplexity_before']:.2f} before, {result['hardware']}, {result['date']}."
         )
-    head = ["| model, KV cache kept | refit | distilled | tokens | seconds |", "| --- |" + " --- |" * 4]
+    titles = "model, KV cache kept | heads | no healing | refit | distilled | tokens | parameters"
+    head = [f"| {titles} |", "| --- |" + " --- |" * 6]
     names = list(notes)
-    order = sorted(lines, key=lambda key: (names.index(key[0]), key[1]))
+    order = sorted(lines, key=lambda key: (names.index(key[0]), *key[1:]))
     return "\n".join([*head, *(lines[key] for key in order), "", *notes.values()])
 
 

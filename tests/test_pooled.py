@@ -93,9 +93,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("more", (dict(heal="blockwise", heal_options=("steps=5",)), dict(rounds=2)), ids=str)
-def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path: Path, more: dict[str, Any]) -> None:
-    small = dict(tokens=512, eval_tokens=256, swap_tokens=128, length=64, data="stdlib", pool="all")
+def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path: Path) -> None:
+    small = dict(tokens=512, eval_tokens=256, swap_tokens=128, length=64, data="stdlib")
+    more = dict(pool="all", rounds=2, heal="blockwise", heal_options=("steps=5",))
     dossier = api.run(str(source), "kv=50%", tmp_path / "run", **small, **more)
     assert dossier.plan is not None and all(layer.pooled == 2 for layer in dossier.plan.target.layers)
     shapes = (dossier.plan.target, dossier.plan.source)

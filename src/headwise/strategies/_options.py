@@ -51,7 +51,8 @@ def _menu(
     layer: int, shape: LayerShape, readings: Readings, allowed: set[str], ways: tuple[str, ...], folds: bool
 ) -> LayerMenu:
     def curve(kind: str, unit: str) -> list[tuple[int, float]]:
-        reading = readings.curve(f"damage.{kind}") if unit in allowed else None
+        together = shape.pooled > 1 and unit in ("heads", "kv_heads")  # those that share a row stay
+        reading = readings.curve(f"damage.{kind}") if unit in allowed and not together else None
         return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
 
     qk = [Choice((("qk_width", shape.qk_width), ("qk_dim", shape.qk_dim)), 0.0)]
