@@ -34,6 +34,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
             cli.main()
         except SystemExit as stop:
             assert not stop.code, f"{' '.join(command)}: {capsys.readouterr().err[-500:]}"
+    assert "--pool all" in capsys.readouterr().out, "a run on the cache alone says how to lose less"
 
 
 def test_the_python_lines_run(tmp_path, monkeypatch):
