@@ -105,7 +105,8 @@ def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path
     with torch.no_grad():
         again = families.load(str(tmp_path / "run" / "model"))[0]
         assert torch.allclose(loaded(rows).logits, again(rows).logits, atol=1e-5)
-    assert "--pool all" in (tmp_path / "run" / "report.md").read_text()
+    card = (tmp_path / "run" / "report.md").read_text()
+    assert "--pool all" in card and "shared by 2 key/value heads" in card
 
 
 @pytest.mark.parametrize(

@@ -174,6 +174,8 @@ def way_out(dossier: Dossier) -> str:
         text = (
             "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
         )
+    if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
+        text += f" Rows of the cache are shared by {most} key/value heads each: dimensions of heads are those of a row."
     rivals = [row for row in comparisons(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in rivals if (row.strategy == "portable") != is_portable(dossier)), None)
     if rival is None or dossier.plan is None:
