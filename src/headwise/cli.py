@@ -163,6 +163,7 @@ def probe(
     length: Length = DEFAULT.length,
     trust_remote_code: Remote = False,
     stream: Stream = None,
+    pool: Pool = DEFAULT.pool,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -171,7 +172,7 @@ def probe(
 
     settings = dict(
         budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
-        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code, stream=stream,
+        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code, stream=stream, pool=pool,
     )  # fmt: skip
     with Bars() as track:
         readings = api.probe(model, out, track, overwrite, latency or (), **settings)

@@ -8,7 +8,7 @@ from typing import Any
 from headwise.types import Dossier, Sweep
 
 FOLDER = "DIR"  # the run folder, which the dossier does not know
-PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length")
+PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length", "pool")
 RUN_FLAGS = (
     "data",
     "eval",
