@@ -12,13 +12,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import api, cost, families
 from headwise.cuts import reshape
-from headwise.errors import HeadwiseError
+from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.heal._balance import balance
+from headwise.latencies import tables
 from headwise.linalg import balanced
+from headwise.planning import allocate_in
 from headwise.probes import gram
-from headwise.runfolder import Settings
-from headwise.types import LayerKeep, Plan
+from headwise.report._commands import how_to_make
+from headwise.runfolder import RunFolder, Settings
+from headwise.strategies._options import refuse
+from headwise.stream import line
+from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload
+from headwise.workbench import pooled_heads
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
 
@@ -122,3 +128,44 @@ def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path
 def test_what_pooled_heads_cannot_have_is_refused(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(HeadwiseError, match=said):
         Settings(model="embedded", **asked)
+
+
+@pytest.mark.parametrize(
+    "heads, cut, asked, said",
+    (
+        (2, (), dict(pool="2"), "share rows already"),
+        (1, (8, 8), dict(pool="2"), "cut already"),
+        (2, (12, 10), dict(strategy="svd"), "exact"),
+        (2, (), dict(allow=("qk", "kv_heads")), "--allow"),
+    ),
+)
+def test_a_source_that_cannot_be_pooled_or_is_pooled_already_says_so(
+    heads: int, cut: tuple[int, ...], asked: dict[str, Any], said: str
+) -> None:
+    model = llama.tailor(llama.tiny(), heads)
+    model = cut_of(llama, model, *cut) if cut else model
+    with pytest.raises(HeadwiseError, match=said):
+        pooled_heads(Settings(model="", **asked), llama, model)
+
+
+def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path: Path) -> None:
+    _, _, pooled = pooled_of("llama")
+    shape, folder = llama.shape_of(pooled.config), RunFolder(tmp_path)
+    settings = Settings(model="embedded", pool="all")
+    settings.save(folder.settings_file)
+    Readings("embedded", shape.to_json(), (), (), 0, 0).save(folder.readings_file)
+    for strategy, allow, said in (("svd", ("qk", "v"), "exact"), ("exact", ("qk", "heads"), "--allow")):
+        with pytest.raises(HeadwiseError, match=said):
+            allocate_in(tmp_path, ("kv=50%",), strategy, allow, False, 0)
+    assert "--pool all" in how_to_make(Dossier(settings.to_json(), None, None, None, None), "probe")
+    limit = Budget("kv", "bytes", 1.0, 64, "kv=1%")
+    assert str(refuse(shape, (limit,), (2.0,), ("qk", "v"))).endswith("--allow qk,v,mlp,depth.")
+
+
+def test_pooled_layers_are_neither_timed_nor_streamed(source: Path, tmp_path: Path) -> None:
+    pooled = llama.tailor(families.load(str(source))[0], 2)
+    with pytest.raises(BudgetError, match="not timed"):
+        tables((Workload(length=64),), llama, pooled, ("qk",), None)
+    pooled.save_pretrained(tmp_path)
+    with pytest.raises(HeadwiseError, match="--no-stream"):
+        line.bench_for(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))

@@ -129,6 +129,8 @@ def clock_of(family: Family, model: nn.Module) -> Callable[[Workload], latency.C
 def _refuse(family: Family, model: nn.Module, shape: ModelShape, work: Workload) -> None:
     if any(layer.role for layer in shape.layers):
         raise BudgetError(f"{family.name} models have two stacks, which are not timed yet; use kv, params or flops.")
+    if any(layer.pooled > 1 for layer in shape.layers):
+        raise BudgetError("layers whose heads share rows are not timed yet; use kv, params or flops.")
     if shape.row_tokens is None:
         steps.check_length(family, model.config, work)
 

@@ -28,6 +28,7 @@ from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.workbench import Workbench as Workbench
+from headwise.workbench import pooled_heads
 from headwise.workbench import workbench as workbench
 
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
@@ -172,7 +173,7 @@ def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], t
     else:
         source, _ = families.load(settings.model, processes.begin(settings.device), settings.trust_remote_code)
         family, readings = families.family_of(source.config), Readings.read(folder.readings_file)
-        source = family.tailor(source)
+        source = family.tailor(source, pooled_heads(settings, family, source))
     shape = family.shape_of(source.config)
     asked = [prices.workload(text, shape) for text in latency]
     works = tuple(dict.fromkeys((*prices.workloads(settings.budgets, shape), *asked)))

@@ -18,7 +18,7 @@ def allocate_in(
 ) -> Plan:
     """Read readings.json, decide, write plan.json (an older plan is kept beside it)."""
     folder = RunFolder(out)
-    folder.require()
+    settings = folder.require()
     if not budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
     if not folder.readings_file.exists():
@@ -27,6 +27,9 @@ def allocate_in(
         )
     readings = Readings.read(folder.readings_file)
     shape = ModelShape.from_json(readings.shape, "readings.shape")
+    if any(layer.pooled > 1 for layer in shape.layers):
+        asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable)
+        asked.refuse_to_pool()
     limits = tuple(parse(text, shape, folder.tables()) for text in budgets)
     plan = strategies.allocate(readings, limits, strategy, allow, portable, seed)
     folder.write_plan(plan)

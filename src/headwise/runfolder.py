@@ -66,9 +66,9 @@ class Settings(Record):
         if self.pool not in ("none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
             raise HeadwiseError(f"pool is '{self.pool}'; give none, all, or how many heads share a row, such as 2.")
         if self.pool != "none":
-            self._refuse_to_pool()
+            self.refuse_to_pool()
 
-    def _refuse_to_pool(self) -> None:
+    def refuse_to_pool(self) -> None:
         """What heads that share rows cannot have, and what to do instead."""
         if {"heads", "kv_heads"} & set(self.allow):
             raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")

@@ -61,15 +61,22 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         known = ", ".join((*family.units, "depth"))
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
-    bench = Workbench(family, family.tailor(model, _pooled(settings, family, model.config)), tokenizer, *texts[:4])
+    bench = Workbench(family, family.tailor(model, pooled_heads(settings, family, model)), tokenizer, *texts[:4])
     return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
 
 
-def _pooled(settings: Settings, family: Family, config: Any) -> int:
-    """How many key/value heads share a cached row."""
+def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
+    """How many key/value heads are to share a cached row; of a model whose heads do so already, no more."""
+    shape = family.shape_of(model.config)
+    if pooled := any(layer.pooled > 1 for layer in shape.layers):
+        settings.refuse_to_pool()
     if settings.pool == "none":
         return 1
-    shape = family.shape_of(config)
+    if pooled:
+        raise PlanError("heads of this model share rows already; leave out --pool, or pool those of its source.")
+    turned_less = any(name.endswith("pairs_GP") for name, _ in model.named_buffers())
+    if turned_less or any(layer.projected for layer in shape.layers):
+        raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
     if not shape.cached or any(layer.role for layer in shape.layers):
         raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {family.name}.")
     heads = {layer.kv_heads for layer in shape.layers}

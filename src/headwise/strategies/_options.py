@@ -189,7 +189,8 @@ def refuse(
 
     `smallest` holds the least that each budget can come to when it is the only one; `possible` what could be allowed.
     """
-    more = [unit for unit in possible if unit not in allow]
+    pooled = ("heads", "kv_heads") if any(layer.pooled > 1 for layer in source.layers) else ()  # which go only together
+    more = [unit for unit in possible if unit not in (*allow, *pooled)]
     hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
     for budget, least in zip(budgets, smallest, strict=True):
         if least > budget.limit:

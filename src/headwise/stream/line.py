@@ -99,6 +99,8 @@ def bench_for(settings: Settings, track: Track = silently) -> Bench:
     _refuse(settings)
     where = _folder(settings.model)
     source = Streamed(where, device, settings.trust_remote_code)
+    if any(layer.pooled > 1 for layer in source.shape.layers):
+        raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
     with families.explained(settings.model), families.quietly():
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
     texts = read_texts(settings, source.family, source.config, tokenizer, Causal(), None, track)
