@@ -164,8 +164,6 @@ def probed(
 
 def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], track: Track = silently) -> Readings:
     """The probe stage alone: readings, and tables of what is to be timed."""
-    if latency and settings.pool != "none":
-        raise PlanError("pooled layers are not timed yet; leave out --latency or --pool.")
     if not (latency and folder.readings_file.exists()):
         bench = workbench(settings, track)
         family, source = bench.family, bench.source
