@@ -29,6 +29,8 @@ from headwise.types import (
     write_atomically,
 )
 
+POOLING = ("exact", "uniform", "depth")  # strategies that know rows which heads share
+
 
 @dataclass(frozen=True, slots=True)
 class Settings(Record):
@@ -74,8 +76,8 @@ class Settings(Record):
             raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")
         if self.portable:
             raise HeadwiseError("stock code has no rows that heads share; leave out --portable or --pool.")
-        if self.strategy not in (known := ("exact", "uniform", "depth")):
-            raise HeadwiseError(f"pooled heads are allocated by {', '.join(known)}; leave out --pool for others.")
+        if self.strategy not in POOLING:
+            raise HeadwiseError(f"pooled heads are allocated by {', '.join(POOLING)}; leave out --pool for others.")
         if any(text.strip().startswith("latency") for text in self.budgets):
             raise HeadwiseError("pooled layers are not timed yet; limit kv, params or flops, or leave out --pool.")
 
@@ -199,8 +201,9 @@ def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict
     names = ["exact", "uniform", "taper"]
     names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
     names += ["depth"] if "depth" in settings.allow and readings.curve("damage.depth") else []
+    pooled = any(layer.pooled > 1 for layer in plan.source.layers)
     for name in names:
-        if name == plan.strategy and not plan.portable:
+        if (name == plan.strategy and not plan.portable) or (pooled and name not in POOLING):
             continue
         try:
             other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)

@@ -82,6 +82,10 @@ def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
     heads = {layer.kv_heads for layer in shape.layers}
     if settings.pool == "all" and len(heads) > 1:
         raise PlanError("layers of this model have different numbers of key/value heads; give --pool a number.")
+    if heads == {1}:
+        raise PlanError(
+            "layers of this model have one key/value head each: there is none to share with; leave out --pool."
+        )
     return max(heads) if settings.pool == "all" else int(settings.pool)
 
 
