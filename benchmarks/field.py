@@ -229,6 +229,10 @@ def section(heading: str, results: list[dict[str, Any]]) -> list[str]:
         lines += [*table(rows, budget), ""]
     for text in (against_exact(rows), against_rounds(rows)):
         lines += [f"- {text[0]}", *text[1:]] if text else []
+    idle = [row for row in rows if row["heal"] == "distill" and not row["rate"]]
+    if idle:
+        named = ", ".join(f"{row['budget']} {row['plan']}" for row in idle)
+        lines.append(f"- No rate of distillation helped, so that it left models as they were before it: {named}.")
     tasks = zero_shot(results)
     lines += ["", *tasks] if tasks else []
     return [*lines, "", *(f"- {about(result)}" for result in results), ""]

@@ -42,7 +42,7 @@ from headwise.errors import HeadwiseError
 from headwise.heal import stages
 from headwise.heal._job import Job
 from headwise.probes._watch import silently
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import POOLING, RunFolder, Settings
 from headwise.types import LayerShape, write_atomically
 
 PLANS: dict[str, dict[str, Any]] = {
@@ -311,7 +311,8 @@ def main() -> None:
         return
     if not (asked["model"] and asked["budget"]):
         parser.error("give a model and at least one --budget, or results to --join")
-    plans, healings = asked.pop("plan") or DEFAULT_PLANS, asked.pop("heal") or list(HEALINGS)
+    known = [name for name in DEFAULT_PLANS if asked["pool"] == "none" or PLANS[name]["strategy"] in POOLING]
+    plans, healings = asked.pop("plan") or known, asked.pop("heal") or list(HEALINGS)
     tasks = Asked(asked.pop("zero_shot"), asked.pop("zero_shot_most"), tuple(asked.pop("zero_shot_heal") or HEALINGS))
     budgets, options, allow = tuple(asked.pop("budget")), tuple(asked.pop("heal_option")), asked.pop("allow")
     more = {"allow": tuple(allow.split(","))} if allow else {}

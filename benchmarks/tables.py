@@ -155,30 +155,34 @@ def healing() -> str:
     return "\n".join([*lines, "", *notes])
 
 
+def _told(name: str, result: dict[str, Any]) -> str:
+    tokens, before = result["evaluation_tokens"], result["perplexity_before"]
+    return f"- {name}: {tokens:,} evaluation tokens, perplexity {before:.2f} before, {result['hardware']}"
+
+
 def distilled() -> str:
     """What distillation leaves of a cut, with what it learned from, for heads by themselves and pooled."""
     lines: dict[tuple[str, float, bool], str] = {}
-    notes = {}
+    notes: dict[str, list[str]] = {}
     for file, name in DISTILLED.items():
         result = json.loads((RESULTS / file).read_text())
         pooled = result["settings"].get("pool", "none") != "none"
+        heads = "pooled" if pooled else "by themselves"
         for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
             rows = {row["heal"]: row for row in result["rows"] if row["budget"] == budget and row["plan"] == "exact"}
             kept, after = budget.removeprefix("kv="), rows["distill"]
             cells = [_cell(rows[heal], 2 if heal == "distill" else 1) if heal in rows else "" for heal in HEALED]
             took = f"{after['heal_tokens']:,} | {after['parameters']:,}"
-            heads = "pooled" if pooled else "by themselves"
+            cells[-1] += "" if after["rate"] else " (no rate helped: as blockwise left it)"
             place = (name, -float(kept.rstrip("%")), pooled)
             lines[place] = f"| {name}, {kept} | {heads} | {' | '.join(cells)} | {took} |"
-        notes[name] = (
-            f"- {name}: {result['evaluation_tokens']:,} evaluation tokens, perplexity "
-            f"{result['perplexity_before']:.2f} before, {result['hardware']}, {result['date']}."
-        )
+        said = f"{heads} on {result['healing_tokens']:,} different tokens, {result['date']}"
+        notes.setdefault(name, [_told(name, result)]).append(said)
     titles = "model, KV cache kept | heads | no healing | refit | distilled | tokens | parameters"
     head = [f"| {titles} |", "| --- |" + " --- |" * 6]
     names = list(notes)
     order = sorted(lines, key=lambda key: (names.index(key[0]), *key[1:]))
-    return "\n".join([*head, *(lines[key] for key in order), "", *notes.values()])
+    return "\n".join([*head, *(lines[key] for key in order), "", *("; ".join(note) + "." for note in notes.values())])
 
 
 def speed() -> str:

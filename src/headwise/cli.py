@@ -16,7 +16,7 @@ from headwise.bars import Bars, speaks
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.fast.command import command as kernels
-from headwise.runfolder import Settings
+from headwise.runfolder import POOLING, Settings
 from headwise.search.command import command as search
 from headwise.train import command as training
 from headwise.types import UNITS
@@ -315,6 +315,8 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
 def _could_pool(dossier: Any) -> bool:
     """Whether only the cache was limited, of a decoder with several key/value heads that keep rows of their own."""
     plan, layers = dossier.plan, dossier.plan.source.layers
+    if plan.strategy not in POOLING:
+        return False
     apart = all(layer.kv_heads > 1 and layer.pooled == 1 and not layer.role for layer in layers)
     only_kv = bool(plan.budgets) and all(budget.name == "kv" for budget in plan.budgets)
     return apart and only_kv and plan.source.cached and not dossier.settings.get("portable")

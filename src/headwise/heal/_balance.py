@@ -28,19 +28,16 @@ def balance(family: Family, model: nn.Module) -> None:
 
 
 def _balance_values(block: Block) -> None:
-    attention = block.attention
+    attention, output = block.attention, block.output.weight
     groups, size = attention.kv_heads, attention.v_dim
     values = attention.v_proj.weight.view(groups, size, -1)
     if attention.pooled > 1:
-        readers = attention.v_up_NVO.view(groups, attention.pooled, size, -1).transpose(2, 3).flatten(1, 2)
+        readers = attention.v_up_NVO.view(groups, attention.pooled, size, -1).transpose(2, 3)
     else:
-        readers = block.output.weight.view(len(block.output.weight), groups, -1, size).permute(1, 0, 2, 3).flatten(1, 2)
-    factor = _between(values.square().mean(-1), readers.square().mean(1))
+        readers = output.view(len(output), groups, -1, size).transpose(0, 1)
+    factor = _between(values.square().mean(-1), readers.square().mean((1, 2)))
     values.mul_(factor[..., None])
-    if attention.pooled > 1:
-        attention.v_up_NVO.view(groups, attention.pooled, size, -1).div_(factor[:, None, :, None])
-    else:
-        block.output.weight.view(len(block.output.weight), groups, -1, size).div_(factor[:, None])
+    readers.div_(factor[:, None, None])
     if attention.v_proj.bias is not None:
         attention.v_proj.bias.view(groups, size).mul_(factor)
 
