@@ -75,6 +75,10 @@ Tokens = Annotated[int, typer.Option(help="Calibration tokens; an image counts a
 EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
 SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measured; 0: predicted only.")]
 Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
+Context = Annotated[
+    int | None,
+    typer.Option(help="Tokens of context that will be served; the model's own if not given, at most 32k."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
 Stream = Annotated[
@@ -106,6 +110,7 @@ def run(
     eval_tokens: EvalTokens = DEFAULT.eval_tokens,
     swap_tokens: SwapTokens = DEFAULT.swap_tokens,
     length: Length = DEFAULT.length,
+    context: Context = None,
     trust_remote_code: Remote = False,
     stream: Stream = None,
     pool: Pool = DEFAULT.pool,
@@ -118,7 +123,7 @@ def run(
     settings = dict(
         data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
         heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
-        tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length,
+        tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length, context=context,
         trust_remote_code=trust_remote_code, stream=stream, pool=pool,
     )  # fmt: skip
     with Bars() as track:
@@ -161,6 +166,7 @@ def probe(
     tokens: Tokens = DEFAULT.tokens,
     swap_tokens: SwapTokens = DEFAULT.swap_tokens,
     length: Length = DEFAULT.length,
+    context: Context = None,
     trust_remote_code: Remote = False,
     stream: Stream = None,
     pool: Pool = DEFAULT.pool,
@@ -172,7 +178,8 @@ def probe(
 
     settings = dict(
         budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
-        swap_tokens=swap_tokens, length=length, trust_remote_code=trust_remote_code, stream=stream, pool=pool,
+        swap_tokens=swap_tokens, length=length, context=context, trust_remote_code=trust_remote_code, stream=stream,
+        pool=pool,
     )  # fmt: skip
     with Bars() as track:
         readings = api.probe(model, out, track, overwrite, latency or (), **settings)

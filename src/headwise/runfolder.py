@@ -29,6 +29,7 @@ from headwise.types import (
     write_atomically,
 )
 
+LONGEST_CONTEXT = 32_768  # unless a longer one is asked for
 POOLING = ("exact", "uniform", "depth")  # strategies that know rows which heads share
 
 
@@ -53,6 +54,7 @@ class Settings(Record):
     eval_tokens: int = 32_768
     swap_tokens: int = 4_096  # 0: prices are predicted, not measured
     length: int = 512  # of a block of text, at most what the model takes
+    context: int | None = None  # tokens that will be served; None: what the model takes, at most LONGEST_CONTEXT
     trust_remote_code: bool = False
     recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
@@ -62,6 +64,8 @@ class Settings(Record):
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
             if getattr(self, name) < least:
                 raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
+        if self.context is not None and self.context < 8:
+            raise HeadwiseError(f"context is {self.context}; it is the number of tokens served, at least 8.")
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
@@ -85,6 +89,14 @@ class Settings(Record):
         """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
         return ours == theirs and replace(self, heal_options=()) == replace(before, heal_options=())
+
+    def served(self, longest: int) -> int:
+        """Tokens of context that the result must hold for; `longest` is what the model takes."""
+        if self.context is not None and self.context > longest:
+            raise HeadwiseError(
+                f"the context is {self.context:,} tokens and the model takes {longest:,}; lower --context."
+            )
+        return self.context or min(longest, LONGEST_CONTEXT)
 
     @property
     def only_kv(self) -> bool:

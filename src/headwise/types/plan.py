@@ -78,6 +78,7 @@ class Plan(Record):
     gap: float = 0.0  # between the plan and the solver's proven bound, relative
     portable: bool = False
     frontier: tuple[Point, ...] = ()
+    context: int = 0  # tokens of context that it was made for; 0: not known
 
     def __post_init__(self) -> None:
         if not len(self.source.layers) == len(self.target.layers) == len(self.keep):
