@@ -66,7 +66,8 @@ def probe(
     `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`.
     """
     start = time.perf_counter()
-    family, task, mlp = bench.family, bench.task, not settings.only_kv and "mlp" in settings.allow
+    family, task = bench.reader(settings.seed), bench.task
+    mlp = not settings.only_kv and "mlp" in settings.allow
     moments = gram.collect(family, model, bench.inputs(bench.calibration, settings.seed), mlp, track)
     seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
     rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
@@ -93,6 +94,7 @@ def probe(
         orders=tuple(orders),
         tokens=data.count_tokens(bench.calibration, task.row_tokens),
         seed=settings.seed,
+        context=bench.context,
         seconds=time.perf_counter() - start,
     )
     return readings, moments
@@ -107,7 +109,7 @@ def _cutting(
     rows: torch.Tensor,
 ) -> Callable[[int, LayerShape], nn.Module]:
     """What cuts one layer to a size, and heals it on rows where the run heals."""
-    family, shapes = bench.family, bench.family.shape_of(model.config).layers
+    family, shapes = bench.reader(settings.seed), bench.family.shape_of(model.config).layers
     healer = LayerHealer(family, model, rows, bench.task.refit_strength) if settings.heal != "none" else None
 
     def cut(index: int, target: LayerShape) -> nn.Module:
@@ -122,7 +124,7 @@ def _removing(
     settings: Settings, bench: Workbench, model: nn.Module, rows: torch.Tensor
 ) -> Callable[[tuple[int, ...]], nn.Module]:
     """What builds the model without some layers, and heals it on rows where the run heals."""
-    family, shapes = bench.family, bench.family.shape_of(model.config).layers
+    family, shapes = bench.reader(settings.seed), bench.family.shape_of(model.config).layers
 
     def remove(gone: tuple[int, ...]) -> nn.Module:
         left = tuple(GONE if index in gone else layer for index, layer in enumerate(shapes))
@@ -228,7 +230,8 @@ def fit(
 
 def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> float:
     """Damage to expect of a model, from text of the calibration's kind that nothing was fitted to."""
-    found = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
+    family, seed = bench.reader(settings.seed), settings.seed
+    found = quality.compare(family, bench.source, model, bench.rehearsal, task=bench.task, seed=seed)
     return found.expected_damage()
 
 

@@ -33,6 +33,11 @@ class Workbench(NamedTuple):
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
     more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
     spread: bool = False  # whether gradients are computed on all GPUs together, for a model that fits on none
+    context: int = 0  # tokens that will be served
+
+    def reader(self, seed: int) -> Family:
+        """The family as calibration reads with it: rows begin at positions all over the context that is served."""
+        return self.family.offset(self.context, seed)
 
     def inputs(self, tokens: torch.Tensor, seed: int) -> torch.Tensor:
         """Blocks of text as the model reads them in its task."""
@@ -43,7 +48,19 @@ class Workbench(NamedTuple):
         text, held = (self.task.prepare(rows, settings.seed) for rows in (self.calibration, self.rehearsal))
         options = Options.parse(settings.heal_options)
         more = None if self.more is None else self.task.prepare(self.more, settings.seed)
-        return Job(self.family, self.task, self.source, cut, text, held, settings.seed, track, folder, options, more)
+        return Job(
+            self.reader(settings.seed),
+            self.task,
+            self.source,
+            cut,
+            text,
+            held,
+            settings.seed,
+            track,
+            folder,
+            options,
+            more,
+        )
 
 
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
@@ -62,7 +79,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     bench = Workbench(family, family.tailor(model, pooled_heads(settings, family, model)), tokenizer, *texts[:4])
-    return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
+    context = settings.served(family.longest(model.config))
+    return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large, context=context)
 
 
 def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
@@ -108,7 +126,7 @@ def read_texts(
     settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
 ) -> Texts:
     """Cut the text into blocks; `model` is None where it is too large to write any itself."""
-    length = min(settings.length, family.longest(config))
+    length = family.row_length(settings.length, settings.served(family.longest(config)))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
     source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
     # A CPU would write for hours what a healing reads.

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._family import Block, Family
+from headwise.families._family import Block, Family, repeated
 from headwise.registry import find, names
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import (
@@ -41,6 +41,7 @@ __all__ = [
     "load",
     "locate",
     "quietly",
+    "repeated",
     "task_of",
 ]
 

@@ -102,7 +102,7 @@ class Encoder(Family):
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments that the model hands each layer for unpadded rows of any length: they need no mask."""
-        found = super().layer_contexts(model, self.unpadded(ids[:1]))
+        found = super().layer_contexts(model, self.unpadded(ids))
         return [{**context, "attention_mask": None} for context in found]
 
     def tiny(self, model_type: str, head: str = MASKED, **changes: Any) -> nn.Module:

@@ -306,13 +306,23 @@ class Family(Reader, ABC):
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """The keyword arguments (mask, positions) that the model hands each layer for one unpadded row."""
+        """The keyword arguments (mask, positions) that the model hands each layer for unpadded rows.
+
+        Those of one row serve all, but where every row begins at a position of its own.
+        """
         drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
-        found = self._handed(model, ids[:1], len(self.layers(model)))
-        return [{k: v for k, v in context.items() if k not in drop} for _, context in found]
+        ids = ids if self.context else ids[:1]
+        found = self._handed(model, ids, len(self.layers(model)))
+        contexts = [{k: v for k, v in context.items() if k not in drop} for _, context in found]
+        for context in contexts:
+            if isinstance(mask := context.get("attention_mask"), torch.Tensor):
+                context["attention_mask"] = mask[:1]  # whole rows of one length have the same
+        return contexts
 
     def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
-        """`layer_contexts` for batches of rows: one for all of the same length."""
+        """`layer_contexts` for batches of rows: one for all of the same length, if they all begin at one position."""
+        if self.context:
+            return [self.layer_contexts(model, part) for part in parts]
         made = {part.shape[1:]: part for part in parts}
         found = {length: self.layer_contexts(model, part) for length, part in made.items()}
         return [found[part.shape[1:]] for part in parts]
@@ -322,6 +332,14 @@ class Family(Reader, ABC):
         out = self.layers(model)[index](stream, **context)
         first: torch.Tensor = out[0] if isinstance(out, tuple) else out
         return first
+
+
+def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
+    """What a layer is handed for rows, for so many copies of them one after the other."""
+    tables = context.get("position_embeddings")
+    if tables is None or tables[0].shape[0] == 1:
+        return context
+    return {**context, "position_embeddings": tuple(table.repeat(times, 1, 1) for table in tables)}
 
 
 def unsettled(model: nn.Module) -> nn.Module:

@@ -35,6 +35,7 @@ class Rotary(Family):
     """Answers as Llama does; a family says where its models differ."""
 
     portable = True
+    relative = True
     small: ClassVar[dict[str, Any]] = {}  # its tiny model, where not as `SMALL`; none: its stock default
 
     def head_dim(self, config: Any) -> int:

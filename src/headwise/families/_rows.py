@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+import copy
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
@@ -12,6 +13,36 @@ class Reader:
     """What a family says about the rows that its models read."""
 
     quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
+    relative: ClassVar[bool] = (
+        False  # whether rotary positions are all that tells places apart: rows may begin anywhere
+    )
+    context = 0  # tokens of context over which rows begin; 0: every row begins at the first position
+    seed = 0  # random seed of where rows begin
+
+    def offset(self, context: int, seed: int = 0) -> Self:
+        """The same family, whose rows begin at random positions of a context.
+
+        Rotary attention sees differences of positions alone, so a model's answers stay the same. But queries and keys
+        after rotary depend on the position: whatever is fitted to them must see all positions that will be served.
+        A row's position follows from its tokens, so that every model and every stage reads it at the same place.
+        """
+        if not self.relative:
+            return self
+        found = copy.copy(self)
+        found.context, found.seed = context, seed
+        return found
+
+    def row_length(self, length: int, served: int) -> int:
+        """Tokens of a row of text: `length` where rows may begin anywhere, else all that is served."""
+        return min(length, served) if self.relative else served
+
+    def positions(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Where the tokens of rows stand, by name; nothing where every row begins at the first position."""
+        room = self.context - rows.shape[1]
+        if room <= 0:
+            return {}
+        start = _hashed(rows, self.seed) % (room + 1)
+        return {"position_ids": start[:, None] + torch.arange(rows.shape[1], device=rows.device)}
 
     def row_tokens(self, config: Any, rows: torch.Tensor) -> int | None:
         """Tokens that a row makes where it does not consist of them: the patches of an image."""
@@ -23,7 +54,7 @@ class Reader:
 
     def call(self, model: nn.Module, rows: torch.Tensor) -> Any:
         """A forward pass of a model or of its body. Rows are unpadded tokens unless a family says otherwise."""
-        return model(**self.arguments(rows), **self.quiet)
+        return model(**self.arguments(rows), **self.positions(rows), **self.quiet)
 
     def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Rows as a model takes them, by name; what the model writes comes last."""
@@ -66,6 +97,10 @@ class Reader:
 class ImageReader(Reader):
     """The same for models of images."""
 
+    def row_length(self, length: int, served: int) -> int:
+        """Images have the length that they have."""
+        return min(length, served)
+
     def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
         """Images by their name."""
         return {"pixel_values": rows}
@@ -77,3 +112,12 @@ class ImageReader(Reader):
     def unpadded(self, rows: torch.Tensor) -> torch.Tensor:
         """Images have no end to be cut off."""
         return rows
+
+
+def _hashed(rows_BT: torch.Tensor, seed: int) -> torch.Tensor:
+    """A number below 2**31 for every row of tokens: the same on every device, and nothing waits for it."""
+    place = torch.arange(1, rows_BT.shape[1] + 1, device=rows_BT.device)
+    found = ((rows_BT + 1) * (place * 0x9E3779B1 + 2 * seed + 1)).sum(1)
+    for shift in (29, 32):  # products wrap around
+        found = (found ^ (found >> shift)) * 0x2545F4914F6CDD1D
+    return (found >> 32) & 0x7FFFFFFF

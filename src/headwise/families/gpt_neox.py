@@ -22,6 +22,7 @@ class GPTNeoX(Plain):
     model_types = ("gpt_neox",)
     summary = "Pythia, GPT-NeoX, Dolly, RedPajama-INCITE"
     folds = False
+    relative = True
     width_setting = "intermediate_size"
     small = dict(
         hidden_size=64,

@@ -30,6 +30,7 @@ class ModernBert(Encoder):
     model_types = ("modernbert",)
     summary = "ModernBERT, and sentence embeddings made of it"
     keeps_first = True
+    relative = True
     renamed = {".attn.Wo.": ".attn.o_proj.", ".mlp.Wo.": ".mlp.down_proj."}
 
     def sizes(self, config: Any) -> tuple[int, int, int]:
@@ -90,7 +91,7 @@ class ModernBert(Encoder):
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments that the model hands each layer for rows as long as these; shorter ones use a part."""
-        return Family.layer_contexts(self, model, ids[:1].clamp_min(0))
+        return Family.layer_contexts(self, model, ids.clamp_min(0))
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the model's head makes of the stream after the last layer; the normed stream without one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from headwise.errors import PlanError
 from headwise.registry import find, names
 from headwise.strategies._options import keep_for, ways
@@ -24,7 +26,7 @@ def allocate(
     source = ModelShape.from_json(readings.shape, "readings.shape")
     module = find("headwise.strategies", "portable" if portable else strategy)
     plan: Plan = module.allocate(source, readings, budgets, allow, seed)
-    return plan
+    return replace(plan, context=readings.context)
 
 
 def blind(strategy: str) -> bool:

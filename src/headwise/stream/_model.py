@@ -125,8 +125,14 @@ class Streamed(Frame):
     @contextmanager
     def _knowing(self, ids: torch.Tensor) -> Iterator[None]:
         """The input table with the rows of these tokens alone."""
-        module = self.model.get_input_embeddings()
         rows = self.files.rows(self.places[self.table], ids, torch.float32).to(self.device)
+        with self._embedding(rows):
+            yield
+
+    @contextmanager
+    def _embedding(self, rows: torch.Tensor) -> Iterator[None]:
+        """These rows as the input table."""
+        module = self.model.get_input_embeddings()
         module.weight = nn.Parameter(rows, requires_grad=False)
         try:
             yield
@@ -141,10 +147,15 @@ class Streamed(Frame):
             return self.family.embed(self.model, place.to(self.device))
 
     @torch.no_grad()
-    def contexts(self, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
-        """What the model hands its layers beside the stream, for batches of rows."""
-        with self._knowing(torch.zeros(1, dtype=torch.int64)), _passing(self.layers), families.quietly():
-            return self.family.contexts(self.model, [torch.zeros_like(p, device=self.device) for p in parts])
+    def contexts(self, parts: Sequence[torch.Tensor], reader: Family | None = None) -> list[list[dict[str, Any]]]:
+        """What the model hands its layers beside the stream, for batches of rows; `reader` may let rows begin anywhere.
+
+        Streams do not matter for it, so every token has the same embedding, which takes no memory.
+        """
+        words, width = self.files.entries[self.places[self.table]].shape
+        blank = torch.zeros(1, 1, device=self.device).expand(words, width)
+        with self._embedding(blank), _passing(self.layers), families.quietly():
+            return (reader or self.family).contexts(self.model, [part.to(self.device) for part in parts])
 
 
 class _Head(nn.Module):

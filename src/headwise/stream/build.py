@@ -62,16 +62,18 @@ class _Rows:
 class Build:
     """A model on its way from a source and a plan to a folder."""
 
-    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None) -> None:
+    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, seed: int = 0) -> None:
         if source.shape.layers != plan.source.layers:
             raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
         if plan.portable or any(layer.gone for layer in plan.target.layers):
             raise PlanError("a streamed model can lose no whole layers and has no portable form; allocate without.")
         self.source, self.plan = source, plan
+        self.reader = source.family.offset(plan.context, seed)
         self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
         self.parts = [] if rows is None else batches(rows)
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
+        key["seed"] = seed
         self.shelf = Shelf(self.work, key, source.device)
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
@@ -95,7 +97,7 @@ class Build:
                 for side in ("source", "cut"):
                     self.shelf.put(0, f"{side}.{number}", source.embed(part))
             self.shelf.complete(0)
-        contexts = source.contexts(self.parts)
+        contexts = source.contexts(self.parts, self.reader)
         for index in track(range(start, len(source.layers)), "refit" if self.parts else "reshape"):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
@@ -184,10 +186,11 @@ def build(
     tokenizer: Any,
     rows: torch.Tensor | None = None,
     track: Track = silently,
+    seed: int = 0,
 ) -> dict[str, Any]:
     """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did."""
     start = time.perf_counter()
-    work = Build(source, plan, folder, rows)
+    work = Build(source, plan, folder, rows, seed)
     gains = work.run(track)
     work.finish(tokenizer, out)
     if rows is None:

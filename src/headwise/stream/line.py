@@ -131,7 +131,8 @@ def probe(settings: Settings, folder: RunFolder, bench: Bench, track: Track = si
     if not folder.readings_file.exists():
         mlp = not settings.only_kv and "mlp" in settings.allow
         pairs = not settings.only_kv or settings.strategy == "published"
-        asked = probing.Wanted(settings.model, settings.seed, mlp, pairs, settings.swap_tokens)
+        context = settings.served(bench.source.family.longest(bench.source.config))
+        asked = probing.Wanted(settings.model, settings.seed, mlp, pairs, settings.swap_tokens, context)
         found = probing.probe(bench.source, bench.texts.calibration, asked, folder.streaming, track)
         found.save(folder.readings_file)
     return Readings.read(folder.readings_file)
@@ -149,7 +150,7 @@ def build(
     elif not (probing.moments_file(folder.streaming, 0).exists() or strategies.blind(plan.strategy)):
         raise PlanError(f"{folder.path} holds no moments of a streamed model; probe it again with --stream.")
     rows, work = bench.texts.calibration if settings.heal == "refit" else None, folder.streaming
-    healing = building.build(bench.source, plan, work, folder.model, bench.tokenizer, rows, track)
+    healing = building.build(bench.source, plan, work, folder.model, bench.tokenizer, rows, track, settings.seed)
     folder.write_json(folder.heal_file, healing)
     for stale in (folder.verdict_file, folder.report_file):
         stale.unlink(missing_ok=True)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from headwise.data import batches, count_tokens, places
+from headwise.families import repeated
 from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
@@ -39,6 +40,7 @@ class Wanted(NamedTuple):
     mlp: bool = False  # also prices and moments of MLP channels
     pairs: bool = False  # also prices of rotary pairs
     few: int = 4_096  # tokens that errors and gains are measured on; 0: no gains
+    context: int = 0  # tokens over which rows begin
 
 
 class Walk:
@@ -61,7 +63,8 @@ class Walk:
                 for number, part in enumerate(parts):
                     self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
             self.shelf.complete(0)
-        contexts, few = self.source.contexts(self.parts), self.source.contexts(self.few)
+        reader = self.source.family.offset(self.wanted.context, self.wanted.seed)
+        contexts, few = (self.source.contexts(parts, reader) for parts in (self.parts, self.few))
         for index in track(range(start, self.count), "layers, one at a time"):
             with self.source.layer(index) as layer, torch.no_grad():
                 self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
@@ -92,7 +95,8 @@ class Walk:
         together = max(1, TOGETHER // self.few[number].numel())
         for start in range(0, len(names), together):
             some = names[start : start + together]
-            stacks = self.source.run(index, torch.cat([self.shelf.get(index, name) for name in some]), context)
+            streams = torch.cat([self.shelf.get(index, name) for name in some])
+            stacks = self.source.run(index, streams, repeated(context, len(some)))
             for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
                 self.shelf.put(index + 1, name, stream)
 
@@ -150,6 +154,7 @@ def probe(source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, 
         orders=tuple(layer.orders for layer in layers),
         tokens=count_tokens(tokens),
         seed=wanted.seed,
+        context=wanted.context,
         seconds=time.perf_counter() - start,
     )
 

@@ -51,6 +51,7 @@ class Readings(Record):
     tokens: int
     seed: int
     seconds: float = 0.0
+    context: int = 0  # tokens of context that it is for; 0: not known
     depth: tuple[int, ...] = ()  # layers in the order in which whole layers would go, as far as that was measured
 
     def curve(self, kind: str) -> Reading | None:
