@@ -14,7 +14,7 @@ class Reader:
 
     quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
     relative: ClassVar[bool] = (
-        False  # whether rotary positions are all that tells places apart: rows may begin anywhere
+        False  # whether positions are rotary alone, so that a row may begin anywhere
     )
     context = 0  # tokens of context over which rows begin; 0: every row begins at the first position
     seed = 0  # random seed of where rows begin
