@@ -15,7 +15,7 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import data, families, heal, latencies, processes, rounds, strategies
-from headwise.checks import exactness, quality, speed
+from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, OutputError, PlanError
 from headwise.heal.refit import LayerHealer, refit
@@ -27,6 +27,7 @@ from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
+from headwise.types.verdict import MAX_LOSS, damage_limit
 from headwise.workbench import Workbench as Workbench
 from headwise.workbench import pooled_heads
 from headwise.workbench import workbench as workbench
@@ -298,14 +299,17 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
     rows, seed = bench.evaluation, settings.seed
+    source = bench.family.shape_of(bench.source.config)
+    plan = exactness.priced_again(plan, source)
     found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
-    checks = exactness.count_checks(cut, plan)
+    checks = exactness.count_checks(cut, plan, source)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
+    max_loss = settings.max_loss or MAX_LOSS
     verdict = Verdict(
         quality=found.summary(settings.seed),
-        size=exactness.sizes(cut, plan.source),
+        size=exactness.sizes(cut, source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
             "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
@@ -318,6 +322,20 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         tokens=data.count_tokens(bench.evaluation, bench.task.row_tokens),
         machine=speed.machine(bench.source.device, runtime),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        max_loss=max_loss,
+        limit=damage_limit(max_loss, bench.task.divergence_name),
+        **_by_length(settings, bench, cut, track)._asdict(),
     )
     verdict.save(folder.verdict_file)
     return verdict
+
+
+def _by_length(settings: Settings, bench: Workbench, cut: nn.Module, track: Track) -> certificate.Found:
+    """Quality and retrieval up to the context that will be served; nothing of models that read no growing text."""
+    if not bench.task.has_past:
+        return certificate.Found()
+    config = bench.source.config
+    longest = bench.family.longest(config)
+    sizes = min(settings.length, longest), settings.served(longest), settings.eval_tokens
+    asked = certificate.rows_for(config, bench.tokenizer, bench.long, *sizes, settings.seed)
+    return certificate.measure(bench.family, bench.source, cut, asked, settings.seed, track)
