@@ -218,19 +218,20 @@ def fit(
             moments = blind_moments(bench.family, model)
         model = reshape(bench.family, model, step, moments)
         if settings.heal != "none":
-            work, before = folder and folder.round(number).healing, _rehearsed(settings, bench, model)
-            model, healing = heal.healed(settings.heal, bench.job(settings, model, track, work))
-            healings.append({**healing, "rehearsed_before": before})
+            work = folder and folder.round(number).healing
+            job = bench.job(settings, model, track, work)
+            model, healing = heal.healed(settings.heal, job, lambda found: _rehearsed(settings, bench, found))
+            healings.append(healing)
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    return Fitted(model, total, healings, _rehearsed(settings, bench, model))
+    last = healings[-1]["rehearsed"] if healings else _rehearsed(settings, bench, model).expected_damage()
+    return Fitted(model, total, healings, last)
 
 
-def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> float:
-    """Damage to expect of a model, from text of the calibration's kind that nothing was fitted to."""
-    found = quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
-    return found.expected_damage()
+def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> quality.Comparison:
+    """How a model does on text of the calibration's kind that nothing was fitted to."""
+    return quality.compare(bench.family, bench.source, model, bench.rehearsal, task=bench.task, seed=settings.seed)
 
 
 def _allocated(

@@ -166,7 +166,9 @@ def read_texts(
     return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left, long)
 
 
-def _further(settings: Settings, family: Family, config: Any, task: tasks.Task, length: int, rows: int, source: str) -> int | None:
+def _further(
+    settings: Settings, family: Family, config: Any, task: tasks.Task, length: int, rows: int, source: str
+) -> int | None:
     """Rows to read beyond the evaluation's, so that rows of the whole context can be made of them all.
 
     None where there are no such rows: of models that read no growing text, and of text that a model wrote itself,

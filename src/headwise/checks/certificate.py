@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from headwise.checks import lengths, retrieval
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
 from headwise.types import LengthQuality, Retrieval
+from headwise.types.verdict import LEAST_ROWS
 
 
 class Asked(NamedTuple):
@@ -21,6 +23,19 @@ class Asked(NamedTuple):
     not_measured: tuple[str, ...]
     length: int  # of the rows that the model was calibrated on
     context: int
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """All rows, by what they are for."""
+        far = {_retrieving(distance): rows for distance, (rows, _) in self.distances.items()}
+        return {_reading(size): rows for size, rows in self.lengths.items()} | far
+
+
+def _reading(length: int) -> str:
+    return f"quality at {length:,} tokens"
+
+
+def _retrieving(distance: int) -> str:
+    return f"retrieval at {distance:,} tokens"
 
 
 class Found(NamedTuple):
@@ -41,7 +56,7 @@ def rows_for(
     if text is None:
         words = [] if context <= length else [
             f"Quality beyond {length:,} tokens: the model wrote its own evaluation text, in rows of {length:,}; give "
-            f"--eval FILE with at least {lengths.LEAST_ROWS * context:,} tokens."
+            f"--eval FILE with at least {LEAST_ROWS * context:,} tokens."
         ]  # fmt: skip
         return Asked({}, distances, tuple(words), length, context)
     rows, short = lengths.rows_by_length(text.tokens, text.start, length, context, eval_tokens)
@@ -52,8 +67,27 @@ def measure(
     family: Family, source: nn.Module, cut: nn.Module, asked: Asked, seed: int = 0, track: Track = silently
 ) -> Found:
     """Both models on all rows."""
-    models = (source, cut)
-    by_length, too_long = lengths.measure(family, models, asked.lengths, asked.length, seed, track)
-    by_distance, too_far = retrieval.measure(family, models, asked.distances, seed, track)
-    left_out = (*asked.not_measured, *too_long, *too_far)
-    return Found(tuple(by_length), tuple(by_distance), asked.length, asked.context, left_out)
+
+    def predict(label: str, rows: torch.Tensor) -> lengths.Tokens | str:
+        return lengths.predicted(family, (source, cut), rows, track, label)
+
+    return gathered(asked, predict, seed)
+
+
+def gathered(asked: Asked, predict: Callable[[str, torch.Tensor], lengths.Tokens | str], seed: int = 0) -> Found:
+    """The certificate, from what `predict(label, rows)` finds of rows, or from the reason that it gives."""
+    found = {label: predict(label, rows) for label, rows in asked.rows().items()}
+    known = {label: tokens for label, tokens in found.items() if not isinstance(tokens, str)}
+    left_out = [f"{label.capitalize()}: {why}." for label, why in found.items() if isinstance(why, str)]
+    by_length = [
+        lengths.summed_up(known[_reading(size)], size, asked.length, seed)
+        for size in asked.lengths
+        if _reading(size) in known
+    ]
+    by_distance = [
+        retrieval.summed_up(known[_retrieving(distance)], distance, rows.places, seed)
+        for distance, rows in asked.distances.items()
+        if _retrieving(distance) in known
+    ]
+    left_out = [*asked.not_measured, *left_out]
+    return Found(tuple(by_length), tuple(by_distance), asked.length, asked.context, tuple(left_out))

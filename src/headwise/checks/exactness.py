@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -130,18 +130,24 @@ def counted_shape(model: nn.Module) -> ModelShape:
 
 
 def _counted_layer(said: LayerShape, block: families.Block) -> LayerShape:
-    width = block.down.weight.shape[1] if block.down is not None else 0
+    tensors = {"down": None if block.down is None else block.down.weight}
+    if said.query_heads:
+        attention = block.attention
+        tensors |= {name: getattr(attention, f"{name}_proj").weight for name in "qkv"} | {"o": block.output.weight}
+        tensors["k_down"] = getattr(attention, "k_down_GWK", None)
+    return layer_of(said, {name: tensor.shape for name, tensor in tensors.items() if tensor is not None})
+
+
+def layer_of(said: LayerShape, shapes: Mapping[str, Sequence[int]]) -> LayerShape:
+    """A layer with the sizes of its tensors, by our names of them; how many heads share a width is as it says."""
+    width = {"mlp_width": shapes["down"][1] if "down" in shapes else 0}
     if not said.query_heads:
-        return replace(said, mlp_width=width)
-    attention = block.attention
-    keys, values = (len(linear.weight) // said.kv_heads for linear in (attention.k_proj, attention.v_proj))
-    down = getattr(attention, "k_down_GWK", None)
-    wide = {"v_width": block.output.weight.shape[1] // said.query_heads * said.pooled} if said.pooled > 1 else {}
-    heads = len(attention.q_proj.weight) // (keys // said.pooled)
-    return replace(
-        said, query_heads=heads, qk_width=keys, qk_dim=keys if down is None else down.shape[2], v_dim=values,
-        mlp_width=width, **wide,
-    )  # fmt: skip
+        return replace(said, **width)
+    keys, values = shapes["k"][0] // said.kv_heads, shapes["v"][0] // said.kv_heads
+    pooled = {"v_width": shapes["o"][1] // said.query_heads * said.pooled} if said.pooled > 1 else {}
+    heads = shapes["q"][0] // (keys // said.pooled)
+    seen = shapes["k_down"][2] if "k_down" in shapes else keys
+    return replace(said, query_heads=heads, qk_width=keys, qk_dim=seen, v_dim=values, **width, **pooled)
 
 
 def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check]:

@@ -7,7 +7,8 @@ Logits are made for some positions at a time: those of a whole long row do not f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from headwise import memory
 from headwise.checks.quality import interval
 from headwise.data import batches
 from headwise.families import Family
-from headwise.probes._watch import Track, silently
+from headwise.probes._watch import Track
 from headwise.types import LengthQuality
 from headwise.types.verdict import LEAST_ROWS
 
@@ -151,11 +152,11 @@ def _by_block(values: torch.Tensor, block: int) -> np.ndarray:
     return torch.stack([part.mean(1) for part in values.tensor_split(count, 1)], 1).flatten().numpy()
 
 
-def bytes_needed(model: nn.Module, family: Family, length: int) -> int:
-    """Memory that one row of a length takes, beside the model: streams of the widest layer, masks, and weights of
-    attention where no kernel spares them.
+def bytes_needed(family: Family, config: Any, length: int) -> int:
+    """Memory that one row takes beside the model: the streams of the widest layer, logits of some positions, a mask
+    where windows need one, and the weights of attention where no kernel spares them.
     """
-    shape, config = family.shape_of(model.config), model.config
+    shape = family.shape_of(config)
     widest = max(4 * shape.hidden_size + shape.mlp_matrices * layer.mlp_width for layer in shape.layers)
     needed = 4 * length * 2 * widest + 12 * LOGITS
     eager = config._attn_implementation != "sdpa" or getattr(config, "attn_logit_softcapping", None) is not None
@@ -164,37 +165,29 @@ def bytes_needed(model: nn.Module, family: Family, length: int) -> int:
     return needed + length**2 * (12 * heads if eager else 5 if windows else 0)
 
 
-def measure(
-    family: Family,
-    models: tuple[nn.Module, nn.Module],
-    rows: dict[int, torch.Tensor],
-    block: int,
-    seed: int = 0,
-    track: Track = silently,
-) -> tuple[list[LengthQuality], list[str]]:
-    """Both models on the rows of every length, and in words which lengths could not be measured."""
-    found, left_out = [], []
-    for length, text in rows.items():
-        if reason := too_large(family, models, length):
-            left_out.append(f"Quality at {length:,} tokens: {reason}.")
-            continue
-        try:
-            parts = []
-            for part in track(batches(text, 4096), f"quality at {length:,} tokens"):
-                before, after = (last_stream(family, model, part) for model in models)
-                parts.append(predictions(family, models, (before, after), part))
-        except torch.cuda.OutOfMemoryError:
-            left_out.append(f"Quality at {length:,} tokens: out of memory on {models[0].device}.")
-            continue
-        found.append(summed_up(together(parts), length, block, seed))
-    return found, left_out
-
-
-def too_large(family: Family, models: tuple[nn.Module, ...], length: int) -> str:
+def too_large(family: Family, configs: Sequence[Any], length: int, device: torch.device | str) -> str:
     """Why a row of a length cannot be read here, or nothing."""
+    needed, free = max(bytes_needed(family, config, length) for config in configs), memory.available_bytes(device)
+    if needed <= memory.SHARE * free:
+        return ""
+    return f"it takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+
+
+def predicted(
+    family: Family, models: tuple[nn.Module, nn.Module], rows: torch.Tensor, track: Track, label: str
+) -> Tokens | str:
+    """How both models predict rows of one length, or why that cannot be found out here."""
     device = models[0].device
-    needed, free = max(bytes_needed(model, family, length) for model in models), memory.available_bytes(device)
-    return "" if needed <= memory.SHARE * free else f"it takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free"
+    if reason := too_large(family, [model.config for model in models], rows.shape[1], device):
+        return reason
+    parts = []
+    try:
+        for part in track(batches(rows, 4096), label):
+            before, after = (last_stream(family, model, part) for model in models)
+            parts.append(predictions(family, models, (before, after), part))
+    except torch.cuda.OutOfMemoryError:
+        return f"out of memory on {device}"
+    return together(parts)
 
 
 def together(parts: list[Tokens]) -> Tokens:

@@ -9,13 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
-from headwise.checks.lengths import Tokens, last_stream, predictions, together, too_large
+from headwise.checks.lengths import Tokens
 from headwise.checks.quality import interval
-from headwise.data import batches, start_of
-from headwise.families import Family
-from headwise.probes._watch import Track, silently
+from headwise.data import start_of
 from headwise.types import Retrieval
 
 PASSAGE = 32  # tokens
@@ -81,7 +78,7 @@ def rows_by_distance(config: Any, tokenizer: Any, context: int, seed: int = 0) -
 
 
 def summed_up(found: Tokens, distance: int, places: tuple[int, ...], seed: int = 0) -> Retrieval:
-    """Accuracy and loss on second copies but for their first token, which nothing foretells; intervals over passages."""
+    """Accuracy and loss on second copies, but for their first token, which nothing predicts; intervals by passage."""
     kept = {  # column of predictions: the token at a place is predicted one before it
         name: torch.cat([column[:, place : place + PASSAGE - 1].mean(1) for place in places]).numpy()
         for name, column in found._asdict().items()
@@ -92,24 +89,3 @@ def summed_up(found: Tokens, distance: int, places: tuple[int, ...], seed: int =
         distance, len(change), float(right[0].mean()), float(right[1].mean()), *interval(change, seed),
         float(loss[0].mean()), float(loss[1].mean()), *interval(more, seed),
     )  # fmt: skip
-
-
-def measure(
-    family: Family,
-    models: tuple[nn.Module, nn.Module],
-    rows: dict[int, Rows],
-    seed: int = 0,
-    track: Track = silently,
-) -> tuple[list[Retrieval], list[str]]:
-    """Both models at every distance, and in words what could not be measured."""
-    found, left_out = [], []
-    for distance, (ids, places) in rows.items():
-        if reason := too_large(family, models, ids.shape[1]):
-            left_out.append(f"Retrieval at {distance:,} tokens: {reason}.")
-            continue
-        parts = []
-        for part in track(batches(ids, 4096), f"retrieval at {distance:,} tokens"):
-            before, after = (last_stream(family, model, part) for model in models)
-            parts.append(predictions(family, models, (before, after), part))
-        found.append(summed_up(together(parts), distance, places, seed))
-    return found, left_out
