@@ -287,7 +287,7 @@ def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitt
         shutil.rmtree(folder.round(number).healing, ignore_errors=True)
 
 
-def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:
+def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
     plan, settings = folder.read_plan(), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
@@ -307,7 +307,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
-    max_loss = settings.max_loss or MAX_LOSS
+    max_loss = max_loss or settings.max_loss or MAX_LOSS
     verdict = Verdict(
         quality=found.summary(settings.seed),
         size=exactness.sizes(cut, source),

@@ -156,7 +156,7 @@ def build(
         stale.unlink(missing_ok=True)
 
 
-def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
+def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, against the source, on held-out text."""
     plan, settings = Plan.read(folder.plan_file), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists()):
@@ -178,7 +178,7 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
     folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
     priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
     checks, unchecked = verifying.checks(cut, plan, bench.source.shape, folder.model, folder.proof_file)
-    max_loss = settings.max_loss or MAX_LOSS
+    max_loss = max_loss or settings.max_loss or MAX_LOSS
     by_length = found.lengths._asdict()
     by_length["not_measured"] += (*unchecked, "Speed: the models are read from disk, one layer at a time.")
     verdict = Verdict(
