@@ -44,7 +44,7 @@ ALLOWED: dict[str, set[str]] = {
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
     "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"},
-    "checks": {"errors", "types", "cost", "families", "tasks", "steps"},
+    "checks": {"errors", "types", "cost", "budgets", "memory", "data", "families", "tasks", "steps"},
     "train": {"errors", "processes", "types", "cost", "families", "linalg", "data", "cuts", "runtime"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only

@@ -17,6 +17,7 @@ from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
 from headwise.stream import line as stream
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
+from headwise.types.verdict import MAX_LOSS, damage_limit
 
 
 def _texts(budget: str | Sequence[str]) -> tuple[str, ...]:
@@ -87,13 +88,16 @@ def reshape(
     return load(folder.model)
 
 
-def verify(out: Path | str, track: Track = silently) -> Verdict:
-    """Prove what was done, on the saved model of a run folder."""
+def verify(out: Path | str, track: Track = silently, max_loss: str | None = None) -> Verdict:
+    """Prove what was done, on the saved model of a run folder; `max_loss` is another limit than the run's."""
     folder = RunFolder(out)
-    if stream.wanted(folder.require(), folder):
-        return stream.verify(folder, stream.bench_for(folder.require(), track), track)
-    bench = pipeline.workbench(folder.require(), track)
-    return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
+    settings = folder.require()
+    limit = max_loss or settings.max_loss or MAX_LOSS
+    damage_limit(limit)
+    if stream.wanted(settings, folder):
+        return stream.verify(folder, stream.bench_for(settings, track), track, limit)
+    bench = pipeline.workbench(settings, track)
+    return processes.by_first(lambda: pipeline.verify(folder, bench, track, limit)) or Verdict.read(folder.verdict_file)
 
 
 def load(

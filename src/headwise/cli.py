@@ -20,9 +20,12 @@ from headwise.runfolder import POOLING, Settings
 from headwise.search.command import command as search
 from headwise.train import command as training
 from headwise.types import UNITS
+from headwise.types.verdict import MAX_LOSS
 
+NOT_VERIFIED = 3  # exit code
 app = typer.Typer(
     help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
+    epilog="Exit codes: 0 fine, 2 bad input, 3 not verified (a check failed, or quality is beyond --max-loss).",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -79,6 +82,13 @@ Context = Annotated[
     int | None,
     typer.Option(help="Tokens of context that will be served; the model's own if not given, at most 32k."),
 ]
+MaxLoss = Annotated[
+    str | None,
+    typer.Option(
+        help=f"Most damage that counts as good, at any measured length: a percentage of perplexity such as 2%, or nats "
+        f"such as 0.02; {MAX_LOSS} if not given. Of embeddings, of 1 - cosine."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
 Stream = Annotated[
@@ -114,6 +124,7 @@ def run(
     trust_remote_code: Remote = False,
     stream: Stream = None,
     pool: Pool = DEFAULT.pool,
+    max_loss: MaxLoss = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
@@ -124,7 +135,7 @@ def run(
         data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
         heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
         tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length, context=context,
-        trust_remote_code=trust_remote_code, stream=stream, pool=pool,
+        trust_remote_code=trust_remote_code, stream=stream, pool=pool, max_loss=max_loss,
     )  # fmt: skip
     with Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
@@ -231,14 +242,15 @@ def heal(folder: Folder, heal: Heal = DEFAULT.heal, heal_option: HealOptions = N
 
 
 @app.command()
-def verify(folder: Folder, as_json: Json = False) -> None:
-    """Prove what was done: exactness, quality, speed."""
+def verify(folder: Folder, max_loss: MaxLoss = None, as_json: Json = False) -> None:
+    """Prove what was done: sizes, quality at every length, retrieval, speed."""
     from headwise import api
     from headwise.show import in_short
 
     with Bars() as track:
-        verdict = api.verify(folder, track)
+        verdict = api.verify(folder, track, max_loss)
     _say(verdict.to_json() if as_json else in_short(verdict), as_json)
+    _exit(verdict)
 
 
 @app.command()
@@ -307,7 +319,7 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
     verdict = dossier.verdict
     if as_json:
         _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
-        return
+        return _exit(verdict)
     from headwise.report._checked import recovery_in_words
     from headwise.show import in_short
 
@@ -317,6 +329,13 @@ def _finish(dossier: Any, out: Path, as_json: bool) -> None:
     if _could_pool(dossier):
         typer.echo("at the same cache bytes --pool all usually loses much less, for some more parameters")
     typer.echo(f"{out / 'report.html'}")
+    _exit(verdict)
+
+
+def _exit(verdict: Any) -> None:
+    """End with code 3 where a check failed or quality is beyond the limit: scripts must not take it for a success."""
+    if not verdict.passed:
+        raise typer.Exit(NOT_VERIFIED)
 
 
 def _could_pool(dossier: Any) -> bool:
@@ -339,7 +358,7 @@ def _keep_stdout_clean() -> None:
 
 
 def main() -> None:
-    """Entry point: input errors end in one line and code 2, an interrupt in 130."""
+    """Entry point: input errors end in one line and code 2, what is not verified in 3, an interrupt in 130."""
     _keep_stdout_clean()
     if not speaks():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives

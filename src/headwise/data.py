@@ -124,12 +124,17 @@ def _dataset(name: str) -> Iterator[str]:
         raise DataError(f"'{name}' is neither a file nor a data set that loads ({error}). Give {MEANING}.") from None
 
 
+def start_of(tokenizer: Any) -> list[int]:
+    """The token that a tokenizer begins every text with, if there is one."""
+    start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
+    return [token for token in start if token == tokenizer.bos_token_id]
+
+
 def blocks_of(
     texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
 ) -> torch.Tensor:
     """Token blocks (count, length). If the tokenizer begins texts with a token, every block begins with it too."""
-    start = tokenizer("", add_special_tokens=True)["input_ids"][:1]
-    start = [token for token in start if token == tokenizer.bos_token_id]
+    start = start_of(tokenizer)
     rows: list[list[int]] = []
     pool: list[int] = []
     for tokens in (found for some in _armfuls(texts) for found in _tokens(some, tokenizer)):

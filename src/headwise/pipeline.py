@@ -15,7 +15,7 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import data, families, heal, latencies, processes, rounds, strategies
-from headwise.checks import exactness, quality, speed
+from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, OutputError, PlanError
 from headwise.heal.refit import LayerHealer, refit
@@ -27,6 +27,7 @@ from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
+from headwise.types.verdict import MAX_LOSS, damage_limit
 from headwise.workbench import Workbench as Workbench
 from headwise.workbench import pooled_heads
 from headwise.workbench import workbench as workbench
@@ -219,20 +220,21 @@ def fit(
             moments = blind_moments(bench.family, model)
         model = reshape(bench.family, model, step, moments)
         if settings.heal != "none":
-            work, before = folder and folder.round(number).healing, _rehearsed(settings, bench, model)
-            model, healing = heal.healed(settings.heal, bench.job(settings, model, track, work))
-            healings.append({**healing, "rehearsed_before": before})
+            work = folder and folder.round(number).healing
+            job = bench.job(settings, model, track, work)
+            model, healing = heal.healed(settings.heal, job, lambda found: _rehearsed(settings, bench, found))
+            healings.append(healing)
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    return Fitted(model, total, healings, _rehearsed(settings, bench, model))
+    last = healings[-1]["rehearsed"] if healings else _rehearsed(settings, bench, model).expected_damage()
+    return Fitted(model, total, healings, last)
 
 
-def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> float:
-    """Damage to expect of a model, from text of the calibration's kind that nothing was fitted to."""
+def _rehearsed(settings: Settings, bench: Workbench, model: nn.Module) -> quality.Comparison:
+    """How a model does on text of the calibration's kind that nothing was fitted to."""
     family, seed = bench.reader(settings.seed), settings.seed
-    found = quality.compare(family, bench.source, model, bench.rehearsal, task=bench.task, seed=seed)
-    return found.expected_damage()
+    return quality.compare(family, bench.source, model, bench.rehearsal, task=bench.task, seed=seed)
 
 
 def _allocated(
@@ -288,7 +290,7 @@ def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitt
         shutil.rmtree(folder.round(number).healing, ignore_errors=True)
 
 
-def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verdict:
+def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
     plan, settings = folder.read_plan(), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
@@ -301,14 +303,17 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
     rows, seed = bench.evaluation, settings.seed
+    source = bench.family.shape_of(bench.source.config)
+    plan = exactness.priced_again(plan, source)
     found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
-    checks = exactness.count_checks(cut, plan)
+    checks = exactness.count_checks(cut, plan, source)
     checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
+    max_loss = max_loss or settings.max_loss or MAX_LOSS
     verdict = Verdict(
         quality=found.summary(settings.seed),
-        size=exactness.sizes(cut, plan.source),
+        size=exactness.sizes(cut, source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
             "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
@@ -321,6 +326,20 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         tokens=data.count_tokens(bench.evaluation, bench.task.row_tokens),
         machine=speed.machine(bench.source.device, runtime),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        max_loss=max_loss,
+        limit=damage_limit(max_loss, bench.task.divergence_name),
+        **_by_length(settings, bench, cut, track)._asdict(),
     )
     verdict.save(folder.verdict_file)
     return verdict
+
+
+def _by_length(settings: Settings, bench: Workbench, cut: nn.Module, track: Track) -> certificate.Found:
+    """Quality and retrieval up to the context that will be served; nothing of models that read no growing text."""
+    if not bench.task.has_past:
+        return certificate.Found()
+    config = bench.source.config
+    longest = bench.family.longest(config)
+    sizes = min(settings.length, longest), settings.served(longest), settings.eval_tokens
+    asked = certificate.rows_for(config, bench.tokenizer, bench.long, *sizes, settings.seed)
+    return certificate.measure(bench.family, bench.source, cut, asked, settings.seed, track)

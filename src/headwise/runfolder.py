@@ -28,6 +28,7 @@ from headwise.types import (
     Workload,
     write_atomically,
 )
+from headwise.types.verdict import MAX_LOSS, damage_limit
 
 LONGEST_CONTEXT = 32_768  # unless a longer one is asked for
 POOLING = ("exact", "uniform", "depth")  # strategies that know rows which heads share
@@ -59,6 +60,7 @@ class Settings(Record):
     recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
     pool: str = "none"  # key/value heads that share a cached row: a number or all
+    max_loss: str | None = None  # most damage that counts as good: 2% of perplexity, or nats; None: MAX_LOSS
 
     def __post_init__(self) -> None:
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
@@ -69,6 +71,7 @@ class Settings(Record):
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
+        damage_limit(self.max_loss or MAX_LOSS)
         if self.pool not in ("none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
             raise HeadwiseError(f"pool is '{self.pool}'; give none, all, or how many heads share a row, such as 2.")
         if self.pool != "none":

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
+from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
 KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
 
@@ -165,22 +166,39 @@ def _readings(readings: Readings, console: Console) -> None:
 
 def _verdict(verdict: Verdict, console: Console) -> None:
     """What was measured, before beside after; then the checks, loud where one failed."""
-    from headwise.report import certificate
+    from headwise.report import certificate, headline, not_measured, status
 
+    colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
+    console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("quantity", "before", "after", "change", "interval of after"):
         table.add_column(name, justify="left" if name == "quantity" else "right")
     for row in certificate(verdict):
         table.add_row(*row)
     console.print(table)
+    _lengths(verdict, console)
     for name, value in verdict.damage.items():
         console.print(Text(f"damage, {name.replace('_', ' ')}: {value:.5g}"))
     for check in verdict.checks:
         words = Text("✓ pass  ", style=MLP) if check.passed else Text("✗ FAIL  ", style=f"bold {BAD}")
         console.print(words + Text(f"{check.name}: {check.observed} (expected {check.expected})"))
+    for left_out in not_measured(verdict):
+        console.print(Text(f"not measured: {left_out}", style=FAINT))
     console.print(
         Text(f"{verdict.evaluation}, {verdict.tokens:,} tokens, {verdict.machine}, {verdict.date}", style=FAINT)
     )
+
+
+def _lengths(verdict: Verdict, console: Console) -> None:
+    """Quality by length and retrieval by distance, where they were measured."""
+    from headwise.report._judged import LENGTH_HEADS, RETRIEVAL_HEADS, length_rows, retrieval_rows
+
+    for heads, rows in ((LENGTH_HEADS, length_rows(verdict)), (RETRIEVAL_HEADS, retrieval_rows(verdict))):
+        if rows:
+            table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
 
 
 TESTED = "transformers 5.17 and 5.22"  # with which the contract tests of every family were run
@@ -236,14 +254,16 @@ def show_families(as_json: bool, markdown: bool = False) -> None:
     Console().print(table)
 
 
-def in_short(verdict: Any) -> str:
-    """Sizes, quality and checks in three lines."""
+def in_short(verdict: Verdict) -> str:
+    """What is left of the sizes, quality at the calibrated length, and the verdict: a line each."""
+    from headwise.report import headline, status
+
     size, names = verdict.size, {"kv_bytes_per_token": "cache", "parameters": "parameters"}
     shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
     kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
-    bad = [check.name for check in verdict.checks if not check.passed]
-    checks = f"FAILED: {', '.join(bad)}" if bad else f"all {len(verdict.checks)} checks passed"
-    return f"{', '.join(kept)} of the source\n{_quality_of(verdict.quality)} on {verdict.evaluation}\n{checks}"
+    at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
+    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.quality)} on {verdict.evaluation}{at}"]
+    return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
 
 
 def _quality_of(quality: dict[str, float]) -> str:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from headwise import data, families, processes, tasks
+from headwise.checks import lengths
 from headwise.errors import DataError, HeadwiseError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
@@ -17,6 +18,13 @@ from headwise.memory import fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
+
+
+class LongText(NamedTuple):
+    """Held-out tokens (N) in one piece, which rows of any length can be cut from; as many as asked for, or fewer."""
+
+    tokens: torch.Tensor
+    start: int | None  # the token that begins every row, where there is one
 
 
 class Workbench(NamedTuple):
@@ -33,6 +41,7 @@ class Workbench(NamedTuple):
     truth: torch.Tensor | None = None  # the right answers to the evaluation, where they are known
     more: torch.Tensor | None = None  # rows of the calibration's source for a healing that reads much
     spread: bool = False  # whether gradients are computed on all GPUs together, for a model that fits on none
+    long: LongText | None = None  # held-out text in one piece, for rows of any length
     context: int = 0  # tokens that will be served
 
     def reader(self, seed: int) -> Family:
@@ -80,7 +89,8 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     bench = Workbench(family, family.tailor(model, pooled_heads(settings, family, model)), tokenizer, *texts[:4])
     context = settings.served(family.longest(model.config))
-    return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large, context=context)
+    bench = bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large, long=texts.long)
+    return bench._replace(context=context)
 
 
 def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
@@ -120,6 +130,7 @@ class Texts(NamedTuple):
     described: str
     truth: torch.Tensor | None
     more: torch.Tensor | None
+    long: LongText | None
 
 
 def read_texts(
@@ -134,6 +145,7 @@ def read_texts(
     learns = settings.heal in ("blockwise", "distill") and writes
     asked = Options.parse(settings.heal_options).tokens if learns else None
     extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
+    further = _further(settings, family, config, task, length, wanted[1], settings.eval or source)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
@@ -150,20 +162,45 @@ def read_texts(
     if settings.eval is not None:
         both, evaluation = (
             read(source, wanted[0] + extra, settings.seed),
-            read(settings.eval, wanted[1], settings.seed + 1),
+            read(settings.eval, wanted[1] + (further or 0), settings.seed + 1),
         )
         calibration, more = both.part(slice(wanted[0])), both.rows[wanted[0] :]
+        evaluation, held = evaluation.part(slice(wanted[1])), evaluation.rows
         described = settings.eval
     else:
-        both = read(source, sum(wanted) + extra, settings.seed)
+        both = read(source, sum(wanted) + extra + (further or 0), settings.seed)
         both, more = both.part(slice(sum(wanted))), both.rows[sum(wanted) :]
+        more, held = more[:extra], more[extra:]
         if len(both.rows) < 2:
             raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
         split = max(1, len(both.rows) * wanted[0] // sum(wanted))
         calibration, evaluation = both.part(slice(split)), both.part(slice(split, None))
         described = f"held out from {source}"
+        held = torch.cat((evaluation.rows, held))  # none of them calibrates, none is learned from
     rows = calibration.rows
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
     left = more if len(more) else None
-    return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left)
+    long = None if further is None else _in_one_piece(held, tokenizer)
+    return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left, long)
+
+
+def _further(
+    settings: Settings, family: Family, config: Any, task: tasks.Task, length: int, rows: int, source: str
+) -> int | None:
+    """Rows to read beyond the evaluation's, so that rows of the whole context can be made of them all.
+
+    None where there are no such rows: of models that read no growing text, and of text that a model wrote itself,
+    which ends with its row.
+    """
+    if not task.has_past or source == "self" or source.endswith("+self"):
+        return None
+    context = settings.served(family.longest(config))
+    tokens = lengths.tokens_for(length, context, settings.eval_tokens)
+    return max(0, -(-tokens // (length - 1)) + 1 - rows)  # a row may begin with a token that is no text
+
+
+def _in_one_piece(rows: torch.Tensor, tokenizer: Any) -> LongText:
+    found = data.start_of(tokenizer)
+    start = found[0] if found else None
+    return LongText(lengths.joined(rows, start), start)

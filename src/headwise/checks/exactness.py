@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from headwise import budgets as prices
 from headwise import families
 from headwise.cost import kv_bytes_per_token, parameters
-from headwise.types import Check, ModelShape, Plan
+from headwise.errors import OutputError
+from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 
 PROOF_TOKENS = 64
-TOLERANCE = 1e-4  # relative, in float32: the same weights on the same kind of kernel
+TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times whatever format they are in
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
 import sys, torch, transformers
 from safetensors.torch import load_file, save_file
@@ -52,19 +58,36 @@ def save_proof(tensors: dict[str, torch.Tensor], path: Path, auto: str) -> None:
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
-    """Load the folder in a new process, without headwise, and compare logits with those before saving."""
-    with tempfile.TemporaryDirectory() as scratch:
-        out = Path(scratch) / "logits.safetensors"
-        environment = {**os.environ, "HF_MODULES_CACHE": scratch, "HF_HUB_OFFLINE": "1"}
-        with safe_open(proof, "pt") as file:
-            auto = (file.metadata() or {}).get("auto", "AutoModelForCausalLM")
-        command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        name = "reloads in a fresh process without headwise"
-        if done.returncode:
-            reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-            return Check(name, False, reason[:200], "loads")
-        after, before = load_file(out)["logits"], load_file(proof)["logits"]
+    """Load the folder in a new process, without headwise, and compare logits with those before saving.
+
+    Its scratch files lie beside the model: a full temporary folder is not the model's failure, and no room there is
+    an error, not a verdict.
+    """
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".reload.") as scratch:
+            return _reloaded(folder, proof, portable, Path(scratch))
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OutputError(
+            f"the reload check needs room in {folder.parent} ({reason}); free some space, then: headwise verify "
+            f"{folder.parent}"
+        ) from None
+
+
+def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path) -> Check:
+    name, out = "reloads in a fresh process without headwise", scratch / "logits.safetensors"
+    places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
+    with safe_open(proof, "pt") as file:
+        auto = (file.metadata() or {}).get("auto", "AutoModelForCausalLM")
+    command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
+    environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        if any(os.strerror(code) in done.stderr for code in NO_ROOM):
+            raise OSError(reason)
+        return Check(name, False, reason[:200], "loads")
+    after, before = load_file(out)["logits"], load_file(proof)["logits"]
     error = float((after - before).abs().max() / before.abs().max())
     return Check(name, error <= TOLERANCE, f"relative difference {error:.1e}", f"at most {TOLERANCE:.0e}")
 
@@ -88,37 +111,84 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
     """Parameters, and the cache of models that keep one: the source's by formula, the model's own as counted."""
+    stored = families.family_of(model.config).shape_of(model.config).element_bytes
     found = {
         "parameters_before": parameters(source),
         "parameters_after": sum(p.numel() for p in model.parameters()),
         "kv_bytes_per_token_before": kv_bytes_per_token(source),
-        "kv_bytes_per_token_after": cache_bytes_per_token(model, source.element_bytes),
+        "kv_bytes_per_token_after": cache_bytes_per_token(model, stored),
     }
     return found if source.cached else {name: size for name, size in found.items() if name.startswith("parameters")}
 
 
-def count_checks(model: nn.Module, plan: Plan) -> list[Check]:
-    """Parameters and cache of the real object against the plan's."""
-    target = plan.target
-    counted = sum(p.numel() for p in model.parameters())
-    found = [equal("parameters as planned", counted, parameters(target))]
-    if target.cached:
-        cached = cache_bytes_per_token(model, target.element_bytes)
-        found.append(equal("cache bytes per token as planned", cached, kv_bytes_per_token(target)))
-    return [*found, *budget_checks(plan)]
+def counted_shape(model: nn.Module) -> ModelShape:
+    """The shape of a tailored model by the tensors that it really has, whatever its configuration says."""
+    family = families.family_of(model.config)
+    said = family.shape_of(model.config)
+    pairs = zip(said.layers, family.blocks(model), strict=True)
+    return said.with_layers(tuple(_counted_layer(layer, block) for layer, block in pairs))
 
 
-def budget_checks(plan: Plan) -> list[Check]:
-    """Every budget is met."""
-    return [
-        Check(
-            f"budget {budget.text}",
-            plan.spent[budget.key] <= budget.limit * (1 + 1e-9),
-            f"{_said(plan.spent[budget.key])} {budget.unit}" + (" predicted" if budget.workload else ""),
-            f"at most {_said(budget.limit)}",
-        )
-        for budget in plan.budgets
-    ]
+def _counted_layer(said: LayerShape, block: families.Block) -> LayerShape:
+    tensors = {"down": None if block.down is None else block.down.weight}
+    if said.query_heads:
+        attention = block.attention
+        tensors |= {name: getattr(attention, f"{name}_proj").weight for name in "qkv"} | {"o": block.output.weight}
+        tensors["k_down"] = getattr(attention, "k_down_GWK", None)
+    return layer_of(said, {name: tensor.shape for name, tensor in tensors.items() if tensor is not None})
+
+
+def layer_of(said: LayerShape, shapes: Mapping[str, Sequence[int]]) -> LayerShape:
+    """A layer with the sizes of its tensors, by our names of them; how many heads share a width is as it says."""
+    width = {"mlp_width": shapes["down"][1] if "down" in shapes else 0}
+    if not said.query_heads:
+        return replace(said, **width)
+    keys, values = shapes["k"][0] // said.kv_heads, shapes["v"][0] // said.kv_heads
+    pooled = {"v_width": shapes["o"][1] // said.query_heads * said.pooled} if said.pooled > 1 else {}
+    heads = shapes["q"][0] // (keys // said.pooled)
+    seen = shapes["k_down"][2] if "k_down" in shapes else keys
+    return replace(said, query_heads=heads, qk_width=keys, qk_dim=seen, v_dim=values, **width, **pooled)
+
+
+def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check]:
+    """Parameters and cache of the real object against the plan's, and every budget against the real object."""
+    counted, shape = {"parameters": sum(p.numel() for p in model.parameters())}, counted_shape(model)
+    if shape.cached:
+        counted["kv_bytes_per_token"] = cache_bytes_per_token(model, shape.element_bytes)
+    return [*plan_checks(counted, plan, source), *budget_checks(plan.budgets, shape, counted)]
+
+
+def plan_checks(counted: dict[str, int], plan: Plan, source: ModelShape) -> list[Check]:
+    """The plan is for this source, and what was counted is what it says."""
+    found = [equal("parameters as planned", counted["parameters"], parameters(plan.target))]
+    if "kv_bytes_per_token" in counted:
+        cached, planned = counted["kv_bytes_per_token"], kv_bytes_per_token(plan.target)
+        found.append(equal("cache bytes per token as planned", cached, planned))
+    if replace(plan.source, grain=source.grain) != source:  # sizes are what is compared, not which are legal
+        found.append(Check("plan made for this model", False, "its source has other sizes", "the source's sizes"))
+    return found
+
+
+def priced_again(plan: Plan, source: ModelShape) -> Plan:
+    """The plan with its limits read again from what the user wrote: the numbers in a plan's file may be edited."""
+    tables = [budget.table for budget in plan.budgets if budget.table is not None]
+    known = [prices.parse(b.text, source, tables) if b.workload is None or b.table else b for b in plan.budgets]
+    return replace(plan, budgets=tuple(known))
+
+
+def budget_checks(budgets: Sequence[Budget], shape: ModelShape, counted: dict[str, int]) -> list[Check]:
+    """Every budget is met by the model as counted; FLOPs and times follow from the sizes of its tensors.
+
+    A limit on time without its table cannot be predicted; it is measured elsewhere in any case.
+    """
+    found = []
+    for budget in (b for b in budgets if b.workload is None or b.table is not None):
+        exact = {"kv": "kv_bytes_per_token", "params": "parameters"}.get(budget.name, "")
+        spent = counted[exact] if exact else prices.price(budget, shape)
+        observed = f"{_said(spent)} {budget.unit}" + (" predicted" if budget.workload else "")
+        met = spent <= budget.limit * (1 + 1e-9)
+        found.append(Check(f"budget {budget.text}", met, observed, f"at most {_said(budget.limit)}"))
+    return found
 
 
 def _said(amount: float) -> str:

@@ -77,6 +77,15 @@ class Comparison:
         low, high = interval(damage, seed)
         return {"measured": float(damage.mean()), "measured_low": low, "measured_high": high}
 
+    def worse_than(self, other: Comparison, seed: int = 0) -> bool:
+        """Whether the damage on the same rows is larger than in another comparison, beyond noise.
+
+        A larger loss alone is not enough: a cut may lower the loss on some rows by chance, and whatever brings the
+        model back to the source raises it again. So the divergence must be larger too.
+        """
+        more, apart = self._changes() - other._changes(), self.kl - other.kl
+        return not np.isfinite(more).all() or bool(interval(more, seed)[0] > 0 and apart.mean() > 0)
+
     def expected_damage(self) -> float:
         """What this text lets one expect on other text: loss and KL, weighted by how well each is known.
 

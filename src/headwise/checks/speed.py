@@ -140,7 +140,7 @@ def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, 
         stem = f"{budget.workload.phase}_ms_at_{budget.workload.length}_batch_{budget.workload.batch}"
         predicted = {"after": plan.spent[budget.key]}
         if budget.table is not None:
-            predicted["before"] = budget.table.model_ms(plan.source)
+            predicted = {"after": budget.table.model_ms(plan.target), "before": budget.table.model_ms(plan.source)}
         found |= {f"{stem}_predicted_{end}": value for end, value in predicted.items()}
         found |= {f"{stem}_{end}": value for end, value in took.items()}
         checks.append(kept(budget, took, steps.runtime_of(source)))

@@ -10,19 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
-from headwise.errors import OutputError
+from headwise.errors import ModelError, OutputError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
 from headwise.runtime import modeling_headwise
 
+TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32
+
 
 def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
-    """Write a model folder, whole or not at all, and return the model as saved (rounded to its stored dtype)."""
-    rounded = family.tailor(model)
-    rounded = rounded.to(stored_dtype(rounded.config))
-    leaving = family.to_stock(rounded) if portable else rounded
+    """Write a model folder, whole or not at all, and return the model as saved, on our modules and in float32.
+
+    A portable one is rounded in its stock form, as its weights differ from ours by a factor before they are rounded.
+    """
+    own = family.tailor(model).float()
+    leaving = family.to_stock(own) if portable else own
+    if portable:
+        _refuse_other_answers(family, own, leaving)
+    _round(leaving, stored_dtype(own.config))
 
     def write(target: Path) -> None:
         leaving.save_pretrained(target)
@@ -33,7 +41,29 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
             add_code(target, leaving)
 
     write_folder(folder, write)
-    return rounded.float()
+    leaving.float()
+    return family.tailor(leaving) if portable else leaving
+
+
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give a model the number format that it is stored in: all that its file holds, and nothing else.
+
+    Buffers that no file holds, such as rotary frequencies, are made anew in full precision by whoever loads it.
+    """
+    stored = set(model.state_dict())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in stored and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)
+
+
+@torch.no_grad()
+def _refuse_other_answers(family: Family, own: nn.Module, stock: nn.Module) -> None:
+    """A stock form that does not compute the same is never written."""
+    rows = family.example(own.config, 1).to(own.device)
+    ours, theirs = (family.call(model, rows)["logits"] for model in (own, stock.to(own.device)))
+    error = float((ours - theirs).abs().max() / ours.abs().max())
+    if not error <= TOLERANCE:
+        raise ModelError(f"the stock form gives other answers (relative difference {error:.1e}); leave out --portable.")
 
 
 def add_code(folder: Path, model: nn.Module) -> None:

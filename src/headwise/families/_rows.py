@@ -13,9 +13,7 @@ class Reader:
     """What a family says about the rows that its models read."""
 
     quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
-    relative: ClassVar[bool] = (
-        False  # whether positions are rotary alone, so that a row may begin anywhere
-    )
+    relative: ClassVar[bool] = False  # whether positions are rotary alone, so that a row may begin anywhere
     context = 0  # tokens of context over which rows begin; 0: every row begins at the first position
     seed = 0  # random seed of where rows begin
 

@@ -8,10 +8,12 @@ One that shares its tokens with others has `stages(options)`: the names of all, 
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.registry import find
 
@@ -22,21 +24,55 @@ if TYPE_CHECKING:  # asking for a name must not take the seconds that torch take
     from headwise.heal._options import Options
 
 __all__ = ["healed", "stages"]
+log = logging.getLogger("headwise")
 
 
-def healed(method: str, job: Job) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy of `job.cut` healed by a method and, before it, by those that it starts from; and what each did."""
+class Judgement(Protocol):
+    """How good a model is on text that no healing reads."""
+
+    def expected_damage(self) -> float:
+        """Damage to expect on other text."""
+        ...
+
+    def worse_than(self, other: Any) -> bool:
+        """Whether the damage is larger than that of another model, beyond noise."""
+        ...
+
+
+def healed(
+    method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None = None
+) -> tuple[nn.Module, dict[str, Any]]:
+    """A copy of `job.cut` healed by a method and, before it, by those that it starts from; and what each did.
+
+    With a `judge` a stage that does harm is not kept: the next one starts from the model before it.
+    """
     from headwise import processes
 
     records: list[dict[str, Any]] = []
+    before = first = judge(job.cut) if judge else None
     for module, options in stages(method, job.options):
         start = time.perf_counter()
         alone = processes.index() == 0 or getattr(module, "TOGETHER", False)  # may it keep work in the folder?
         own = replace(job, options=options, folder=job.folder if alone else None)
         model, record = module.heal(own)
-        records.append({"method": module.NAME, **record, "seconds": time.perf_counter() - start})
-        job = replace(job, cut=model)
-    return job.cut, _joined(records)
+        after = judge(model) if judge else None
+        kept = not (after and before and processes.agrees(after.worse_than(before)))
+        record = {"method": module.NAME, **record, "seconds": time.perf_counter() - start, "kept": kept}
+        if kept:
+            job, before = replace(job, cut=model), after
+        elif after and before:
+            record["reason"] = _harm_in_words(module.NAME, before, after)
+            log.warning("%s", record["reason"])
+        records.append(record)
+    found = _joined(records)
+    if first and before:
+        found |= {"rehearsed_before": first.expected_damage(), "rehearsed": before.expected_damage()}
+    return job.cut, found
+
+
+def _harm_in_words(name: str, before: Judgement, after: Judgement) -> str:
+    damages = f"from {before.expected_damage():.3g} to {after.expected_damage():.3g}"
+    return f"healing by {name} raised the damage on held-out text {damages} and was not kept."
 
 
 def stages(method: str, options: Options) -> list[tuple[ModuleType, Options]]:
@@ -51,8 +87,10 @@ def _joined(records: list[dict[str, Any]]) -> dict[str, Any]:
     """One record of all stages: the last one's, with the gains per layer, tokens and seconds of all, a line of each."""
     layers: list[dict[str, Any]] = [{} for _ in max((record.get("layers", ()) for record in records), key=len)]
     for record in records:
-        for layer, gains in zip(layers, record.get("layers", ()), strict=False):
+        for layer, gains in zip(layers, record.get("layers", ()) if record["kept"] else (), strict=False):
             layer.update(gains)
-    parts = [{key: record.get(key) for key in ("method", "tokens", "seconds")} for record in records]
+    parts = [{key: record.get(key) for key in ("method", "tokens", "seconds", "kept")} for record in records]
     sums = {key: sum(record[key] for record in records) for key in ("tokens", "seconds")}
-    return {**records[-1], **sums, "layers": layers, "stages": parts}
+    dropped = {"reason": " ".join(record["reason"] for record in records if not record["kept"])}
+    kept = all(record["kept"] for record in records)
+    return {**records[-1], **sums, "layers": layers, "stages": parts, "kept": kept, **({} if kept else dropped)}

@@ -9,6 +9,7 @@ from headwise.report._card import card
 from headwise.report._compare import compare_page
 from headwise.report._facts import certificate_rows
 from headwise.report._fragment import fragment
+from headwise.report._judged import headline, not_measured, status
 from headwise.report._page import page
 from headwise.types import Dossier, Verdict
 
@@ -33,4 +34,14 @@ def certificate(verdict: Verdict) -> tuple[tuple[str, ...], ...]:
     return certificate_rows(Dossier({}, None, None, None, verdict))
 
 
-__all__ = ["certificate", "compare", "data", "fragment", "model_card", "render"]
+__all__ = [
+    "certificate",
+    "compare",
+    "data",
+    "fragment",
+    "headline",
+    "model_card",
+    "not_measured",
+    "render",
+    "status",
+]

@@ -6,8 +6,9 @@ import json
 import re
 
 from headwise.report import _facts as facts
+from headwise.report import _judged as judged
 from headwise.report import _rivals as rivals
-from headwise.report._checked import recovery_in_words
+from headwise.report._checked import not_kept_in_words, recovery_in_words
 from headwise.report._commands import how_to_make, run_command
 from headwise.report._data import LABELS, UNIT_LABELS, damage_rows, healing_parts
 from headwise.report._text import cell, fence, human, number, relative
@@ -119,6 +120,7 @@ def _healing(dossier: Dossier) -> str:
     words = f"Method: {cell(dossier.healing.get('method', 'unknown'))}."
     gained = recovery_in_words(dossier.healing)
     words += f" On text that nothing was fitted to: {gained}." if gained else ""
+    words += f" {cell(not_kept_in_words(dossier.healing))}"
     rows = tuple(
         (str(row.layer), part, number(row.before), number(row.after), relative(row.before, row.after))
         for part, layers in healing_parts(dossier.healing).items()
@@ -130,9 +132,17 @@ def _healing(dossier: Dossier) -> str:
 def _certificate(dossier: Dossier) -> str:
     verdict = dossier.verdict
     if verdict is None:
-        return _missing("Nothing has been verified", how_to_make(dossier, "verify"))
+        return _missing(
+            f"{facts.why_no_verdict(dossier)} Nothing has been verified".strip(), how_to_make(dossier, "verify")
+        )
     checks = tuple(("✓ pass" if c.passed else "✗ FAIL", c.name, c.observed, c.expected) for c in verdict.checks)
-    text = _table(("result", "check", "observed", "expected"), checks)
+    text = f"{cell(judged.status(verdict))}. {cell(judged.headline(verdict))}\n\n"
+    text += _table(("result", "check", "observed", "expected"), checks)
+    text += f"\n\n{_table(judged.LENGTH_HEADS, judged.length_rows(verdict))}" if verdict.lengths else ""
+    if verdict.retrieval:
+        text += f"\n\n{judged.RETRIEVAL_WORDS}\n\n{_table(judged.RETRIEVAL_HEADS, judged.retrieval_rows(verdict))}"
+    if left_out := judged.not_measured(verdict):
+        text += "\n\nNot measured:\n\n" + "\n".join(f"- {cell(words)}" for words in left_out)
     text += "\n\n" + _table(
         ("quantity", "before", "after", "change", "95% interval of after"), facts.certificate_rows(dossier)
     )

@@ -77,6 +77,12 @@ def recovery_in_words(healing: dict[str, Any] | None) -> str:
     return f"damage {number(before, 3)} before healing, {number(after, 3)} after: {share}"
 
 
+def not_kept_in_words(healing: dict[str, Any] | None) -> str:
+    """Which stage of a healing did harm and was not kept; empty where all were."""
+    reason = (healing or {}).get("reason") if (healing or {}).get("kept") is False else None
+    return f"{str(reason)[:1].upper()}{str(reason)[1:]}" if reason else ""
+
+
 def loss_curve(healing: dict[str, Any]) -> tuple[tuple[float, float], ...]:
     """Step and loss of a healing that trains, where it kept them: as numbers, pairs or records."""
     found: list[tuple[float, float]] = []

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from headwise.errors import HeadwiseError
 from headwise.report import _facts as facts
+from headwise.report import _judged as judged
 from headwise.report import _rivals as rivals
 from headwise.report._checked import damage_marks
 from headwise.report._data import value_range
@@ -89,7 +90,7 @@ def _differs(runs: Sequence[Run], price: str) -> bool:
 def _lead(runs: Sequence[Run], price: str) -> str:
     """The answer in a sentence."""
     good = [run.name for run in best(runs, price)] if price else []
-    failed = [r.name for r in runs if r.dossier.verdict and not r.dossier.verdict.passed]
+    failed = [r.name for r in runs if r.dossier.verdict and not r.dossier.verdict.sizes_verified]
     sentence = f"No other run is both smaller in {price} and better than {listing(good)}" if good else ""
     least = min(runs, key=lambda run: run.damage)
     sentence = sentence or f"{least.name} has the least damage"
@@ -134,7 +135,7 @@ def _table(runs: Sequence[Run]) -> str:
         assert plan is not None
         quality, *_, time = facts.measures(dossier)
         interval = f"{number(run.low)} to {number(run.high)}" if run.low is not None else "–"
-        passed = "–" if dossier.verdict is None else "✓ pass" if dossier.verdict.passed else "✗ FAIL"
+        passed = "–" if dossier.verdict is None else judged.status(dossier.verdict)
         healing = str((dossier.healing or {}).get("method", "–"))
         rows.append(
             (
@@ -148,9 +149,9 @@ def _table(runs: Sequence[Run]) -> str:
     label = facts.measures(runs[0].dossier)[0].label.lower()
     heads = (
         "run", "model", "budget", "strategy", "healing", *prices, "damage", "95% interval", label, "change",
-        "ms per token", "checks",
+        "ms per token", "verdict",
     )  # fmt: skip
     numeric = [
-        i for i, head in enumerate(heads) if head not in ("run", "model", "budget", "strategy", "healing", "checks")
+        i for i, head in enumerate(heads) if head not in ("run", "model", "budget", "strategy", "healing", "verdict")
     ]
     return table(heads, tuple(rows), numeric, name="runs")

@@ -9,6 +9,7 @@ from headwise.report._checked import Mark, Pair
 from headwise.report._data import UNIT_LABELS, Curve, CurveSet, DamageRow, Frontier, HealRow, value_range
 from headwise.report._diagnostics import StripSet
 from headwise.report._facts import Measure
+from headwise.report._judged import ByLength
 from headwise.report._svg import (
     Scale,
     circle,
@@ -26,6 +27,7 @@ from headwise.report._svg import (
 )
 from headwise.report._text import number, short
 from headwise.types import UNITS
+from headwise.types.verdict import LEAST_ROWS
 
 ROW = 13.0  # height of a layer's row
 
@@ -194,6 +196,38 @@ def _marks(data: Frontier, across: Scale, up: Scale) -> str:
     return body
 
 
+def draw_by_length(data: ByLength) -> str:
+    """Change of perplexity over length, logarithmic across: a line with its band, the limit, the calibrated length."""
+    left, right, top, bottom = 46.0, 352.0, 16.0, 168.0
+    shown = [v for s in data.steps for v in (s.change, s.low, s.high)]
+    across = Scale(data.steps[0].length, data.steps[-1].length, left, right, True)
+    up = Scale(*value_range([data.limit, *shown], False), bottom, top)
+    body = text(left, 8, "change of perplexity, %", "m") + _grid(up, left, right)
+    body += "".join(text(across(s.length), bottom + 13, f"{s.length:,}", "m", "middle") for s in data.steps)
+    forth = [f"{xy(across(s.length))} {xy(up(s.high))}" for s in data.steps]
+    back = [f"{xy(across(s.length))} {xy(up(s.low))}" for s in reversed(data.steps)]
+    body += path(f"M{'L'.join([*forth, *back])}z", "band")
+    level, at = up(data.limit), across(data.calibrated)
+    body += line(left, level, right, level, "x") + text(right, level - 4, f"limit {data.limit_text}", "t", "end")
+    body += line(at, top, at, bottom, "e") + text(at + 4, top + 8, f"calibrated at {data.calibrated:,}", "m")
+    body += polyline([(across(s.length), up(s.change)) for s in data.steps], "c")
+    for s in data.steps:
+        words = (
+            f"{s.length:,} tokens: {number(s.change, 3)}% ({number(s.low, 3)} to {number(s.high, 3)}), {s.rows} rows"
+        )
+        body += titled(words, circle(across(s.length), up(s.change), 4, "k" if s.rows >= LEAST_ROWS else "o"))
+    body += text((left + right) / 2, bottom + 25, "tokens of a row", "m", "middle")
+    label = f"Change of perplexity at {len(data.steps)} lengths, with 95% intervals and the limit"
+    return svg(360, bottom + 28, label, body, "lines")
+
+
+def _grid(up: Scale, left: float, right: float) -> str:
+    """Lines across at round values, with their numbers."""
+    return "".join(
+        line(left, up(t), right, up(t), "l") + text(left - 5, up(t) + 3, number(t, 3), "m", "end") for t in up.ticks(4)
+    )
+
+
 def draw_scatter(pairs: Sequence[Pair]) -> str:
     """Predicted across, measured up, both logarithmic, with the diagonal on which they agree."""
     shown = [value for pair in pairs for value in (pair.predicted, pair.measured) if value > 0]
@@ -237,9 +271,7 @@ def draw_loss(points: Sequence[tuple[float, float]], label: str, held: Sequence[
     xs, ys = [x for x, _ in points], [y for _, y in (*points, *held)]
     across, up = Scale(*_ends(xs), 46, 352), Scale(*_ends(ys), 168, 16)
     body = text(46, 8, label, "m")
-    body += "".join(
-        line(46, up(t), 352, up(t), "l") + text(41, up(t) + 3, number(t, 3), "m", "end") for t in up.ticks(4)
-    )
+    body += _grid(up, 46, 352)
     body += text(46, 181, number(min(xs)), "m") + text(352, 181, f"step {number(max(xs))}", "m", "end")
     body += polyline([(across(x), up(y)) for x, y in points], "c")
     body += "".join(titled(f"step {number(x)}: {number(y, 3)}", circle(across(x), up(y), 3.2, "k")) for x, y in held)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from headwise.cost import kv_bytes_per_token, parameters
+from headwise.report import _judged as judged
 from headwise.report._commands import items
 from headwise.report._rivals import comparisons, priced
 from headwise.report._text import MISSING, as_number, human, listing, number, relative, words
@@ -131,8 +132,15 @@ def headline(dossier: Dossier) -> str:
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
-    sentence += f"; {_cost(first)}" if dossier.verdict else "; what that costs in quality has not been measured yet"
-    return f"{sentence}; {checks_in_words(dossier)}." if dossier.verdict else f"{sentence}."
+    if dossier.verdict is None:
+        return f"{sentence}; what that costs in quality has not been measured yet. {why_no_verdict(dossier)}".strip()
+    cost = "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is told by length
+    return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
+
+
+def why_no_verdict(dossier: Dossier) -> str:
+    """Why nothing is verified, in a sentence; empty where the stage has just not run."""
+    return str(getattr(dossier, "stale", None) or "")
 
 
 def _shrunk(measure: Measure, what: str, unit: str) -> str:
@@ -153,17 +161,6 @@ def _cost(measure: Measure) -> str:
     interval = f", 95% interval {measure.interval}" if measure.interval else ""
     change = relative(measure.before, measure.after)
     return f"{what} went from {number(measure.before)} to {number(measure.after)} ({change}{interval})"
-
-
-def checks_in_words(dossier: Dossier) -> str:
-    """All passed, or which failed."""
-    checks = dossier.verdict.checks if dossier.verdict else ()
-    failed = [check.name for check in checks if not check.passed]
-    if not checks:
-        return "no checks were made"
-    if failed:
-        return f"{len(failed)} of {len(checks)} checks FAILED ({', '.join(failed)})"
-    return f"all {len(checks)} checks passed" if len(checks) > 1 else "its one check passed"
 
 
 def way_out(dossier: Dossier) -> str:
@@ -195,14 +192,17 @@ def loading(dossier: Dossier, folder: str = "folder") -> str:
 
 
 def budget_rows(dossier: Dossier) -> Rows:
-    """Budget, before, limit, spent, share of the source, whether it is met."""
+    """Budget, before, limit, spent, share of the source, whether it is met: as planned, or as checked if it was."""
     if dossier.plan is None:
         return ()
-    rows = []
+    rows, checks = [], {check.name: check.passed for check in (dossier.verdict.checks if dossier.verdict else ())}
     for budget in dossier.plan.budgets:
-        full, spent = priced(budget, dossier.plan.source), as_number(dossier.plan.spent.get(budget.key))
+        full, spent = priced(budget, dossier.plan.source), priced(budget, dossier.plan.target)
+        spent = as_number(dossier.plan.spent.get(budget.key)) if spent is None else spent
         share = f"{spent / full:.1%}" if full and spent is not None else MISSING
-        met = MISSING if spent is None else "✓ met" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
+        within = None if spent is None else spent <= budget.limit * (1 + 1e-9)
+        within = checks.get(f"budget {budget.text}", within)
+        met = MISSING if within is None else "✓ met" if within else "✗ NOT MET"
         rows.append((budget.text, budget.unit, human(full), human(budget.limit), human(spent), share, met))
     return tuple(rows)
 

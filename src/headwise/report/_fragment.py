@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 from headwise.report import _facts as facts
+from headwise.report import _judged as judged
 from headwise.report._assets import css
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
@@ -73,7 +74,7 @@ def _verdict(verdict: Verdict) -> str:
     checks = tuple(("✓ pass" if c.passed else "✗ FAIL", c.name, c.observed, c.expected) for c in verdict.checks)
     heads = ("quantity", "before", "after", "change", "95% interval of after")
     return (
-        f"<h3>{escape(facts.checks_in_words(dossier))}</h3>{_cards(dossier)}"
+        f"<h3>{escape(judged.headline(verdict))}</h3>{_cards(dossier)}"
         + table(("result", "check", "observed", "expected"), checks, ())
         + details("Everything that was measured", table(heads, facts.certificate_rows(dossier), range(1, 5)))
     )

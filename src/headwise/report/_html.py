@@ -93,6 +93,7 @@ def _right(column: int, numeric: Collection[int]) -> str:
 
 def _mark(cell: str) -> str:
     """Pass and fail are set apart by sign and word; colour only repeats them."""
-    return (
-        ' class="pass"' if cell in ("✓ pass", "✓ met") else ' class="fail"' if cell in ("✗ FAIL", "✗ NOT MET") else ""
-    )
+    kinds = {"✓ pass": "pass", "✓ met": "pass", "✓ within": "pass", "✓ about as well": "pass", "✓ verified": "pass"}
+    kinds |= {"✗ FAIL": "fail", "✗ NOT MET": "fail", "✗ BEYOND": "fail", "✗ not verified": "fail"}
+    kinds |= {"! uncertain": "unsure", "! clearly less": "unsure", "! partly verified": "unsure"}
+    return f' class="{kinds[cell]}"' if cell in kinds else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headwise.report import _facts as facts
+from headwise.report import _judged as judged
 from headwise.report._assets import css, policy, script
 from headwise.report._commands import FOLDER, how_to_make
 from headwise.report._data import LABELS, damage_rows, frontier
@@ -68,9 +69,9 @@ def heading(title: str, status: str) -> str:
 
 
 def _answer(dossier: Dossier) -> str:
-    passed = dossier.verdict.passed and dossier.verdict.checks if dossier.verdict else None
-    words = "… not verified yet" if passed is None else "✓ verified" if passed else "✗ not verified"
-    status = f'<p class="status{"" if passed else " bad"}">{words}</p>'
+    verdict = dossier.verdict
+    words, kind = (judged.status(verdict), judged.CLASSES[verdict.state]) if verdict else ("… not verified yet", " bad")
+    status = f'<p class="status{kind}">{escape(words)}</p>'
     quality, *sizes, time = facts.measures(dossier)
     cards = "".join(measure_card(measure) for measure in (*reversed(sizes), time, quality))
     return (

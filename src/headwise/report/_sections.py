@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from headwise.report import _facts as facts
+from headwise.report import _judged as judged
 from headwise.report import _rivals as rivals
 from headwise.report._checked import (
     damage_marks,
     held_out_curve,
     loss_curve,
+    not_kept_in_words,
     pairs_in_words,
     price_pairs,
     recovery_in_words,
@@ -25,6 +27,7 @@ from headwise.report._data import (
 )
 from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
 from headwise.report._draw import (
+    draw_by_length,
     draw_damage,
     draw_healing,
     draw_lines,
@@ -37,7 +40,7 @@ from headwise.report._explore import Heat
 from headwise.report._html import code, details, figure, legend, missing, paragraph, pickable, pre, table
 from headwise.report._samples import draw_samples
 from headwise.report._text import as_number, escape, number
-from headwise.types import UNITS, Dossier
+from headwise.types import UNITS, Dossier, Verdict
 
 Maps = tuple[Heat, ...]
 COLOURS = {"qk": "qk", "v": "v", "mlp": "mlp", "heads": "heads", "kv_heads": "kv", "depth": "dmg"}
@@ -217,6 +220,7 @@ def _healing(dossier: Dossier, maps: Maps) -> str:
     words += f" {number(speed)} tokens per second." if speed is not None else ""
     gained = recovery_in_words(healing)
     words += f" On text that nothing was fitted to: {gained}." if gained else ""
+    words += f" {not_kept_in_words(healing)}"
     losses, held = loss_curve(healing), held_out_curve(healing)
     name = "Loss; dots: on text kept from it" if held else "Loss"
     curve = figure(name, draw_loss(losses, "loss", held)) if len(losses) > 1 else ""
@@ -246,17 +250,41 @@ def _healing(dossier: Dossier, maps: Maps) -> str:
 def _certificate(dossier: Dossier, maps: Maps) -> str:
     verdict = dossier.verdict
     if verdict is None:
-        return missing("Nothing has been verified", how_to_make(dossier, "verify"))
+        why = facts.why_no_verdict(dossier)
+        return (paragraph(why) if why else "") + missing("Nothing has been verified", how_to_make(dossier, "verify"))
     checks = tuple(("✓ pass" if c.passed else "✗ FAIL", c.name, c.observed, c.expected) for c in verdict.checks)
-    body = paragraph(facts.checks_in_words(dossier)[:1].upper() + facts.checks_in_words(dossier)[1:] + ".")
+    body = paragraph(f"{judged.status(verdict)}. {judged.headline(verdict)}")
     body += table(("result", "check", "observed", "expected"), checks, (), name="checks") if checks else ""
     heads = ("quantity", "before", "after", "change", "95% interval of after")
-    body += "<h3>What was measured</h3>"
-    return (
-        body
-        + table(heads, facts.certificate_rows(dossier), range(1, 5), name="measured")
-        + paragraph("Sizes are counted on the saved model. Intervals of times are the range of their repeats.")
-    )
+    body += _by_length(verdict) + _retrieval(verdict) + "<h3>What was measured</h3>"
+    body += table(heads, facts.certificate_rows(dossier), range(1, 5), name="measured")
+    body += paragraph("Sizes are counted on the saved model. Intervals of times are the range of their repeats.")
+    return body + _not_measured(verdict)
+
+
+def _by_length(verdict: Verdict) -> str:
+    """Damage over length: the curve, and its numbers."""
+    if not verdict.lengths:
+        return ""
+    words = "Both models on the same text, in rows of growing length; intervals are over blocks of text."
+    data = judged.by_length(verdict)
+    picture = draw_by_length(data) if data else ""
+    numbers = table(judged.LENGTH_HEADS, judged.length_rows(verdict), range(6), name="quality by length")
+    return f"<h3>Quality by length</h3>{paragraph(words)}{picture}{numbers}"
+
+
+def _retrieval(verdict: Verdict) -> str:
+    if not verdict.retrieval:
+        return ""
+    numbers = table(judged.RETRIEVAL_HEADS, judged.retrieval_rows(verdict), range(5), name="retrieval")
+    return f"<h3>Retrieval by distance</h3>{paragraph(judged.RETRIEVAL_WORDS)}{numbers}"
+
+
+def _not_measured(verdict: Verdict) -> str:
+    found = judged.not_measured(verdict)
+    items = "".join(f"<li>{escape(words)}</li>" for words in found)
+    body = f"<ul>{items}</ul>" if found else paragraph("Nothing that a certificate has was left out.")
+    return f"<h3>What was not measured</h3>{body}"
 
 
 def _samples(dossier: Dossier, maps: Maps) -> str:

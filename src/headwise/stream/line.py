@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from headwise import data, families, processes, strategies
-from headwise.checks import speed
+from headwise.checks import certificate, exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
@@ -24,6 +24,7 @@ from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, Readings, Verdict
+from headwise.types.verdict import MAX_LOSS, damage_limit
 from headwise.workbench import Texts, read_texts
 
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
@@ -156,7 +157,7 @@ def build(
         stale.unlink(missing_ok=True)
 
 
-def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
+def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, against the source, on held-out text."""
     plan, settings = Plan.read(folder.plan_file), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists()):
@@ -166,24 +167,35 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
         raise PlanError(
             f"{folder.model} does not follow {folder.plan_file.name}; run headwise reshape {folder.path} again."
         )
-    texts, seed = bench.texts, settings.seed
+    texts, seed, family = bench.texts, settings.seed, bench.source.family
+    plan = exactness.priced_again(plan, bench.source.shape)
+    longest = family.longest(bench.source.config)
+    sizes = min(settings.length, longest), settings.served(longest), settings.eval_tokens
+    asked = certificate.rows_for(bench.source.config, bench.tokenizer, texts.long, *sizes, seed)
     rows = {"evaluation": texts.evaluation, "rehearsal": texts.rehearsal}
-    found = verifying.compare(bench.source, cut, rows, seed, folder.streaming, folder.proof_file, track)
+    found = verifying.compare(bench.source, cut, rows, asked, seed, folder.streaming, folder.proof_file, track)
     expected = found.rehearsal.expected_damage()
     healing = json.loads(folder.heal_file.read_text())
     folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
     priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
+    checks, unchecked = verifying.checks(cut, plan, bench.source.shape, folder.model, folder.proof_file)
+    max_loss = max_loss or settings.max_loss or MAX_LOSS
+    by_length = found.lengths._asdict()
+    by_length["not_measured"] += (*unchecked, "Speed: the models are read from disk, one layer at a time.")
     verdict = Verdict(
         quality=found.evaluation.summary(seed),
-        size=verifying.sizes(cut, plan.source),
+        size=verifying.sizes(cut, bench.source.shape),
         speed={},
         damage={"predicted": expected, **priced, **found.evaluation.damage(seed)},
-        checks=tuple(verifying.checks(cut, plan, folder.model, folder.proof_file)),
+        checks=tuple(checks),
         samples=(),
         evaluation=texts.described,
         tokens=data.count_tokens(texts.evaluation),
         machine=speed.machine(torch.device(bench.source.device)),
         date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        max_loss=max_loss,
+        limit=damage_limit(max_loss),
+        **by_length,
     )
     verdict.save(folder.verdict_file)
     return verdict

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from headwise.checks import exactness
+from headwise.checks import certificate, exactness, lengths
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
-from headwise.memory import available_bytes
+from headwise.memory import SHARE, available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
@@ -23,10 +24,11 @@ RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in floa
 
 
 class Found(NamedTuple):
-    """How the cut model answers beside the source: on held-out rows, and on rows of the calibration's source."""
+    """How the cut model answers beside the source: on held-out rows, on rows of the calibration's source, by length."""
 
     evaluation: Comparison
     rehearsal: Comparison
+    lengths: certificate.Found
 
 
 class SideBySide:
@@ -82,6 +84,19 @@ class SideBySide:
         return Comparison(*(torch.cat(column).cpu().numpy() for column in zip(*found, strict=True)))
 
     @torch.no_grad()
+    def predicted(self, which: str, track: Track = silently) -> lengths.Tokens:
+        """How both models predict the rows of that name, token by token."""
+        source, cut = self.models.values()
+        names = [name for name in self.parts if name.startswith(f"{which}.")]
+        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
+        found = []
+        for name, row in track(rows, which):
+            before, after = (self.last(side, name, row) for side in self.models)
+            ids = self.parts[name][row : row + 1]
+            found.append(lengths.predictions(source.family, (source.model, cut.model), (before, after), ids))
+        return lengths.together(found)
+
+    @torch.no_grad()
     def write_proof(self, path: Path) -> None:
         """Keep what the cut model says to the rows called `proof`."""
         cut = self.models["cut"]
@@ -94,39 +109,68 @@ def compare(
     source: Streamed,
     cut: Streamed,
     rows: dict[str, torch.Tensor],
+    asked: certificate.Asked,
     seed: int,
     folder: Path,
     proof: Path,
     track: Track = silently,
 ) -> Found:
-    """Read `evaluation` and `rehearsal` with both models, and a few tokens as a proof for whoever loads the model."""
+    """Read `evaluation` and `rehearsal` with both models, rows of other lengths, and a few tokens as a proof for
+    whoever loads the model.
+    """
     proving = {"proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}
-    walk = SideBySide(source, cut, rows | proving, seed, folder)
+    asked = _ends_only(asked)
+    reasons = _too_large(source, cut, asked, folder)
+    more = {label: text for label, text in asked.rows().items() if label not in reasons}
+    walk = SideBySide(source, cut, rows | proving | more, seed, folder)
     walk.run(track)
-    found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track))
+    by_length = certificate.gathered(asked, lambda label, _: reasons.get(label) or walk.predicted(label, track), seed)
+    found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track), by_length)
     walk.write_proof(proof)
     walk.shelf.clear()
     return found
 
 
-def counted(model: Streamed) -> dict[str, int]:
-    """Parameters, and cache bytes of a token, by the sizes that the headers of the files name."""
+def _ends_only(asked: certificate.Asked) -> certificate.Asked:
+    """The shortest and the longest length alone: streams lie on disk meanwhile, those of every length anew."""
+    ends = sorted(asked.lengths)[:1] + sorted(asked.lengths)[-1:]
+    return asked._replace(lengths={length: asked.lengths[length] for length in dict.fromkeys(ends)})
+
+
+def _too_large(source: Streamed, cut: Streamed, asked: certificate.Asked, folder: Path) -> dict[str, str]:
+    """Why some rows cannot be read here: a row's memory, or the disk that all streams take on their way."""
+    configs, numbers = (source.config, cut.config), source.shape.hidden_size
+    folder.mkdir(parents=True, exist_ok=True)
+    free, found = SHARE * shutil.disk_usage(folder).free, {}
+    for label, rows in asked.rows().items():
+        needed = 4 * 2 * 2 * numbers * rows.numel()  # two models, before and behind a layer
+        reason = lengths.too_large(source.family, configs, rows.shape[1], source.device)
+        if not reason and needed > free:
+            reason = f"it takes {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} are free"
+        if reason:
+            found[label] = reason
+        else:
+            free -= needed
+    return found
+
+
+def counted(model: Streamed) -> tuple[dict[str, int], ModelShape]:
+    """Parameters, and cache bytes of a token, by the sizes that the headers of the files name; and the whole shape."""
     entries, places = model.files.entries, model.family.tensors(model.config)
-    cached = 0
-    for index in range(len(model.layers)):
+    layers = []
+    for index, said in enumerate(model.shape.layers):
         where = {name: model.places.get(model.prefix(index) + place, "") for name, place in places.items()}
-        keys, values = (entries[where[name]].shape[0] for name in ("k.weight", "v.weight"))
-        if down := entries.get(where["k_down"]):
-            keys = down.shape[0] * down.shape[2]
-        cached += keys + values
+        shapes = {name.removesuffix(".weight"): entries[at].shape for name, at in where.items() if at in entries}
+        layers.append(exactness.layer_of(said, shapes))
+    shape = model.shape.with_layers(tuple(layers))
     buffers = {name for name, _ in model.model.named_buffers()}
     numbers = sum(entries[place].numbers for name, place in model.places.items() if name not in buffers)
-    return {"parameters": numbers, "kv_bytes_per_token": cached * model.shape.element_bytes}
+    return {"parameters": numbers, "kv_bytes_per_token": kv_bytes_per_token(shape)}, shape
 
 
 def sizes(cut: Streamed, source: ModelShape) -> dict[str, int]:
     """The source's by formula, the cut model's as counted."""
-    found = counted(cut)
+    found, _ = counted(cut)
     return {
         "parameters_before": parameters(source),
         "parameters_after": found["parameters"],
@@ -135,16 +179,11 @@ def sizes(cut: Streamed, source: ModelShape) -> dict[str, int]:
     }
 
 
-def checks(cut: Streamed, plan: Plan, folder: Path, proof: Path) -> list[Check]:
-    """Sizes as planned, budgets met, and the model as a fresh process loads it, where there is memory for that."""
-    found = counted(cut)
-    made = [
-        exactness.equal("parameters as planned", found["parameters"], parameters(plan.target)),
-        exactness.equal(
-            "cache bytes per token as planned", found["kv_bytes_per_token"], kv_bytes_per_token(plan.target)
-        ),
-        *exactness.budget_checks(plan),
-    ]
-    if RELOAD_FACTOR * 4 * found["parameters"] < available_bytes():
-        made.append(exactness.reload_check(folder, proof, plan.portable))
-    return made
+def checks(cut: Streamed, plan: Plan, source: ModelShape, folder: Path, proof: Path) -> tuple[list[Check], list[str]]:
+    """Sizes as planned, budgets met, and the model as a fresh process loads it; in words, where memory forbids that."""
+    found, shape = counted(cut)
+    made = [*exactness.plan_checks(found, plan, source), *exactness.budget_checks(plan.budgets, shape, found)]
+    needed, free = RELOAD_FACTOR * 4 * found["parameters"], available_bytes()
+    if needed < free:
+        return [*made, exactness.reload_check(folder, proof, plan.portable)], []
+    return made, [f"Reloading in a fresh process: it takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free."]

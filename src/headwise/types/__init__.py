@@ -6,7 +6,7 @@ from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, P
 from headwise.types.reading import Reading, Readings
 from headwise.types.shape import GONE, ROLES, Grain, LayerShape, ModelShape
 from headwise.types.sweep import Answer, Sweep
-from headwise.types.verdict import Check, Dossier, Sample, Verdict
+from headwise.types.verdict import Check, Dossier, LengthQuality, Retrieval, Sample, Verdict
 
 __all__ = [
     "DEFAULT_UNITS",
@@ -26,12 +26,14 @@ __all__ = [
     "LayerKeep",
     "LayerShape",
     "LayerTime",
+    "LengthQuality",
     "ModelShape",
     "Plan",
     "Point",
     "Reading",
     "Readings",
     "Record",
+    "Retrieval",
     "Sample",
     "Sweep",
     "Verdict",

@@ -1,0 +1,93 @@
+"""Quality at every length and retrieval at every distance, up to the context that will be served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headwise.checks import lengths, retrieval
+from headwise.families import Family
+from headwise.probes._watch import Track, silently
+from headwise.types import LengthQuality, Retrieval
+from headwise.types.verdict import LEAST_ROWS
+
+
+class Asked(NamedTuple):
+    """What to read: rows by length and by distance; and in words what there is no text for."""
+
+    lengths: dict[int, torch.Tensor]
+    distances: dict[int, retrieval.Rows]
+    not_measured: tuple[str, ...]
+    length: int  # of the rows that the model was calibrated on
+    context: int
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """All rows, by what they are for."""
+        far = {_retrieving(distance): rows for distance, (rows, _) in self.distances.items()}
+        return {_reading(size): rows for size, rows in self.lengths.items()} | far
+
+
+def _reading(length: int) -> str:
+    return f"quality at {length:,} tokens"
+
+
+def _retrieving(distance: int) -> str:
+    return f"retrieval at {distance:,} tokens"
+
+
+class Found(NamedTuple):
+    """What a verdict says about lengths, by the names that it has there."""
+
+    lengths: tuple[LengthQuality, ...] = ()
+    retrieval: tuple[Retrieval, ...] = ()
+    length: int = 0
+    context: int = 0
+    not_measured: tuple[str, ...] = ()
+
+
+def rows_for(
+    config: Any, tokenizer: Any, text: Any, length: int, context: int, eval_tokens: int, seed: int = 0
+) -> Asked:
+    """What to read for a certificate up to `context`. `text` has `tokens` and `start`; None: the model wrote it."""
+    distances = retrieval.rows_by_distance(config, tokenizer, context, seed)
+    if text is None:
+        words = [] if context <= length else [
+            f"Quality beyond {length:,} tokens: the model wrote its own evaluation text, in rows of {length:,}; give "
+            f"--eval FILE with at least {LEAST_ROWS * context:,} tokens."
+        ]  # fmt: skip
+        return Asked({}, distances, tuple(words), length, context)
+    rows, short = lengths.rows_by_length(text.tokens, text.start, length, context, eval_tokens)
+    return Asked(rows, distances, tuple(short), length, context)
+
+
+def measure(
+    family: Family, source: nn.Module, cut: nn.Module, asked: Asked, seed: int = 0, track: Track = silently
+) -> Found:
+    """Both models on all rows."""
+
+    def predict(label: str, rows: torch.Tensor) -> lengths.Tokens | str:
+        return lengths.predicted(family, (source, cut), rows, track, label)
+
+    return gathered(asked, predict, seed)
+
+
+def gathered(asked: Asked, predict: Callable[[str, torch.Tensor], lengths.Tokens | str], seed: int = 0) -> Found:
+    """The certificate, from what `predict(label, rows)` finds of rows, or from the reason that it gives."""
+    found = {label: predict(label, rows) for label, rows in asked.rows().items()}
+    known = {label: tokens for label, tokens in found.items() if not isinstance(tokens, str)}
+    left_out = [f"{label.capitalize()}: {why}." for label, why in found.items() if isinstance(why, str)]
+    by_length = [
+        lengths.summed_up(known[_reading(size)], size, asked.length, seed)
+        for size in asked.lengths
+        if _reading(size) in known
+    ]
+    by_distance = [
+        retrieval.summed_up(known[_retrieving(distance)], distance, rows.places, seed)
+        for distance, rows in asked.distances.items()
+        if _retrieving(distance) in known
+    ]
+    left_out = [*asked.not_measured, *left_out]
+    return Found(tuple(by_length), tuple(by_distance), asked.length, asked.context, tuple(left_out))
