@@ -16,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from tables import in_rows
+
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SECTIONS = {  # heading -> result files of one model and one kind of budget
@@ -202,7 +204,7 @@ def about(result: dict[str, Any]) -> str:
     options = _options(told.get("heal_options", ()), result["rows"])
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return (
-        f"{result['evaluation_tokens']:,} evaluation tokens ({result['evaluation']}; perplexity "
+        f"{result['evaluation_tokens']:,} evaluation tokens{in_rows(result)} ({result['evaluation']}; perplexity "
         f"{result['perplexity_before']:.2f} before), {result['calibration_tokens']:,} calibration tokens, "
         f"{result['healing_tokens']:,} different ones to distil on ({told['data'] or 'default text'}); healing options "
         f"{options}; probing {result['probe_seconds']:.0f} s; seed {told['seed']}; {result['hardware']}, "

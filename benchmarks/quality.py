@@ -5,8 +5,8 @@
 Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped, and more plans,
 healings and budgets may be added to a file later. What the source says (its readings, its answers to zero-shot tasks)
 is found once and kept in a hidden folder beside the file. Damage is the increase of the loss in nats per token on
-held-out text, with a 95% bootstrap interval over blocks; `published` before healing is the bar, measured in the same
-run. Tokens and seconds count what each healing learned from and took, cut included.
+held-out text in rows of the model's full context, with a 95% bootstrap interval over rows; `published` before healing
+is the bar, measured in the same run. Tokens and seconds count what each healing learned from and took, cut included.
 
 Several runs may share a GPU, some plans in each; `--shared` notes that their seconds are not of a machine on its own:
 
@@ -20,6 +20,8 @@ import argparse
 import hashlib
 import json
 import math
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -36,7 +38,7 @@ from torch import nn
 from zero_shot import Scores, all_tasks, exams
 
 from headwise import pipeline
-from headwise.checks import quality, speed
+from headwise.checks import lengths, quality, speed
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError
 from headwise.heal import stages
@@ -106,12 +108,13 @@ class Table:
         if not any(self.missing(plan, healings) for plan in plans):
             return
         self.bench = bench = pipeline.workbench(self.settings)
+        self.evaluation = full_rows(bench, self.settings.eval_tokens)
         self.first = pipeline.probed(self.settings, RunFolder(self.work), bench, bench.source, silently, diagnose=False)
         if self.asked.data is not None:
             self.exams = exams(bench.tokenizer, self.asked.data, self.asked.most)
             self.scores = self._source_scores()
         shared = self.shared or self.found.get("hardware", "").endswith(SHARED)  # some rows are enough
-        self.found |= _about(bench, self.first[0].seconds, shared)
+        self.found |= _about(bench, self.evaluation, self.first[0].seconds, shared)
         for budget in self.settings.budgets:
             for plan in plans:
                 for asked, left in self.missing(plan, healings):
@@ -176,7 +179,7 @@ class Table:
 
     def _add(self, budget: str, plan: str, heal: str, fitted: pipeline.Fitted, state: Healed) -> None:
         bench, rows = self.bench, self.found["rows"]
-        found = quality.compare(bench.family, bench.source, state.model, bench.evaluation)
+        found = quality.compare(bench.family, bench.source, state.model, self.evaluation)
         held = quality.compare(bench.family, bench.source, state.model, bench.rehearsal)
         expected = fitted._replace(rehearsed=held.expected_damage())
         row = _row(budget, method_of(plan, heal), expected, found, state.seconds, rows)
@@ -213,22 +216,40 @@ def method_of(plan: str, heal: str) -> str:
     return plan if heal == "none" else f"{plan} + {heal}"
 
 
-def _about(bench: pipeline.Workbench, seconds: float, shared: bool) -> dict[str, Any]:
+def full_rows(bench: pipeline.Workbench, tokens: int) -> torch.Tensor:
+    """The evaluation text in rows of the full context; text that the model wrote itself stays as it is."""
+    if bench.long is None:
+        return bench.evaluation
+    rows = lengths.rows_of(bench.long.tokens, bench.context, bench.context, tokens, bench.long.start)
+    return rows if len(rows) > 1 else bench.evaluation
+
+
+def _about(bench: pipeline.Workbench, evaluation: torch.Tensor, seconds: float, shared: bool) -> dict[str, Any]:
     """On what, where and when."""
     return {
         "evaluation": _name(bench.described),
         "calibration_tokens": bench.calibration.numel(),
         "healing_tokens": bench.calibration.numel() + (0 if bench.more is None else bench.more.numel()),
-        "evaluation_tokens": bench.evaluation.numel(),
+        "evaluation_tokens": evaluation.numel(),
+        "evaluation_length": evaluation.shape[1],
+        "length": bench.calibration.shape[1],
         "probe_seconds": seconds,
         "hardware": speed.machine(bench.source.device) + (SHARED if shared else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
         "versions": {
             "python": sys.version.split()[0],
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
     }
+
+
+def commit() -> str:
+    """Of the code that measures: `HEADWISE_COMMIT` where there is no repository."""
+    told = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(told, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
+    return os.environ.get("HEADWISE_COMMIT") or found.stdout.strip()
 
 
 def _row(

@@ -58,10 +58,21 @@ def table() -> str:
             cells = [_cell(rows[method]) if method in rows else "" for method in METHODS]
             lines.append(f"| {name}, {budget.removeprefix('kv=')} | {' | '.join(cells)} |")
         notes.append(
-            f"{name}: {result['evaluation_tokens']:,} evaluation tokens, perplexity {result['perplexity_before']:.2f} "
-            f"before, {result['calibration_tokens']:,} calibration tokens, {result['hardware']}, {result['date']}."
+            f"{name}: {result['evaluation_tokens']:,} evaluation tokens{in_rows(result)}, perplexity "
+            f"{result['perplexity_before']:.2f} before, {result['calibration_tokens']:,} calibration tokens, "
+            f"{result['hardware']}, {result['date']}."
         )
     return "\n".join([*lines, "", *(f"- {note}" for note in notes)])
+
+
+def in_rows(result: dict[str, Any]) -> str:
+    """How long the rows of the evaluation are; results without it are older than position offsets.
+
+    Those were calibrated on rows from the first position on, and hold up to the length of these rows only.
+    """
+    if "evaluation_length" in result:
+        return f" in rows of {result['evaluation_length']:,}, the full context"
+    return f" in rows of {result['settings']['length']:,} (measured before position offsets: holds at that length only)"
 
 
 def _cell(row: dict[str, Any], digits: int = 1) -> str:
@@ -105,7 +116,8 @@ def parameters() -> str:
     lines += [
         "",
         f"- SmolLM2-135M-Instruct (Q4_1, dequantised) on {result['evaluation']} ({result['evaluation_tokens']:,} "
-        f"tokens, perplexity {result['perplexity_before']:.2f} before), calibrated on {result['settings']['data']} "
+        f"tokens{in_rows(result)}; perplexity {result['perplexity_before']:.2f} before), calibrated on "
+        f"{result['settings']['data']} "
         f"({result['calibration_tokens']:,} tokens without any of WikiText; benchmarks/texts.py makes both); "
         f"{result['hardware']}, {result['date']}. 95% intervals over blocks; one seed.",
         "",
@@ -157,7 +169,9 @@ def healing() -> str:
 
 def _told(name: str, result: dict[str, Any]) -> str:
     tokens, before = result["evaluation_tokens"], result["perplexity_before"]
-    return f"- {name}: {tokens:,} evaluation tokens, perplexity {before:.2f} before, {result['hardware']}"
+    return (
+        f"- {name}: {tokens:,} evaluation tokens{in_rows(result)}, perplexity {before:.2f} before, {result['hardware']}"
+    )
 
 
 def distilled() -> str:
