@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
-FIRST = 512  # the shortest length, unless rows of the calibration are shorter
 PASSAGES = 128  # of every distance
 INTRO = """A cut that was calibrated on short rows can break on long ones: queries and keys after rotary depend on the
 position. Calibration rows therefore begin at random positions of the context that will be served (`--context`, the
@@ -71,7 +70,7 @@ def _measure_way(
     family, config = bench.family, bench.source.config
     seen = pipeline.probe(settings, bench, bench.source, diagnose=False)
     rows = certificate.rows_for(
-        config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens
+        config, bench.tokenizer, bench.long, bench.calibration.shape[1], family.longest(config), settings.eval_tokens
     )
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")

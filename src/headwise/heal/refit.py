@@ -73,7 +73,7 @@ def refit(
     for index in track(range(len(ours)), "refit"):
         until = kept[index + 1] if index + 1 < len(kept) else len(theirs)
         lost = range(kept[index] + 1, until)
-        worker = LayerRefit(ours[index], theirs, kept[index], rows, strength, family.context > 0)
+        worker = LayerRefit(ours[index], theirs, kept[index], rows, strength)
         worker.queries_and_keys()
         worker.values()
         gains.append(worker.output_and_down(lost, inner=True))
@@ -126,21 +126,9 @@ class LayerHealer:
 
 
 class LayerRefit:
-    """The refits of one layer, which was number `index` of the source's; moves both residual streams past it.
+    """The refits of one layer, which was number `index` of the source's; moves both residual streams past it."""
 
-    `one_mean`: rows are parts of a longer sequence, whose keys have one mean (see `probes.gram`).
-    """
-
-    def __init__(
-        self,
-        ours: Block,
-        source: list[Block],
-        index: int,
-        rows: list[_Rows],
-        strength: float,
-        one_mean: bool = False,
-    ) -> None:
-        self.one_mean = one_mean
+    def __init__(self, ours: Block, source: list[Block], index: int, rows: list[_Rows], strength: float) -> None:
         self.ours, self.theirs, self.rows, self.strength = ours, source[index], rows, strength
         self.source, self.index = source, index
 
@@ -187,17 +175,13 @@ class LayerRefit:
             q0, k0, v0 = self.theirs.heads(row.source, context)
             row.source_z = self.theirs.attended(q0, k0, v0, context)
             q0, k0 = theirs.project(q0, k0)
-            if not self.one_mean:
-                k, k0 = (t - t.mean(2, keepdim=True) for t in (k, k0))  # softmax ignores the mean key
+            k, k0 = (t - t.mean(2, keepdim=True) for t in (k, k0))  # softmax ignores the mean key
             q, q0, k, k0 = (
                 t.transpose(0, 1).unflatten(0, (ours.kv_heads, -1)).flatten(1, 3).double() for t in (q, q0, k, k0)
             )
-            parts = [q.mT @ q, q.mT @ q0, k.mT @ k, k.mT @ k0, k.sum(1), k0.sum(1), k.new_tensor(k.shape[1])]
+            parts = [q.mT @ q, q.mT @ q0, k.mT @ k, k.mT @ k0]
             sums = [a + b for a, b in zip(sums, parts, strict=True)] if sums else parts
-        qq, qq0, kk, kk0, k_sum, k0_sum, keys = sums
-        if self.one_mean:
-            kk = kk - k_sum.unsqueeze(-1) * k_sum.unsqueeze(-2) / keys
-            kk0 = kk0 - k_sum.unsqueeze(-1) * k0_sum.unsqueeze(-2) / keys
+        qq, qq0, kk, kk0 = sums
         eye = torch.eye(ours.qk_width, dtype=torch.float64, device=qq.device)
         core = ridge(qq, qq0, eye, self.strength) @ ridge(kk, kk0, eye, self.strength).mT
         p_q, p_k, _ = balanced(qq, kk, core)

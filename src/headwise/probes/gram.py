@@ -21,14 +21,13 @@ def collect(
 ) -> list[dict[str, torch.Tensor]]:
     """Mean second moments per layer, summed over a batch in float32 and over batches in double precision.
 
-    `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key, because softmax ignores
-    what is added to all keys of a sequence: that of its row, or of all rows where these begin all over a longer
-    sequence; `power_k` (group, K) is about zero; `gram_z` (head, V, V); `gram_mlp` (M, M), which is large and needed
-    less exactly, is in float32.
+    `gram_q` (group, K, K) sums over the queries of a group; `gram_k` is about the mean key of its sequence, because
+    softmax ignores what is added to all keys; `power_k` (group, K) is not; `gram_z` (head, V, V); `gram_mlp` (M, M),
+    which is large and needed less exactly, is in float32.
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
     size = min(4096, places(tokens, row) // processes.count())  # all have something to read
-    sums = Sums(len(layers), family.context > 0)
+    sums = Sums(len(layers))
     with watching(layers, sums.attention, sums.channels if mlp else None):
         for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
             family.read(model, batch.to(model.device))
@@ -36,14 +35,9 @@ def collect(
 
 
 class Sums:
-    """Sums of second moments of some layers, for `watching`.
+    """Sums of second moments of some layers, for `watching`."""
 
-    `one_mean`: rows are parts of a longer sequence, whose keys have one mean. After rotary the mean key of a row turns
-    with the row's position, and tells near from far: it is not the same for all keys of the sequence.
-    """
-
-    def __init__(self, count: int, one_mean: bool = False) -> None:
-        self.one_mean = one_mean
+    def __init__(self, count: int) -> None:
         self.layers: list[dict[str, torch.Tensor]] = [{} for _ in range(count)]
         self.wide = [Gram() for _ in range(count)]
 
@@ -55,12 +49,8 @@ class Sums:
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         """Queries, keys and head outputs of a batch."""
         gram_q = _gram(q).unflatten(0, (k.shape[1], -1)).sum(1)
-        self._add(layer, gram_q=gram_q, power_k=k.square().sum((0, 2)), gram_z=_gram(z.transpose(1, 2)))
-        if self.one_mean:
-            total = k.sum(2, dtype=torch.float64).sum(0)
-            self._add(layer, gram_k=_gram(k), sum_k=total, keys=total.new_tensor(k.shape[0] * k.shape[2]))
-        else:
-            self._add(layer, gram_k=_gram(k - k.mean(2, keepdim=True)))
+        gram_k, gram_z = _gram(k - k.mean(2, keepdim=True)), _gram(z.transpose(1, 2))
+        self._add(layer, gram_q=gram_q, gram_k=gram_k, power_k=k.square().sum((0, 2)), gram_z=gram_z)
 
     def channels(self, layer: int, h: torch.Tensor) -> None:
         """MLP channels of a batch."""
@@ -69,11 +59,7 @@ class Sums:
     def means(self, layer: int, count: int) -> dict[str, torch.Tensor]:
         """Means over what all processes read of a layer; its sums are used up."""
         sums = self.layers[layer]
-        found = {name: processes.total(sums.pop(name)) for name in sorted(sums)}
-        if self.one_mean:
-            total = found.pop("sum_k")
-            found["gram_k"] -= total.unsqueeze(-1) * total.unsqueeze(-2) / found.pop("keys")
-        found = {name: part / count for name, part in found.items()}
+        found = {name: processes.total(sums.pop(name)) / count for name in sorted(sums)}
         if self.wide[layer].sum is not None:
             found["gram_mlp"] = self.wide[layer].total().div_(count)
         return found

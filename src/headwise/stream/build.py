@@ -139,7 +139,7 @@ class Build:
         rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
         for number, row in enumerate(rows):
             row.source, row.cut = (self.shelf.get(index, f"{side}.{number}") for side in ("source", "cut"))
-        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH, self.reader.context > 0)
+        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
         write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))

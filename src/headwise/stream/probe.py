@@ -52,7 +52,6 @@ class Walk:
         count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), 2048)
         self.count = len(source.layers)
-        self.reader = source.family.offset(wanted.context, wanted.seed)
         self.shelf = Shelf(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
 
     def run(self, track: Track = silently) -> None:
@@ -64,14 +63,15 @@ class Walk:
                 for number, part in enumerate(parts):
                     self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
             self.shelf.complete(0)
-        contexts, few = (self.source.contexts(parts, self.reader) for parts in (self.parts, self.few))
+        reader = self.source.family.offset(self.wanted.context, self.wanted.seed)
+        contexts, few = (self.source.contexts(parts, reader) for parts in (self.parts, self.few))
         for index in track(range(start, self.count), "layers, one at a time"):
             with self.source.layer(index) as layer, torch.no_grad():
                 self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
             self.shelf.complete(index + 1)
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
-        block, sums, shelf = self.source.family.block(layer), Sums(1, self.reader.context > 0), self.shelf
+        block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
                 name = f"rows.{number}"
