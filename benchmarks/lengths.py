@@ -24,6 +24,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
+FIRST = 512  # the shortest length, unless rows of the calibration are shorter
 PASSAGES = 128  # of every distance
 INTRO = """A cut that was calibrated on short rows can break on long ones: queries and keys after rotary depend on the
 position. Calibration rows therefore begin at random positions of the context that will be served (`--context`, the
@@ -70,7 +71,7 @@ def _measure_way(
     family, config = bench.family, bench.source.config
     seen = pipeline.probe(settings, bench, bench.source, diagnose=False)
     rows = certificate.rows_for(
-        config, bench.tokenizer, bench.long, bench.calibration.shape[1], family.longest(config), settings.eval_tokens
+        config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens
     )
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")
@@ -114,24 +115,31 @@ def _line(row: dict[str, Any]) -> str:
 
 def page(folder: Path = RESULTS) -> str:
     """The page, from all results."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("lengths-*.json"))]
+    results: dict[tuple[str, int], dict[str, Any]] = {}
+    for path in sorted(folder.glob("lengths-*.json")):
+        result = json.loads(path.read_text())
+        known = results.setdefault((result["name"], result["length"]), result)
+        if known is not result:  # measured in parts
+            known["rows"] += result["rows"]
     lines = ["# Lengths", "", INTRO, ""]
-    for result in results:
+    for result in results.values():
         lines += _section(result)
     lines += ["Printed by `python benchmarks/lengths.py --print`; nothing here is typed by hand.", ""]
     return "\n".join(lines)
 
 
 def _section(result: dict[str, Any]) -> list[str]:
-    sizes = [found["length"] for found in result["rows"][0]["lengths"]]
-    lines = [f"## {result['name']}, {sizes[-1]:,} tokens of context", ""]
+    sizes = sorted({found["length"] for row in result["rows"] for found in row["lengths"]})
+    title = f"{result['name']}, {sizes[-1]:,} tokens of context, calibrated on rows of {result['length']:,}"
+    lines = [f"## {title}", ""]
     lines += [f"| heads | cache kept | healing | calibrated for | {' | '.join(f'{size:,}' for size in sizes)} |"]
     lines += ["| --- |" + " --- |" * (3 + len(sizes))]
     for row in sorted(result["rows"], key=_order):
-        cells = " | ".join(_cell(found) for found in row["lengths"])
+        known = {found["length"]: _cell(found) for found in row["lengths"]}
+        cells = " | ".join(known.get(size, "not measured") for size in sizes)
         heads = "pooled" if row["pool"] != "none" else "by themselves"
         lines.append(f"| {heads} | {row['budget'].removeprefix('kv=')} | {row['heal']} | {row['way']} | {cells} |")
-    lines += ["", *_judged(result), *_retrieved(result)]
+    lines += ["", *_judged(result, sizes[-1]), *_retrieved(result)]
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines.append(
         f"- {result['calibration_tokens']:,} calibration tokens in rows of {result['length']:,}; "
@@ -148,11 +156,14 @@ def _cell(found: dict[str, Any]) -> str:
     return f"{found['damage']:.4f} ± {(found['high'] - found['low']) / 2:.4f}"
 
 
-def _judged(result: dict[str, Any]) -> list[str]:
+def _judged(result: dict[str, Any], full: int) -> list[str]:
     """Where the damage at the full context stays near that at the first length, per way."""
     lines = []
     for way in ("whole context", "calibrated length"):
-        rows = [row for row in result["rows"] if row["way"] == way]
+        rows = [row for row in result["rows"] if row["way"] == way and row["lengths"][-1]["length"] == full]
+        if not rows:
+            lines.append(f"- Calibrated for the {way}: not measured.")
+            continue
         held = [row for row in rows if _holds(row)]
         lost = [f"{row['pool']} {row['budget']} {row['heal']}" for row in rows if row not in held]
         words = f"- Calibrated for the {way}: {len(held)} of {len(rows)} cuts have at most {FACTOR:g} times the damage"
