@@ -132,6 +132,7 @@ def headline(dossier: Dossier) -> str:
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
     sentence += f"; {_cost(first)}" if dossier.verdict else "; what that costs in quality has not been measured yet"
+    sentence += f" ({dossier.unverified})" if dossier.unverified else ""
     return f"{sentence}; {checks_in_words(dossier)}." if dossier.verdict else f"{sentence}."
 
 
