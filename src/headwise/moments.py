@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headwise.cuts import Moments
-from headwise.run.disk import write_file
+from headwise.keeping.disk import write_file
 
 
 def write_moments(path: Path, moments: list[Moments]) -> None:

@@ -22,13 +22,13 @@ from headwise.checks import exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, PlanError
 from headwise.heal.refit import LayerHealer, refit
+from headwise.keeping import disk
+from headwise.keeping.progress import Progress
 from headwise.moments import as_stored, read_moments, write_moments
 from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently
-from headwise.run import disk
-from headwise.run.progress import Progress
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
@@ -353,7 +353,7 @@ def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitt
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     if bench.task.name == "embedding":
         families.accompany(settings.model, folder.model)
-    exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
+    disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, bench.evaluation, new))
     folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
     _clear_healing(settings, folder)
 

@@ -22,10 +22,10 @@ from headwise.errors import (
     UnknownNameError,
 )
 from headwise.heal._options import Options
+from headwise.keeping import aside, disk, fingerprint
+from headwise.keeping.finished import Ledger
+from headwise.keeping.lock import is_first, locked
 from headwise.registry import names
-from headwise.run import aside, disk, fingerprint
-from headwise.run.finished import Ledger
-from headwise.run.lock import is_first, locked
 from headwise.types import (
     DEFAULT_UNITS,
     VERSION,
@@ -187,6 +187,8 @@ class RunFolder:
         """Complete or undo what a kill interrupted."""
         aside.undo_move(self.path)
         disk.recover(self.path, WORK)
+        if (self.path / aside.PREVIOUS).exists() and self.is_finished():  # killed before it deleted what it replaced
+            aside.drop(self.path)
 
     def is_ours(self) -> bool:
         """Whether Headwise made a run here; a file of the same name that somebody else wrote is none."""

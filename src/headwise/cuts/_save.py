@@ -11,7 +11,7 @@ from torch import nn
 
 from headwise.families import Family
 from headwise.families._config import stored_dtype
-from headwise.run.disk import write_folder as write_folder
+from headwise.keeping.disk import write_folder as write_folder
 from headwise.runtime import modeling_headwise
 
 

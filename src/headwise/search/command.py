@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from headwise.designs.command import choose_device
-from headwise.run.disk import explained, recover
-from headwise.run.lock import locked
+from headwise.keeping.disk import explained, recover
+from headwise.keeping.lock import locked
 from headwise.search import front
 
 PATIENCE = 60.0  # seconds that a worker waits for another to write

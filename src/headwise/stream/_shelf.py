@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from headwise.run.disk import sync, write_file
+from headwise.keeping.disk import sync, write_file
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"

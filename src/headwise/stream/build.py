@@ -22,8 +22,8 @@ from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.heal.refit import LayerRefit
+from headwise.keeping.disk import explained, install, remove
 from headwise.probes._watch import Track, silently
-from headwise.run.disk import explained, install, remove
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
 from headwise.stream._shelf import Shelf, checksum, read_tensors, write_tensors

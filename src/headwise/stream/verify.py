@@ -11,6 +11,7 @@ from headwise.checks import exactness
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
+from headwise.keeping.disk import write_file
 from headwise.memory import available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
@@ -87,7 +88,7 @@ class SideBySide:
         cut = self.models["cut"]
         logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
-        exactness.save_proof(tensors, path, CAUSAL)
+        write_file(path, lambda new: exactness.save_proof(tensors, new, CAUSAL))
 
 
 def compare(

@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.cuts import write_folder
 from headwise.errors import OutputError
-from headwise.run.disk import recover, remove
+from headwise.keeping.disk import recover, remove
 from headwise.train import shards
 from headwise.train.loop import Point, State
 from headwise.types import VERSION

@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from headwise.errors import HeadwiseError, OutputError
-from headwise.run import aside, disk, fingerprint
-from headwise.run.finished import Ledger
-from headwise.run.lock import locked
+from headwise.keeping import aside, disk, fingerprint
+from headwise.keeping.finished import Ledger
+from headwise.keeping.lock import locked
 from headwise.train.settings import TrainSettings
 
 OWN = (

@@ -14,7 +14,7 @@ import torch
 
 from headwise.data import documents
 from headwise.errors import DataError, OutputError
-from headwise.run.disk import explained, write_file
+from headwise.keeping.disk import explained, write_file
 from headwise.types import write_atomically
 
 AT_ONCE = 256  # texts handed to the tokenizer together

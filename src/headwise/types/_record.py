@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from headwise.errors import HeadwiseError, PlanError
-from headwise.run.disk import write_atomically as write_atomically
+from headwise.keeping.disk import write_atomically as write_atomically
 
 VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from headwise.errors import OutputError
-from headwise.run import disk
-from headwise.run.lock import NAME as LOCK
+from headwise.keeping import disk
+from headwise.keeping.lock import NAME as LOCK
 
 PREVIOUS = ".previous"
 MOVING = ".headwise-moving"  # on the way there: put back at the next start

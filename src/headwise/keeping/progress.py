@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from headwise.run.lock import is_first
+from headwise.keeping.lock import is_first
 
 
 class Progress:

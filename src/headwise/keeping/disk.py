@@ -54,17 +54,14 @@ def sync_all(path: Path) -> None:
 
 
 def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a temporary neighbour, then rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = temporary(path)
-    try:
+    """Let `write` make a file in a folder of its own, as safetensors adds temporary names; then move it to `path`."""
+    with scratch(path.parent) as made:
+        new = made / path.name
         write(new)
         new.chmod(0o644)
         sync(new)
         os.replace(new, path)
         sync(path.parent)
-    finally:
-        new.unlink(missing_ok=True)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from headwise.errors import OutputError, PlanError
-from headwise.run import disk
-from headwise.run.fingerprint import of_path
+from headwise.keeping import disk
+from headwise.keeping.fingerprint import of_path
 from headwise.types._record import Record
 
 NAME = "finished.json"
