@@ -29,6 +29,7 @@ from headwise.probes import gram
 from headwise.probes.swap import Swapper
 from headwise.runfolder import RunFolder, Settings
 
+STRIDE = 3  # from one kill to the next; 1 tries all
 CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
 Action = Callable[[], object]
 
@@ -70,14 +71,14 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kills(base: Path, at: Path, action: Callable[[RunFolder], object]) -> Iterator[RunFolder]:
-    """The folder after kills at every second change, each begun from a copy of `base` at one place; last, unbroken."""
-    number, was_killed = len(at.name) % 2, True
+    """The folder after kills at some changes, each begun from a copy of `base` at one place; last, unbroken."""
+    number, was_killed = len(at.name) % STRIDE, True
     while was_killed:
         shutil.rmtree(at, ignore_errors=True)
         if base.exists():
             shutil.copytree(base, at)
         was_killed = killed_at(number, lambda: action(RunFolder(at)))
-        number += 2
+        number += STRIDE
         yield RunFolder(at)
     assert number > 20, "every change of a file is a place to be killed at"
 
