@@ -231,6 +231,8 @@ def probed(
             readings.save(folder.readings_file)
             os.replace(folder.probing / MOMENTS, folder.moments_file)
             folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
+            if "" in folder.ledger.read().inputs.values():  # of a hub, known since it was fetched
+                folder.ledger.begin(settings.inputs(validated(settings)))
             disk.remove(folder.probing)
 
         processes.by_first(write)

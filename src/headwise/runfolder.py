@@ -307,10 +307,16 @@ class RunFolder:
 
     def write_plan(self, plan: Plan, settings: Settings | None = None) -> None:
         """Write the plan, made under these settings; an older one is kept beside it."""
-        if self.plan_file.exists() and Plan.read(self.plan_file) != plan:
+        if self.plan_file.exists() and not self._holds(plan):
             write_atomically(self.path / "plan.previous.json", self.plan_file.read_bytes())
         plan.save(self.plan_file)
         self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(PLANNED) if settings else {})
+
+    def _holds(self, plan: Plan) -> bool:
+        try:
+            return Plan.read(self.plan_file) == plan
+        except PlanError:  # damaged
+            return False
 
     def has_probed(self) -> bool:
         """Whether readings and moments are finished; an earlier version wrote the readings last."""

@@ -44,7 +44,8 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
         return settings.stream
     if folder.streaming.exists():
         return True
-    if folder.moments_file.exists() or folder.model.exists() or processes.count() > 1:
+    begun = (folder.probing, folder.moments_file, folder.model)
+    if any(path.exists() for path in begun) or processes.count() > 1:
         return False
     numbers = _numbers(settings)
     if numbers is None or _fits(numbers, settings.device):

@@ -30,6 +30,8 @@ def held(folder: Path, settings: TrainSettings) -> Iterator[None]:
         if taken:
             aside.undo_move(folder)
             disk.recover(folder, WORK)
+            if (folder / "training.json").exists():  # killed before it deleted what it replaced
+                aside.drop(folder)
         try:
             yield
         except HeadwiseError as error:
