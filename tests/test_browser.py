@@ -52,9 +52,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         folder.readings_file
     )
     plan = allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
-    make_verdict(plan).save(folder.verdict_file)
     gains = {"attention": {"error_before": 0.2, "error_after": 0.1}, "mlp": {"error_before": 0.3, "error_after": 0.2}}
     folder.write_json(folder.heal_file, {"method": "refit", "layers": [gains] * 4, "curve": [3.0, 2.0, 1.5]})
+    folder.record_verdict(make_verdict(plan))
     write_report(folder)
     return folder
 

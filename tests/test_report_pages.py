@@ -299,7 +299,7 @@ def folder_of(path: Path, seed: int) -> Path:
     Settings(model="invented", budgets=("kv=70%",)).save(folder.settings_file)
     invent(seed, Invented(layers=3, dim=16, sizes=4)).save(folder.readings_file)
     plan = allocate_in(folder.path, ("kv=70%",), "exact", ("qk", "v", "mlp"), False, 0)
-    make_verdict(plan).save(folder.verdict_file)
+    folder.record_verdict(make_verdict(plan))
     return path
 
 

@@ -357,7 +357,7 @@ class FullDisk:
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("step", ["fdopen", "replace", "chmod"])
+@pytest.mark.parametrize("step", ["fsync", "replace", "chmod"])
 def test_a_full_disk_leaves_the_old_file_whole(step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)

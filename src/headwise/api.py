@@ -49,11 +49,14 @@ def probe(
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
     asked, folder = Settings(model=model, **settings), RunFolder(out)
-    processes.begin(asked.device)
-    if latency and not overwrite and folder.readings_file.exists() and folder.require().model == model:
-        asked = replace(folder.require(), device=asked.device, allow=asked.allow)
-    else:
-        processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
+    if latency and not overwrite and folder.has_probed() and folder.require().model == model:
+        with pipeline.resumed(folder, "probe") as known:
+            return _looked_at(replace(known, device=asked.device, allow=asked.allow), folder, latency, track)
+    with pipeline.claimed(asked, folder, "probe", overwrite):
+        return _looked_at(asked, folder, latency, track)
+
+
+def _looked_at(asked: Settings, folder: RunFolder, latency: str | Sequence[str], track: Track) -> Readings:
     if stream.wanted(asked, folder):
         if latency:
             raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
@@ -78,26 +81,29 @@ def reshape(
 ) -> nn.Module | None:
     """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
     folder = RunFolder(out)
-    if stream.wanted(folder.require(), folder):
-        stream.reshape(folder, heal, tuple(heal_options), track)
-        return None
-    settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
-    plan = Plan.read(folder.plan_file)
-    bench = pipeline.workbench(settings, track)
-    pipeline.build(settings, folder, bench, track, plan)
+    with pipeline.resumed(folder, "reshape" if heal == "none" else "heal") as known:
+        if stream.wanted(known, folder):
+            stream.reshape(folder, heal, tuple(heal_options), track)
+            return None
+        settings = replace(known, heal=heal, heal_options=tuple(heal_options))
+        plan = Plan.read(folder.plan_file)
+        bench = pipeline.workbench(settings, track)
+        pipeline.build(settings, folder, bench, track, plan)
     return load(folder.model)
 
 
 def verify(out: Path | str, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done, on the saved model of a run folder; `max_loss` is another limit than the run's."""
     folder = RunFolder(out)
-    settings = folder.require()
-    limit = max_loss or settings.max_loss or MAX_LOSS
-    damage_limit(limit)
-    if stream.wanted(settings, folder):
-        return stream.verify(folder, stream.bench_for(settings, track), track, limit)
-    bench = pipeline.workbench(settings, track)
-    return processes.by_first(lambda: pipeline.verify(folder, bench, track, limit)) or Verdict.read(folder.verdict_file)
+    with pipeline.resumed(folder, "verify") as known:
+        folder.require_model()
+        limit = max_loss or known.max_loss or MAX_LOSS
+        damage_limit(limit)
+        if stream.wanted(known, folder):
+            return stream.verify(folder, stream.bench_for(known, track), track, limit)
+        bench = pipeline.workbench(known, track)
+        found = processes.by_first(lambda: pipeline.verify(folder, bench, track, limit))
+        return found or Verdict.read(folder.verdict_file)
 
 
 def load(

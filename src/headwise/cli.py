@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -357,16 +358,36 @@ def _keep_stdout_clean() -> None:
         sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)
 
 
+class _Terminated(BaseException):
+    """The system asked this process to end."""
+
+
+def _terminate(*_: Any) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once: files are closed and the lock is given back meanwhile
+    raise _Terminated
+
+
 def main() -> None:
-    """Entry point: input errors end in one line and code 2, what is not verified in 3, an interrupt in 130."""
+    """Entry point: bad input ends in one line and code 2, what is not verified in 3, Ctrl-C in 130, SIGTERM in 143."""
     _keep_stdout_clean()
     if not speaks():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
+    before = signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
-    except KeyboardInterrupt:
-        typer.echo("interrupted; the same command goes on where it stopped.", err=True)
-        sys.exit(130)
+    except _Terminated:
+        _stop(128 + signal.SIGTERM)
+    except SystemExit as stop:  # as typer ends what was interrupted
+        if stop.code == 128 + signal.SIGINT:
+            _stop(128 + signal.SIGINT)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _stop(code: int) -> None:
+    typer.echo("interrupted; the same command resumes where it stopped.", err=True)
+    sys.exit(code)

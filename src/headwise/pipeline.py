@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-import shutil
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,9 +20,11 @@ from headwise import budgets as prices
 from headwise import data, families, heal, latencies, processes, rounds, strategies
 from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
-from headwise.errors import BudgetError, OutputError, PlanError
+from headwise.errors import BudgetError, PlanError
 from headwise.heal.refit import LayerHealer, refit
-from headwise.moments import read_moments, write_moments
+from headwise.keeping import disk
+from headwise.keeping.progress import Progress
+from headwise.moments import as_stored, read_moments, write_moments
 from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
@@ -32,60 +37,100 @@ from headwise.workbench import Workbench as Workbench
 from headwise.workbench import pooled_heads
 from headwise.workbench import workbench as workbench
 
+MOMENTS = "moments.safetensors"
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 
 
 def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
-    """All six stages; a run that was killed goes on where it stopped."""
+    """All six stages; a run that was killed resumes where it stopped."""
     folder = RunFolder(out)
     if not settings.budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
-    processes.begin(settings.device)
-    processes.by_first(lambda: folder.claim(settings, families.locate(settings.model)[0], overwrite))
-    try:
+    with claimed(settings, folder, "run", overwrite):
         if stream.wanted(settings, folder):
             stream.run(settings, folder, track)
             return write_report(folder)
         bench = workbench(settings, track)
-        if not processes.agrees(folder.plan_file.exists() and folder.model.is_dir()):
+        if processes.agrees(folder.has_built(settings)):
+            processes.by_first(lambda: _clear_healing(settings, folder))
+        else:
             build(settings, folder, bench, track)
-        if not processes.agrees(folder.verdict_file.exists()):
+        if not processes.agrees(folder.ledger.current("verdict")):
             processes.by_first(lambda: verify(folder, bench, track))
         return processes.by_first(lambda: write_report(folder)) or folder.dossier()
-    except OSError as error:
-        raise OutputError(
-            f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again."
-        ) from None
+
+
+def validated(settings: Settings) -> str:
+    """Refuse what cannot work before a folder is touched; returns where the model is."""
+    return families.locate(settings.model)[0]
+
+
+@contextmanager
+def claimed(settings: Settings, folder: RunFolder, command: str, overwrite: bool) -> Iterator[None]:
+    """Validate a command, lock its folder and take it for a run: nothing is moved before the first two succeed."""
+    source = validated(settings)
+    folder.refuse(settings, source)
+    processes.begin(settings.device)
+    with folder.held(command, new=True):
+        processes.by_first(lambda: folder.claim(settings, source, overwrite))
+        with folder.replacing():
+            yield
+
+
+@contextmanager
+def resumed(folder: RunFolder, command: str) -> Iterator[Settings]:
+    """Lock the folder of an existing run, with the inputs that it began with; gives its settings."""
+    with folder.held(command):
+        settings = folder.require()
+        processes.begin(settings.device)
+        processes.wait()
+        folder.same_inputs(validated(settings))
+        yield settings
 
 
 def probe(
-    settings: Settings, bench: Workbench, model: nn.Module, track: Track = silently, diagnose: bool = True
+    settings: Settings,
+    bench: Workbench,
+    model: nn.Module,
+    track: Track = silently,
+    diagnose: bool = True,
+    folder: Path | None = None,
 ) -> tuple[Readings, list[Moments]]:
     """Everything that allocation and reshaping need to know about a tailored model.
 
-    `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`.
+    `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`. With a
+    folder what is found is kept there piece by piece, so that a probing that was killed resumes.
     """
     start = time.perf_counter()
     family, task = bench.reader(settings.seed), bench.task
     mlp = not settings.only_kv and "mlp" in settings.allow
-    moments = gram.collect(family, model, bench.inputs(bench.calibration, settings.seed), mlp, track)
-    seen = _diagnosed(settings, bench, model, moments, track) if diagnose else []
+    progress = Progress(folder, _probing_key(settings, bench, diagnose))
+    moments = _moments(settings, bench, model, mlp, track, progress)
+    told = progress.piece("diagnosed", lambda: _plain(_diagnosed(settings, bench, model, moments, track, diagnose)))
+    seen = [Reading.from_json(reading) for reading in told]
     rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
     some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
     less = (settings.recompute, bench.spread)  # memory
-    curves, orders = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
+
+    def predicted() -> list[Any]:
+        found = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
+        return [_plain(found[0]), found[1]]
+
+    told, ordered = progress.piece("sensitivity", predicted)
+    curves = [Reading.from_json(reading) for reading in told]
+    orders: list[Orders] = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in ordered]
     shape = family.shape_of(model.config)
     few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
     options = sizes_to_measure(settings, shape.grain.folds)
     if settings.swap_tokens and options:
         cut, healed = _cutting(settings, bench, model, moments, orders, others), settings.heal != "none"
-        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healed, task)
+        curves += swap.measure(family, model, few, curves, options, cut, settings.seed, track, healed, task, progress)
     order: tuple[int, ...] = ()
     if "depth" in settings.allow and not settings.portable:
         most, remove = len(shape.layers) // 2, _removing(settings, bench, model, others)
-        found, order = depth.measure(family, model, few, most, remove, settings.seed, track, task)
+        found, order = depth.measure(family, model, few, most, remove, settings.seed, track, task, progress)
         curves.append(found)
     readings = Readings(
         model=settings.model,
@@ -99,6 +144,33 @@ def probe(
         seconds=time.perf_counter() - start,
     )
     return readings, moments
+
+
+def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:
+    return [reading.to_json() for reading in readings]
+
+
+def _probing_key(settings: Settings, bench: Workbench, diagnose: bool) -> str:
+    """What stands for a probing: settings, rows and version."""
+    asked = {**settings.to_json(), "heal_options": (), "diagnose": diagnose, "headwise": metadata.version("headwise")}
+    found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
+    found.update(bench.calibration.cpu().contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _moments(
+    settings: Settings, bench: Workbench, model: nn.Module, mlp: bool, track: Track, progress: Progress
+) -> list[Moments]:
+    """Second moments, as they are in a file: from the one that an interrupted probing left, or measured now."""
+    file = progress.folder and progress.folder / MOMENTS
+    if file and processes.agrees("moments" in progress.known and file.exists()):
+        return read_moments(file, model.device)
+    rows = bench.inputs(bench.calibration, settings.seed)
+    found = gram.collect(bench.reader(settings.seed), model, rows, mlp, track)
+    if file:
+        processes.by_first(lambda: write_moments(file, found))
+    progress.piece("moments", lambda: True)
+    return as_stored(found, model.device)
 
 
 def _cutting(
@@ -138,9 +210,11 @@ def _removing(
 
 
 def _diagnosed(
-    settings: Settings, bench: Workbench, model: nn.Module, moments: list[Moments], track: Track
+    settings: Settings, bench: Workbench, model: nn.Module, moments: list[Moments], track: Track, wanted: bool
 ) -> list[Reading]:
     """Readings that are no damage: spectra, conditioning, and of decoders saturation and lags, which mean a past."""
+    if not wanted:
+        return []
     family, tokens, seed = bench.family, bench.calibration, settings.seed
     spectra = spectrum.measure(family, model, moments, data.places(tokens, bench.task.row_tokens), seed)
     spectra += conditioning.measure(family, model, tokens, seed, track)
@@ -154,12 +228,16 @@ def probed(
     settings: Settings, folder: RunFolder, bench: Workbench, model: nn.Module, track: Track, diagnose: bool = True
 ) -> tuple[Readings, list[Moments]]:
     """Probe, or read what an earlier probing of the same run left in the folder."""
-    if not processes.agrees(folder.readings_file.exists() and folder.moments_file.exists()):
-        readings, moments = probe(settings, bench, model, track, diagnose)
+    if not processes.agrees(folder.has_probed()):
+        readings, _ = probe(settings, bench, model, track, diagnose, folder.probing)
 
         def write() -> None:
-            write_moments(folder.moments_file, moments)
             readings.save(folder.readings_file)
+            os.replace(folder.probing / MOMENTS, folder.moments_file)
+            folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
+            if "" in folder.ledger.read().inputs.values():  # of a hub, known since it was fetched
+                folder.ledger.begin(settings.inputs(validated(settings)))
+            disk.remove(folder.probing)
 
         processes.by_first(write)
     return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
@@ -167,7 +245,7 @@ def probed(
 
 def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], track: Track = silently) -> Readings:
     """The probe stage alone: readings, and tables of what is to be timed."""
-    if not (latency and folder.readings_file.exists()):
+    if not (latency and folder.has_probed()):
         bench = workbench(settings, track)
         family, source = bench.family, bench.source
         readings, _ = probed(settings, folder, bench, source, track)
@@ -276,25 +354,28 @@ def build(
 def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitted, planned: bool) -> None:
     """Save the model with what was done to it; what was said of an older one goes."""
     if planned:
-        folder.write_plan(fitted.plan)
+        folder.write_plan(fitted.plan, settings)
     last = fitted.healings[-1] if fitted.healings else {"method": "none"}
     folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
     with families.quietly():
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     if bench.task.name == "embedding":
         families.accompany(settings.model, folder.model)
-    exactness.write_proof(rounded, bench.evaluation, folder.proof_file)
-    for stale in (folder.verdict_file, folder.report_file):
-        stale.unlink(missing_ok=True)
-    for number in range(1, settings.rounds + 1):  # the model is safe
-        shutil.rmtree(folder.round(number).healing, ignore_errors=True)
+    disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, bench.evaluation, new))
+    folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
+    _clear_healing(settings, folder)
+
+
+def _clear_healing(settings: Settings, folder: RunFolder) -> None:
+    """The model is recorded: what a resumed healing would have needed goes."""
+    for number in range(1, settings.rounds + 1):
+        disk.remove(folder.round(number).healing)
 
 
 def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
     plan, settings = folder.read_plan(), folder.require()
-    if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
-        raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
+    folder.require_model()
     stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
     planned = tuple(layer for layer in plan.target.layers if not layer.gone)
@@ -330,7 +411,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
         limit=damage_limit(max_loss, bench.task.divergence_name),
         **_by_length(settings, bench, cut, track)._asdict(),
     )
-    verdict.save(folder.verdict_file)
+    folder.record_verdict(verdict)
     return verdict
 
 
@@ -339,7 +420,7 @@ def _by_length(settings: Settings, bench: Workbench, cut: nn.Module, track: Trac
     if not bench.task.has_past:
         return certificate.Found()
     config = bench.source.config
-    longest = bench.family.longest(config)
-    sizes = min(settings.length, longest), settings.served(longest), settings.eval_tokens
+    length = bench.family.row_length(settings.length, bench.context)
+    sizes = length, bench.context, settings.eval_tokens
     asked = certificate.rows_for(config, bench.tokenizer, bench.long, *sizes, settings.seed)
     return certificate.measure(bench.family, bench.source, cut, asked, settings.seed, track)

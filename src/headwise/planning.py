@@ -18,9 +18,17 @@ def allocate_in(
 ) -> Plan:
     """Read readings.json, decide, write plan.json (an older plan is kept beside it)."""
     folder = RunFolder(out)
-    settings = folder.require()
     if not budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
+    with folder.held("allocate"):
+        settings = folder.require()
+        asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
+        plan = _allocated(folder, asked)
+        folder.write_plan(plan, asked)
+    return plan
+
+
+def _allocated(folder: RunFolder, asked: Settings) -> Plan:
     if not folder.readings_file.exists():
         raise PlanError(
             f"{folder.path} has no readings yet; begin with: headwise probe MODEL --out {folder.path} --overwrite"
@@ -28,12 +36,9 @@ def allocate_in(
     readings = Readings.read(folder.readings_file)
     shape = ModelShape.from_json(readings.shape, "readings.shape")
     if any(layer.pooled > 1 for layer in shape.layers):
-        asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable)
         asked.refuse_to_pool()
-    limits = tuple(parse(text, shape, folder.tables()) for text in budgets)
-    plan = strategies.allocate(readings, limits, strategy, allow, portable, seed)
-    folder.write_plan(plan)
-    return plan
+    limits = tuple(parse(text, shape, folder.tables()) for text in asked.budgets)
+    return strategies.allocate(readings, limits, asked.strategy, asked.allow, asked.portable, asked.seed)
 
 
 def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:

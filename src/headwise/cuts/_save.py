@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.errors import ModelError, OutputError
+from headwise.errors import ModelError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
+from headwise.keeping.disk import write_folder as write_folder
 from headwise.runtime import modeling_headwise
 
 TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32
@@ -75,23 +73,3 @@ def add_code(folder: Path, model: nn.Module) -> None:
     settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in made.items()}
     settings["architectures"] = [next(c for c in made.values() if isinstance(model, c)).__name__]
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
-
-
-def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fill a temporary neighbour and rename it: a kill or a full disk leaves no half-written folder behind."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        write(temporary)
-        for path in temporary.rglob("*"):
-            path.chmod(0o755 if path.is_dir() else 0o644)
-        temporary.chmod(0o755)
-        if folder.exists():
-            shutil.rmtree(folder)
-        os.replace(temporary, folder)
-    except OSError as error:
-        raise OutputError(
-            f"{folder} cannot be written ({error.strerror or error}); free some space or choose another --out."
-        ) from None
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

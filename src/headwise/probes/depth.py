@@ -15,6 +15,7 @@ from torch import nn
 
 from headwise.data import places
 from headwise.families import Family
+from headwise.keeping.progress import Progress
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -75,13 +76,15 @@ def measure(
     seed: int,
     track: Track = silently,
     task: Task | None = None,
+    progress: Progress | None = None,
 ) -> tuple[Reading, tuple[int, ...]]:
     """The damage of removing 0 to `most` layers, and the layers in the order of their going."""
-    skipper = Skipper(family, model, tokens, task, seed)
-    order = _greedy(skipper, len(skipper.shapes), most, track)
+    skipper, progress = Skipper(family, model, tokens, task, seed), progress or Progress()
+    order = _greedy(skipper, len(skipper.shapes), most, track, progress)
     values, errors = [0.0], [0.0]
     for count in track(range(1, len(order) + 1), "depth, healed"):
-        damage, error = skipper.of(remove(order[:count]))
+        gone = order[:count]
+        damage, error = progress.piece(f"healed without {gone}", lambda: skipper.of(remove(gone)))  # noqa: B023  # at once
         values.append(max(damage, values[-1]))  # fewer layers cannot be better but by chance
         errors.append(error)
     reading = Reading(
@@ -100,15 +103,18 @@ def measure(
     return reading, order
 
 
-def _greedy(skipper: Skipper, layers: int, most: int, track: Track) -> tuple[int, ...]:
+def _greedy(skipper: Skipper, layers: int, most: int, track: Track, progress: Progress) -> tuple[int, ...]:
+    def without(*gone: int) -> float:
+        return float(progress.piece(f"without {gone}", lambda: skipper.without(gone)))
+
     able = range(int(skipper.family.keeps_first), layers)
-    last = {index: skipper.without((index,)) for index in track(able, "depth")}
+    last = {index: without(index) for index in track(able, "depth")}
     order: list[int] = []
     while len(order) < most and last:
         if order:
             near = sorted(last, key=lambda index: last[index])[:TRIED]
             for index in track(near, f"depth, after {len(order)}"):
-                last[index] = skipper.without((*order, index))
+                last[index] = without(*order, index)
         best = min(last, key=lambda index: last[index])
         if last[best] > WORST:
             break

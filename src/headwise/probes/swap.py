@@ -16,6 +16,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import places
 from headwise.families import Family
+from headwise.keeping.progress import Progress
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -75,12 +76,13 @@ def measure(
     track: Track = silently,
     healed: bool = False,
     task: Task | None = None,
+    progress: Progress | None = None,
 ) -> list[Reading]:
     """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try.
 
     `healed` says that `cut` heals what it cuts, so that the readings say so.
     """
-    swapper = Swapper(family, model, tokens, task, seed)
+    swapper, progress = Swapper(family, model, tokens, task, seed), progress or Progress()
     how = f"{swapper.task.divergence_name} to the source{', the layer healed' if healed else ''}"
     shapes = family.shape_of(model.config).layers
     jobs = [
@@ -93,8 +95,11 @@ def measure(
     damages = torch.zeros(len(jobs), 2, dtype=torch.float64)
     for number in track(processes.mine(range(len(jobs))), "measured damage"):
         reading, layer, size = jobs[number]
-        option = cut(layer, options[reading.kind](shapes[layer], size))
-        damages[number] = torch.tensor(swapper.damage(layer, option))
+
+        def measured(kind: str = reading.kind, layer: int = layer, size: int = size) -> tuple[float, float]:
+            return swapper.damage(layer, cut(layer, options[kind](shapes[layer], size)))
+
+        damages[number] = torch.tensor(progress.piece(f"{reading.kind} {layer} {size}", measured))
     found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
     for (reading, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
         found.setdefault((reading.kind, layer), {})[size] = (damage, error)

@@ -63,28 +63,28 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
         flags = [*_flags(settings, ("strategy", "seed")), *_switch(settings, "portable"), *_allow(settings)]
         lines.append(shlex.join(["headwise", "allocate", FOLDER, *_budgets(settings), *flags]))
     if stage in ("heal", "verify"):
-        plain = stage == "verify" and settings.get("heal") == "none"
         if dossier.healing is None:
-            lines.append(f"headwise reshape {FOLDER}" if plain else _heal(settings))
+            lines.append(_heal(settings if stage == "verify" or settings.get("heal") != "none" else {}))
         lines.append(f"headwise verify {FOLDER}")
     return "\n".join([*lines, f"headwise report {FOLDER}"])
 
 
 def _heal(settings: dict[str, Any]) -> str:
-    """Healing as it was asked for."""
+    """Healing as it was asked for: another one would replace the model by one that was healed otherwise."""
     method = settings.get("heal")
-    more = ["--heal", str(method)] if method and method not in ("none", "refit") else []
+    if method == "none":
+        return f"headwise reshape {FOLDER}"
+    more = ["--heal", str(method)] if method and method != "refit" else []
     more += [part for text in items(settings.get("heal_options")) for part in ("--heal-option", text)]
     return shlex.join(["headwise", "heal", FOLDER, *more])
 
 
-def allocate_command(sweep: Sweep) -> tuple[str, str]:
+def allocate_command(sweep: Sweep, settings: dict[str, Any]) -> tuple[str, str]:
     """What stands before and after the first budget in the commands that build a point of the frontier."""
     others = [part for text in sweep.others for part in ("--budget", text)]
     after = shlex.join([*others, "--allow", ",".join(sweep.allow)])
-    return f"headwise allocate {FOLDER} --budget ", " ".join(["", after]) + "".join(
-        f"\nheadwise {stage} {FOLDER}" for stage in ("heal", "verify", "report")
-    )
+    stages = (_heal(settings), f"headwise verify {FOLDER}", f"headwise report {FOLDER}")
+    return f"headwise allocate {FOLDER} --budget ", "\n".join((f" {after}", *stages))
 
 
 def items(value: Any) -> list[str]:

@@ -133,14 +133,16 @@ def headline(dossier: Dossier) -> str:
     same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
     sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
     if dossier.verdict is None:
-        return f"{sentence}; what that costs in quality has not been measured yet. {why_no_verdict(dossier)}".strip()
+        why = f" ({dossier.unverified})" if dossier.unverified else ""
+        return f"{sentence}; what that costs in quality has not been measured yet{why}."
     cost = "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is told by length
     return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
 
 
 def why_no_verdict(dossier: Dossier) -> str:
-    """Why nothing is verified, in a sentence; empty where the stage has just not run."""
-    return str(getattr(dossier, "stale", None) or "")
+    """Why a verdict that was made does not count any more, in a sentence; empty where there was none."""
+    why = dossier.unverified or ""
+    return f"{why[:1].upper()}{why[1:]}." if why else ""
 
 
 def _shrunk(measure: Measure, what: str, unit: str) -> str:

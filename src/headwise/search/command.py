@@ -9,8 +9,11 @@ from typing import Annotated
 import typer
 
 from headwise.designs.command import choose_device
+from headwise.keeping.disk import explained, recover
+from headwise.keeping.lock import locked
 from headwise.search import front
 
+PATIENCE = 60.0  # seconds that a worker waits for another to write
 Option = typer.Option
 
 
@@ -56,13 +59,16 @@ def command(
         seed=seed,
         device=choose_device(device),
     )
+    front.refuse(out)
     done, bench = search(settings, out, storage, study, minutes, watch=_say)
     rows = front.rows_of(done)
     found = front.summary(rows, settings.to_json())
-    paths = front.write(found, out)
     best = next((row for row in rows if row["number"] == found["best"]), None)
-    if best is not None:
-        configs.write(bench.maker.config(bench.shape_of(best)), bench.maker.kind.auto, out / "best", overwrite=True)
+    with explained(out), locked(out, "search", PATIENCE):  # workers share a folder, and take turns here
+        recover(out)
+        paths = front.write(found, out)
+        if best is not None:
+            configs.write(bench.maker.config(bench.shape_of(best)), bench.maker.kind.auto, out / "best", overwrite=True)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
         return

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, OutputError
 from headwise.types import write_atomically
 
 PRICES = {"parameters": "parameters", "train_flops_per_token": "training FLOPs per token"}
@@ -57,6 +57,14 @@ def summary(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[st
         "fronts": {price: front(rows, price) for price in PRICES},
         "rows": list(rows),
     }
+
+
+def refuse(out: Path) -> None:
+    """Refuse a folder in which a search would write over files that no search made."""
+    ours = any((out / name).exists() for name in ("journal.log", "pareto.json"))
+    taken = [name for name in ("best", "pareto.svg", "search.html") if (out / name).exists()]
+    if taken and not ours:
+        raise OutputError(f"{out / taken[0]} exists and was not written by a search; choose another --out.")
 
 
 def write(found: dict[str, Any], out: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
+from headwise.keeping.disk import sync, write_file
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"
@@ -18,13 +19,8 @@ DONE, KEY = "complete", "key.json"
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write a safetensors file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}")
-    save_file(
-        {name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata={"format": "pt"}
-    )
-    temporary.chmod(0o644)
-    temporary.replace(path)
+    held = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    write_file(path, lambda new: save_file(held, new, metadata={"format": "pt"}))
 
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
@@ -70,6 +66,7 @@ class Shelf:
         """All streams before a layer are there; those before earlier ones are no longer needed."""
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()
+        sync(self.folder / f"{layer:05d}")
         for path in [path for path in self.folder.iterdir() if path.name.isdigit() and int(path.name) < layer]:
             (path / DONE).unlink(missing_ok=True)  # first: what a kill leaves of the rest does not count
             shutil.rmtree(path)

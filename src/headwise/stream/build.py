@@ -7,7 +7,6 @@ behind the last layer that was written.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -21,8 +20,9 @@ from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
-from headwise.errors import OutputError, PlanError
+from headwise.errors import PlanError
 from headwise.heal.refit import LayerRefit
+from headwise.keeping.disk import explained, install, remove
 from headwise.probes._watch import Track, silently
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
@@ -82,10 +82,10 @@ class Build:
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
-    def run(self, track: Track = silently) -> list[dict[str, Any]]:
-        """Every layer that is not written yet; returns what the refit gained, layer by layer."""
+    def run(self, folder: Path, track: Track = silently) -> list[dict[str, Any]]:
+        """Every layer that is not written yet of the model for `folder`; returns what the refit gained by layer."""
         source, start = self.source, self.shelf.position()
-        if start is not None and not self._shard(0).exists():  # killed after the model was moved to its place
+        if start is not None and not self._shard(0).exists() and not self.installed(folder):
             self.shelf.restart()
             start = None
         if start is None:
@@ -150,8 +150,10 @@ class Build:
 
     def finish(self, tokenizer: Any, folder: Path) -> None:
         """Add what else belongs to a model and rename its folder: it appears whole or not at all."""
+        if self.installed(folder):
+            return
         target, model = self.work / "model", cast(Any, self.frame.model)
-        try:
+        with explained(folder):
             write_atomically(target / INDEX, json.dumps(self._index(), indent=2) + "\n")
             with families.quietly():
                 model.config.architectures = [type(model).__name__]
@@ -160,14 +162,12 @@ class Build:
                     model.generation_config.save_pretrained(target)
                 tokenizer.save_pretrained(target)
                 add_code(target, model)
-            for path in (target, *target.rglob("*")):
-                path.chmod(0o755 if path.is_dir() else 0o644)
-            if folder.exists():
-                shutil.rmtree(folder)
-            os.replace(target, folder)
-        except OSError as error:
-            raise OutputError(f"{folder} cannot be written ({error.strerror or error}); free some space.") from None
-        self.shelf.clear()
+            install(target, folder)
+
+    def installed(self, folder: Path) -> bool:
+        """Whether this very work was killed after its model was put in its place."""
+        done = self.shelf.position() == len(self.source.layers)
+        return done and not (self.work / "model").exists() and (folder / INDEX).is_file()
 
     def _index(self) -> dict[str, Any]:
         """Which file holds which tensor, as transformers looks it up."""
@@ -188,13 +188,21 @@ def build(
     track: Track = silently,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did."""
+    """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did.
+
+    What is needed to resume stays in the folder until `clear`.
+    """
     start = time.perf_counter()
     work = Build(source, plan, folder, rows, seed)
-    gains = work.run(track)
+    gains = work.run(out, track)
     work.finish(tokenizer, out)
     if rows is None:
         return {"method": "none"}
     spent = time.perf_counter() - start
     stage = {"method": "refit", "tokens": places(rows), "seconds": spent}
     return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
+
+
+def clear(folder: Path) -> None:
+    """The model is recorded as finished: what a resumed build would have needed goes."""
+    remove(folder / "build")

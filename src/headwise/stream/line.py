@@ -45,7 +45,8 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
         return settings.stream
     if folder.streaming.exists():
         return True
-    if folder.moments_file.exists() or folder.model.exists() or processes.count() > 1:
+    begun = (folder.probing, folder.moments_file, folder.model)
+    if any(path.exists() for path in begun) or processes.count() > 1:
         return False
     numbers = _numbers(settings)
     if numbers is None or _fits(numbers, settings.device):
@@ -129,13 +130,14 @@ def _refuse(settings: Settings) -> None:
 
 def probe(settings: Settings, folder: RunFolder, bench: Bench, track: Track = silently) -> Readings:
     """Probe, or read what an earlier probing of the same run left in the folder."""
-    if not folder.readings_file.exists():
+    if not folder.has_probed():
         mlp = not settings.only_kv and "mlp" in settings.allow
         pairs = not settings.only_kv or settings.strategy == "published"
         context = settings.served(bench.source.family.longest(bench.source.config))
         asked = probing.Wanted(settings.model, settings.seed, mlp, pairs, settings.swap_tokens, context)
         found = probing.probe(bench.source, bench.texts.calibration, asked, folder.streaming, track)
         found.save(folder.readings_file)
+        folder.ledger.record("probe", ("readings.json", "streaming/moments"))
     return Readings.read(folder.readings_file)
 
 
@@ -147,21 +149,20 @@ def build(
         readings = probe(settings, folder, bench, track)
         budgets = budgets_for(settings, bench.source.shape)
         plan = strategies.allocate(readings, budgets, settings.strategy, settings.allow, False, settings.seed)
-        folder.write_plan(plan)
+        folder.write_plan(plan, settings)
     elif not (probing.moments_file(folder.streaming, 0).exists() or strategies.blind(plan.strategy)):
         raise PlanError(f"{folder.path} holds no moments of a streamed model; probe it again with --stream.")
     rows, work = bench.texts.calibration if settings.heal == "refit" else None, folder.streaming
     healing = building.build(bench.source, plan, work, folder.model, bench.tokenizer, rows, track, settings.seed)
     folder.write_json(folder.heal_file, healing)
-    for stale in (folder.verdict_file, folder.report_file):
-        stale.unlink(missing_ok=True)
+    folder.record_model(settings, ("model",))  # heal.json is added to, and the proof written, when it is verified
+    building.clear(folder.streaming)
 
 
 def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: str | None = None) -> Verdict:
     """Prove what was done: on the saved model, against the source, on held-out text."""
     plan, settings = Plan.read(folder.plan_file), folder.require()
-    if not (folder.model.is_dir() and folder.heal_file.exists()):
-        raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
+    folder.require_model()
     cut = Streamed(folder.model, bench.source.device)
     if cut.shape.layers != plan.target.layers:
         raise PlanError(
@@ -197,17 +198,18 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: s
         limit=damage_limit(max_loss),
         **by_length,
     )
-    verdict.save(folder.verdict_file)
+    folder.record_verdict(verdict, ("heal.json", "proof.safetensors"))
     return verdict
 
 
 def run(settings: Settings, folder: RunFolder, track: Track = silently) -> None:
     """All stages but the report; what an earlier, killed run finished stays."""
     bench = bench_for(settings, track)
-    if not (folder.plan_file.exists() and folder.model.is_dir() and folder.heal_file.exists()):
-        plan = Plan.read(folder.plan_file) if folder.plan_file.exists() else None
-        build(settings, folder, bench, track, plan)
-    if not folder.verdict_file.exists():
+    if folder.has_built(settings):
+        building.clear(folder.streaming)
+    else:
+        build(settings, folder, bench, track)
+    if not folder.ledger.current("verdict"):
         verify(folder, bench, track)
 
 

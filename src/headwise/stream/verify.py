@@ -12,6 +12,7 @@ from headwise.checks import certificate, exactness, lengths
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
+from headwise.keeping.disk import write_file
 from headwise.memory import SHARE, available_bytes
 from headwise.probes._watch import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
@@ -102,7 +103,7 @@ class SideBySide:
         cut = self.models["cut"]
         logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
-        exactness.save_proof(tensors, path, CAUSAL)
+        write_file(path, lambda new: exactness.save_proof(tensors, new, CAUSAL))
 
 
 def compare(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import nn
 
 from headwise.cuts import write_folder
 from headwise.errors import OutputError
+from headwise.keeping.disk import recover, remove
 from headwise.train import shards
 from headwise.train.loop import Point, State
 from headwise.types import VERSION
@@ -55,11 +55,10 @@ def save(
             save_file(found, target / name)
         (target / "state.json").write_text(json.dumps(facts) + "\n")
 
-    for half in folder.glob(".step-*"):  # left by a kill
-        shutil.rmtree(half, ignore_errors=True)
+    recover(folder)
     write_folder(folder / f"step-{state.step:08d}", write)
     for old in all_in(folder)[:-KEPT]:
-        shutil.rmtree(old, ignore_errors=True)
+        remove(old)
 
 
 def _whole(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from headwise.errors import HeadwiseError, ModelError
 from headwise.train import checkpoint, model
 from headwise.train._source import Source
 from headwise.train.accelerator import accelerator_for
-from headwise.train.claim import claim
+from headwise.train.claim import claim, held
 from headwise.train.images import Images
 from headwise.train.labelled import Texts
 from headwise.train.logs import Logs
@@ -50,11 +50,12 @@ def train(
     asked = TrainSettings(config=str(config), data=str(data), **settings)
     accelerator = accelerator_for(asked.device)
     folder = Path(out)
-    if accelerator.is_main_process:
-        claim(folder, asked, overwrite)
-    accelerator.wait_for_everyone()
-    run = Run(asked, folder, accelerator)
-    return run.go(watch)
+    with held(folder, asked):
+        if accelerator.is_main_process:
+            claim(folder, asked, overwrite)
+        accelerator.wait_for_everyone()
+        run = Run(asked, folder, accelerator)
+        return run.go(watch)
 
 
 class Run:

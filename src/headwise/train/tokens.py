@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
@@ -16,6 +14,7 @@ import torch
 
 from headwise.data import documents
 from headwise.errors import DataError, OutputError
+from headwise.keeping.disk import explained, write_file
 from headwise.types import write_atomically
 
 AT_ONCE = 256  # texts handed to the tokenizer together
@@ -48,23 +47,20 @@ def token_file(source: str, tokenizer: Any, path: Path, seed: int = 0, between: 
 
 
 def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any], lead: list[int]) -> dict[str, int]:
-    """Tokenise into a temporary neighbour and rename it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    counted, read, texts = 0, 0, iter(texts)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            while some := list(islice(texts, AT_ONCE)):
+    """Tokenise into a file, whole or not at all."""
+    counted, read, rest = 0, 0, iter(texts)
+
+    def fill(new: Path) -> None:
+        nonlocal counted, read
+        with new.open("wb") as file:
+            while some := list(islice(rest, AT_ONCE)):
                 for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
                     np.array([*lead, *ids], dtype=dtype).tofile(file)
                     counted += len(lead) + len(ids)
                 read += sum(len(text.encode()) for text in some)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except OSError as error:
-        raise OutputError(f"{path} cannot be written ({error.strerror}); free some space.") from None
-    finally:
-        Path(temporary).unlink(missing_ok=True)
+
+    with explained(path):
+        write_file(path, fill)
     return {"tokens": counted, "text_bytes": read}
 
 

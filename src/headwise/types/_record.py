@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import tempfile
 import types
 import typing
 from pathlib import Path
 from typing import Any, Self
 
 from headwise.errors import HeadwiseError, PlanError
+from headwise.keeping.disk import write_atomically as write_atomically
 
 VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
 
@@ -52,20 +51,6 @@ class Record:
                 f"{path} has format version {version}, this headwise reads up to {VERSION}; upgrade headwise."
             )
         return cls.from_json(data, Path(path).name)
-
-
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write to a temporary neighbour, then rename: a full disk or a kill leaves the old file whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def _encode(value: Any) -> Any:

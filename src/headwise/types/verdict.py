@@ -201,3 +201,4 @@ class Dossier(Record):
     verdict: Verdict | None
     baselines: tuple[dict[str, Any], ...] = ()
     sweep: Sweep | None = None
+    unverified: str | None = None  # why a verdict that is there does not count: the plan or the model changed
