@@ -23,7 +23,7 @@ def settle() -> None:
 
 
 def may_have_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether the processor could have tiles: all that do have AVX-512 for bfloat16, and sandboxes may hide the rest."""
+    """Whether the processor could have tiles. All that do have AVX-512 for bfloat16, also where tiles are hidden."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     try:

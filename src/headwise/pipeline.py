@@ -24,7 +24,7 @@ from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
+from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.workbench import Workbench as Workbench
@@ -159,7 +159,9 @@ def probed(
             readings.save(folder.readings_file)
 
         processes.by_first(write)
-    return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
+    return Readings.read(folder.readings_file), read_moments(
+        folder.moments_file, model.device, bench.family.shape_of(model.config).layers
+    )
 
 
 def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], track: Track = silently) -> Readings:
@@ -308,7 +310,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
         size=exactness.sizes(cut, plan.source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
-            "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
+            "predicted": read_healing(folder.heal_file, "rehearsed")["rehearsed"],
             "sum_of_prices": plan.predicted_damage,
             **found.damage(settings.seed),
         },

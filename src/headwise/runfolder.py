@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from headwise import frontier, strategies
-from headwise.errors import HeadwiseError, OutputError
+from headwise.errors import HeadwiseError, OutputError, PlanError
+from headwise.files import is_number, read_object, shortened
 from headwise.heal._options import Options
 from headwise.registry import names
 from headwise.types import (
@@ -199,7 +200,7 @@ class RunFolder:
         settings = self.require()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
-        healing = json.loads(self.heal_file.read_text()) if self.heal_file.exists() else None
+        healing = read_healing(self.heal_file) if self.heal_file.exists() else None
         verdict = Verdict.read(self.verdict_file) if self.verdict_file.exists() else None
         rivals = _baselines(readings, plan, settings) if readings and plan else ()
         sweep = None
@@ -207,6 +208,26 @@ class RunFolder:
             sweep = frontier.stored(self.frontier_file, frontier.fingerprint(readings, plan, settings.allow))
         described = {**settings.to_json(), "versions": _versions()}
         return Dossier(described, readings, plan, healing, verdict, rivals, sweep)
+
+
+HEALING: dict[str, type | tuple[type, ...]] = {"method": str, "layers": list, "rounds": list, "curve": list}
+HEALING_NUMBERS = ("rehearsed", "rehearsed_before", "tokens", "seconds", "rate", "tokens_per_second")
+
+
+def read_healing(path: Path, *needed: str) -> dict[str, Any]:
+    """What a healing did, from heal.json. `needed` fields must be there; known ones must be of their kind."""
+    found = read_object(path, advice="run headwise heal again")
+    for name, kind in HEALING.items():
+        if name in found and not isinstance(found[name], kind):
+            raise PlanError(f"{path}: {name} is {shortened(found[name])}; run headwise heal again.")
+    for name in HEALING_NUMBERS:
+        if found.get(name) is not None and not is_number(found[name]):
+            raise PlanError(
+                f"{path}: {name} is {shortened(found[name])}, not a finite number; run headwise heal again."
+            )
+    if lost := [name for name in ("method", *needed) if found.get(name) is None]:
+        raise PlanError(f"{path} does not say {lost[0]}; run headwise heal again.")
+    return found
 
 
 def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:

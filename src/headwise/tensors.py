@@ -76,15 +76,19 @@ def require(
     path: Path,
     error: type[HeadwiseError] = PlanError,
     advice: str = AGAIN,
+    integers: bool = False,
 ) -> None:
-    """Refuse tensors that lack one of these names, or have it in another size, as whole numbers or not finite."""
+    """Refuse tensors that lack one of these names, have it in another size, or hold what is not a finite number.
+
+    Whole numbers are refused too unless `integers` is set.
+    """
     for name, shape in shapes.items():
         if name not in found:
             raise error(f"{path} lacks the tensor {name}; {advice}.")
         tensor = found[name]
         if tuple(tensor.shape) != tuple(shape):
             raise error(f"{path}: {name} is {_size(tensor.shape)} where {_size(shape)} belongs; {advice}.")
-        if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+        if not (tensor.is_floating_point() or integers) or not bool(torch.isfinite(tensor).all()):
             raise error(f"{path}: {name} holds values that are not finite numbers; {advice}.")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -16,7 +15,7 @@ from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, budgets_for
+from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing
 from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying
@@ -169,7 +168,7 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently) -> Verdict:
     rows = {"evaluation": texts.evaluation, "rehearsal": texts.rehearsal}
     found = verifying.compare(bench.source, cut, rows, seed, folder.streaming, folder.proof_file, track)
     expected = found.rehearsal.expected_damage()
-    healing = json.loads(folder.heal_file.read_text())
+    healing = read_healing(folder.heal_file)
     folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
     priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
     verdict = Verdict(
