@@ -50,7 +50,9 @@ def probe(
     asked, folder = Settings(model=model, **settings), RunFolder(out)
     processes.begin(asked.device)
     if latency and not overwrite and folder.readings_file.exists() and folder.require().model == model:
-        asked = replace(folder.require(), device=asked.device, allow=asked.allow)
+        asked = replace(
+            folder.require(), device=asked.device, allow=asked.allow, trust_remote_code=asked.trust_remote_code
+        )
     else:
         processes.by_first(lambda: folder.claim(asked, families.locate(model)[0], overwrite))
     if stream.wanted(asked, folder):
@@ -73,26 +75,35 @@ def allocate(
 
 
 def reshape(
-    out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
+    out: Path | str,
+    heal: str = "none",
+    track: Track = silently,
+    heal_options: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> nn.Module | None:
-    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
+    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved.
+
+    `trust_remote_code` lets code run that the source model brings; what run.json says of it counts for nothing.
+    """
     folder = RunFolder(out)
-    if stream.wanted(folder.require(), folder):
-        stream.reshape(folder, heal, tuple(heal_options), track)
+    settings = replace(folder.require(), trust_remote_code=trust_remote_code)
+    if stream.wanted(settings, folder):
+        stream.reshape(settings, folder, heal, tuple(heal_options), track)
         return None
-    settings = replace(folder.require(), heal=heal, heal_options=tuple(heal_options))
+    settings = replace(settings, heal=heal, heal_options=tuple(heal_options))
     plan = Plan.read(folder.plan_file)
     bench = pipeline.workbench(settings, track)
     pipeline.build(settings, folder, bench, track, plan)
     return load(folder.model)
 
 
-def verify(out: Path | str, track: Track = silently) -> Verdict:
-    """Prove what was done, on the saved model of a run folder."""
+def verify(out: Path | str, track: Track = silently, trust_remote_code: bool = False) -> Verdict:
+    """Prove what was done, on the saved model of a run folder. `trust_remote_code`: see `reshape`."""
     folder = RunFolder(out)
-    if stream.wanted(folder.require(), folder):
-        return stream.verify(folder, stream.bench_for(folder.require(), track), track)
-    bench = pipeline.workbench(folder.require(), track)
+    settings = replace(folder.require(), trust_remote_code=trust_remote_code)
+    if stream.wanted(settings, folder):
+        return stream.verify(folder, stream.bench_for(settings, track), track)
+    bench = pipeline.workbench(settings, track)
     return processes.by_first(lambda: pipeline.verify(folder, bench, track)) or Verdict.read(folder.verdict_file)
 
 

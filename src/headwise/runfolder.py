@@ -56,7 +56,7 @@ class Settings(Record):
     swap_tokens: int = 4_096  # 0: prices are predicted, not measured
     length: int = 512  # of a block of text, at most what the model takes
     context: int | None = None  # tokens that will be served; None: what the model takes, at most LONGEST_CONTEXT
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # of this command alone: the value in a file is never believed
     recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
     pool: str = "none"  # key/value heads that share a cached row: a number or all
@@ -91,7 +91,8 @@ class Settings(Record):
     def goes_on(self, before: Settings) -> bool:
         """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        return ours == theirs and replace(self, heal_options=()) == replace(before, heal_options=())
+        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}  # trust is asked for every time
+        return ours == theirs and replace(self, **free) == replace(before, **free)
 
     def served(self, longest: int) -> int:
         """Tokens of context that the result must hold for; `longest` is what the model takes."""

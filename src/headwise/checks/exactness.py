@@ -9,12 +9,13 @@ import tempfile
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
-from headwise import families
+from headwise import families, tensors
 from headwise.cost import kv_bytes_per_token, parameters
+from headwise.errors import PlanError
+from headwise.runtime import foreign_code
 from headwise.types import Check, ModelShape, Plan
 
 PROOF_TOKENS = 64
@@ -46,27 +47,40 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
 
 
-def save_proof(tensors: dict[str, torch.Tensor], path: Path, auto: str) -> None:
+def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
     """Keep what a model was given and its `logits`; `auto` names the class that loads it."""
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"auto": auto})
+    save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata={"auto": auto})
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
     """Load the folder in a new process, without headwise, and compare logits with those before saving."""
+    name = "reloads in a fresh process without headwise"
+    auto, before = _read_proof(proof)
+    if not portable and (foreign := foreign_code(folder)):  # it would be run with trust
+        return Check(name, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch) / "logits.safetensors"
         environment = {**os.environ, "HF_MODULES_CACHE": scratch, "HF_HUB_OFFLINE": "1"}
-        with safe_open(proof, "pt") as file:
-            auto = (file.metadata() or {}).get("auto", "AutoModelForCausalLM")
         command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        name = "reloads in a fresh process without headwise"
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
             return Check(name, False, reason[:200], "loads")
-        after, before = load_file(out)["logits"], load_file(proof)["logits"]
+        after = tensors.read(out)["logits"]
+    if after.shape != before.shape:
+        return Check(name, False, "answers of another size", "the same")
     error = float((after - before).abs().max() / before.abs().max())
     return Check(name, error <= TOLERANCE, f"relative difference {error:.1e}", f"at most {TOLERANCE:.0e}")
+
+
+def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
+    """The class that loads the model, and what it said before it was saved."""
+    advice = "run headwise heal again"
+    auto = tensors.metadata(proof, advice=advice).get("auto", "AutoModelForCausalLM")
+    logits = tensors.read(proof, advice=advice).get("logits")
+    if auto not in families.TASKS.values() or logits is None or not logits.is_floating_point():
+        raise PlanError(f"{proof} does not hold what a model said; {advice}.")
+    return auto, logits
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from headwise.errors import ModelError
+from headwise.files import shortened
 from headwise.types import Grain, LayerShape
 
 NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
@@ -51,7 +53,12 @@ def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
 def stored_dtype(config: Any) -> torch.dtype:
     """The number format that a model's file has."""
     found: Any = getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, found) if isinstance(found, str) else found
+    found = getattr(torch, found, None) if isinstance(found, str) else found
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(
+            f"the configuration's dtype {shortened(config.dtype)} is no format of weights, such as bfloat16."
+        )
+    return found
 
 
 def element_bytes(config: Any) -> int:

@@ -15,6 +15,7 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
+from headwise.families._folder import check_sizes
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._checkpoint import Checkpoint
 
@@ -166,8 +167,9 @@ def _empty(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     with families.explained(str(folder)), families.quietly():
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = families.read_config(str(folder), trust_remote_code=trust_remote_code)
         family = families.family_of(config)
+        check_sizes(str(folder), family.shape_of(config))
         if families.task_of(config) != "causal" or family.images or family.audio:
             raise ModelError(
                 f"{family.name} models cannot be streamed: only decoders that write text can. Leave out --stream."

@@ -65,11 +65,9 @@ def _fits(numbers: int, device: str) -> bool:
 
 def _numbers(settings: Settings) -> int | None:
     """Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed."""
-    from transformers import AutoConfig
-
     try:
         where = _folder(settings.model, local=True)
-        config = AutoConfig.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
         if families.task_of(config) != "causal":
             return None
         return sum(entry.numbers for entry in Checkpoint(where).entries.values())
@@ -197,7 +195,9 @@ def run(settings: Settings, folder: RunFolder, track: Track = silently) -> None:
         verify(folder, bench, track)
 
 
-def reshape(folder: RunFolder, heal: str, options: tuple[str, ...], track: Track = silently) -> None:
+def reshape(
+    settings: Settings, folder: RunFolder, heal: str, options: tuple[str, ...], track: Track = silently
+) -> None:
     """Carry out plan.json on the folder's model."""
-    settings = replace(folder.require(), heal=heal, heal_options=options)
+    settings = replace(settings, heal=heal, heal_options=options)
     build(settings, folder, bench_for(settings, track), track, Plan.read(folder.plan_file))

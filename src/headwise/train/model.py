@@ -15,6 +15,8 @@ from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.data import documents
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families._folder import check_folder, check_names, check_weights
+from headwise.files import read_object
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, MASKED
 from headwise.train.labelled import is_labelled
@@ -28,8 +30,6 @@ SAMPLE = 2_000  # texts that a tokenizer is trained on
 
 def read_config(where: str) -> Any:
     """A stock or tailored configuration."""
-    from transformers import AutoConfig
-
     register()
     if where.endswith(".gguf"):
         raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
@@ -38,7 +38,9 @@ def read_config(where: str) -> Any:
         raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
     try:
         with families.quietly():
-            return AutoConfig.from_pretrained(path)
+            return families.read_config(path)
+    except HeadwiseError:
+        raise
     except Exception as error:  # transformers and the hub's client raise many kinds
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{where} holds no configuration that transformers can read ({reason}).") from None
@@ -62,10 +64,11 @@ def task_for(settings: TrainSettings, config: Any) -> str:
 
 
 def has_weights(where: str) -> bool:
-    """Whether a folder holds a model to go on from; a hub id always does."""
+    """Whether a folder holds a model to go on from; a hub id always does. Pickled weights are refused."""
     if where.endswith(".json"):
         return False
     folder = Path(families.locate(where)[0])
+    check_weights(str(folder))
     return not folder.is_dir() or any(
         (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
     )
@@ -79,11 +82,16 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     try:
         with families.quietly():
             if settings.fresh or not has_weights(settings.config):
-                made: nn.Module = auto.from_config(config, dtype=torch.float32)
+                made: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
                 return made
             where = families.locate(settings.config)[0]
             found, info = auto.from_pretrained(
-                where, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                where,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except HeadwiseError:
         raise
@@ -111,7 +119,12 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
         where = settings.tokenizer or _beside(settings.config, config)
     try:
         with families.quietly():
-            found = AutoTokenizer.from_pretrained(families.locate(where)[0] if where == families.EMBEDDED else where)
+            place = families.locate(where)[0] if where == families.EMBEDDED else where
+            check_folder(place)
+            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            check_names(found, where)
+    except HeadwiseError:
+        raise
     except Exception as error:  # transformers and tokenizers raise many kinds
         reason = " ".join(str(error).split())[:300]
         raise ModelError(f"{where} holds no tokenizer that can be read ({reason}); give --tokenizer FOLDER.") from None
@@ -128,7 +141,7 @@ def _beside(where: str, config: Any) -> str:
     folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where).parent
     if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return str(folder)
-    embedded = json.loads((Path(families.locate(families.EMBEDDED)[0]) / "config.json").read_text())
+    embedded = read_object(Path(families.locate(families.EMBEDDED)[0]) / "config.json")
     if config.vocab_size == embedded["vocab_size"]:
         return families.EMBEDDED
     raise ModelError(
