@@ -12,6 +12,7 @@ import platform
 from pathlib import Path
 
 LIMIT = "ONEDNN_MAX_CPU_ISA"
+CPUINFO = Path("/proc/cpuinfo")
 WITHOUT_TILES = "AVX512_CORE_BF16"
 ARCH_PRCTL, REQUEST, TILES = 158, 0x1023, 18  # the call of x86-64 Linux, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
 
@@ -22,12 +23,12 @@ def settle() -> None:
         os.environ[LIMIT] = WITHOUT_TILES
 
 
-def may_have_tiles(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
+def may_have_tiles() -> bool:
     """Whether the processor could have tiles. All that do have AVX-512 for bfloat16, also where tiles are hidden."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return False
     try:
-        with cpuinfo.open() as lines:
+        with CPUINFO.open() as lines:
             flags = next((line.split() for line in lines if line.startswith("flags")), [])
     except (OSError, ValueError):
         return False

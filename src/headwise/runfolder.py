@@ -206,7 +206,13 @@ class RunFolder:
         rivals = _baselines(readings, plan, settings) if readings and plan else ()
         sweep = None
         if readings and plan:
-            sweep = frontier.stored(self.frontier_file, frontier.fingerprint(readings, plan, settings.allow))
+            if ModelShape.from_json(readings.shape).layers != plan.source.layers:
+                raise PlanError(
+                    f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
+                )
+            sweep = frontier.stored(
+                self.frontier_file, frontier.fingerprint(readings, plan, settings.allow), len(plan.keep)
+            )
         described = {**settings.to_json(), "versions": _versions()}
         return Dossier(described, readings, plan, healing, verdict, rivals, sweep)
 

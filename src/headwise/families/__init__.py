@@ -14,7 +14,15 @@ from torch import nn
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._config import stored_dtype
 from headwise.families._family import Block, Family
-from headwise.families._folder import check_config, check_folder, check_names, check_sizes, check_weights, is_plain
+from headwise.families._folder import (
+    check_config,
+    check_folder,
+    check_loaded,
+    check_names,
+    check_sizes,
+    check_weights,
+    is_plain,
+)
 from headwise.files import read_json, shortened
 from headwise.registry import find, names
 from headwise.runtime import register
@@ -181,6 +189,7 @@ def load(
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
+    check_loaded(found, model)
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader
 
@@ -267,7 +276,7 @@ def explained(model: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
             raise
         reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{model} needs code that its repository brings, which is run only if asked for: look at it, then add "
                 "--trust-remote-code to run, probe, reshape, heal and verify."

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from headwise import tensors
 from headwise.cost import parameters
 from headwise.errors import ModelError
@@ -17,6 +19,7 @@ AGAIN = "fetch the model again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.pkl")
 COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_hidden_layers|layers|depth|num_(encoder|decoder)_layers)$")
 SIZE = re.compile(r"((^|_)(heads?|size|dim|width|d_model|d_ff|d_kv|n_embd|n_inner|n_ctx|n_positions)|embeddings)$")
+LARGEST = 1e8  # of a weight; no model comes near
 LONGEST = 1 << 31  # tokens that a configuration may promise to read
 JSON_FILES = (
     "config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json", "special_tokens_map.json",
@@ -85,6 +88,34 @@ def check_sizes(where: str, shape: ModelShape) -> None:
         )
     for file in files:
         tensors.header(file, ModelError, AGAIN)
+
+
+def check_loaded(model: Any, where: str) -> None:
+    """Refuse weights that are not finite or absurdly large, and special tokens that no vocabulary has."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.numel() and not parameter.is_meta:
+            check_values(parameter.detach(), name, where)
+    settings = getattr(model, "generation_config", None)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
+        ids = getattr(settings, name, None)
+        for number in ids if isinstance(ids, list) else [ids]:
+            if number is None and not isinstance(ids, list):
+                continue
+            if not isinstance(number, int) or isinstance(number, bool) or not -1 <= number < MOST_TOKENS:
+                raise ModelError(f"{where}: {name} is {shortened(ids)}, which is no token; restore its configuration.")
+    for name in ("num_beams", "num_return_sequences", "num_beam_groups"):
+        count = getattr(settings, name, None)
+        if count is not None and not (isinstance(count, int) and 1 <= count <= 64):
+            raise ModelError(f"{where}: {name} is {shortened(count)}; restore its generation_config.json.")
+
+
+def check_values(tensor: torch.Tensor, name: str, where: str) -> None:
+    """Refuse numbers that would overflow in the first product."""
+    low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
+    if not (float(low) >= -LARGEST and float(high) <= LARGEST):
+        raise ModelError(
+            f"{where} is damaged: {name} holds values from {float(low):g} to {float(high):g}. Fetch it again."
+        )
 
 
 def check_names(tokenizer: Any, where: str) -> None:

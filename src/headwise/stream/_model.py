@@ -15,7 +15,7 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
-from headwise.families._folder import check_sizes
+from headwise.families._folder import check_sizes, check_values
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._checkpoint import Checkpoint
 
@@ -117,7 +117,10 @@ class Streamed(Frame):
 
     def _read(self, place: str) -> torch.Tensor:
         found = self.files.tensor(place)
-        return found.float() if found.is_floating_point() else found
+        if not found.is_floating_point():
+            return found
+        check_values(found, place, str(self.files.folder))
+        return found.float()
 
     def layer(self, index: int) -> AbstractContextManager[nn.Module]:
         """A layer with its weights."""

@@ -42,8 +42,7 @@ def read_config(where: str) -> Any:
     except HeadwiseError:
         raise
     except Exception as error:  # transformers and the hub's client raise many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} holds no configuration that transformers can read ({reason}).") from None
+        raise ModelError(f"{where} holds no configuration that transformers can read ({_reason(error)}).") from None
 
 
 def task_for(settings: TrainSettings, config: Any) -> str:
@@ -96,8 +95,7 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     except HeadwiseError:
         raise
     except Exception as error:  # transformers raises many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{settings.config} gives no model for the task {task} ({reason}).") from None
+        raise ModelError(f"{settings.config} gives no model for the task {task} ({_reason(error)}).") from None
     body = f"{found.base_model_prefix}."
     if lost := sorted(key for key in info["missing_keys"] if key.startswith(body)):
         raise ModelError(f"{settings.config} is damaged: {lost[0]} is missing. Fetch it again, or add --fresh.")
@@ -125,15 +123,24 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
             check_names(found, where)
     except HeadwiseError:
         raise
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} holds no tokenizer that can be read ({reason}); give --tokenizer FOLDER.") from None
+    except BaseException as error:  # transformers and tokenizers raise many kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
+        raise ModelError(
+            f"{where} holds no tokenizer that can be read ({_reason(error)}); give --tokenizer FOLDER."
+        ) from None
     if len(found) > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(found):,} tokens and the configuration a vocab_size of {config.vocab_size:,}; "
             f"set vocab_size to {len(found)} in config.json, or give another --tokenizer."
         )
     return found
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs code that its repository brings, and training has no --trust-remote-code: it runs none"
+    return " ".join(str(error).split())[:300]
 
 
 def _beside(where: str, config: Any) -> str:
