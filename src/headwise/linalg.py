@@ -53,7 +53,7 @@ def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Deco
         torch.set_num_threads(1)
         try:
             found = function(first.cpu(), *(None if other is None else other.cpu() for other in others))
-        except torch.linalg.LinAlgError as error:
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise _broken(error) from None
         finally:
             torch.set_num_threads(threads)
@@ -134,13 +134,13 @@ def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
         return torch.cholesky_solve(wanted, factor)
     try:
         return torch.linalg.solve(system, wanted)
-    except torch.linalg.LinAlgError as error:
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise _broken(error) from None
 
 
 def _broken(error: Exception) -> HeadwiseError:
     return HeadwiseError(
-        f"second moments cannot be decomposed ({str(error)[:120]}): activations overflow or are all the same. Check the "
+        f"second moments cannot be decomposed ({str(error)[:120]}): activations overflow or are no numbers. Check the "
         "model's weights and the text, then probe again."
     )
 

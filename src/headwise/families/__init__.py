@@ -18,8 +18,8 @@ from headwise.families._folder import (
     check_config,
     check_folder,
     check_loaded,
-    check_names,
     check_sizes,
+    check_tokenizer,
     check_weights,
     is_plain,
 )
@@ -183,7 +183,7 @@ def load(
         found, info = loaded
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
-        check_names(reader, model)
+        check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
@@ -245,12 +245,12 @@ def companions(model: str) -> dict[str, Path]:
     modules = found("modules.json")
     if modules is None:
         return {}
-    listed = read_json(modules, ModelError, "fetch the model again")
+    listed = read_json(modules, ModelError, "fetch the files again")
     if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ModelError(f"{modules} must list modules; fetch the model again.")
+        raise ModelError(f"{modules} must list modules; fetch the files again.")
     folders = [module["path"] for module in listed if module.get("path")]
     if odd := [folder for folder in folders if not is_plain(folder)]:
-        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the model again.")
+        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
     names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
     return {name: path for name in names if (path := found(name)) is not None}

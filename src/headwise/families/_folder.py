@@ -15,7 +15,7 @@ from headwise.files import read_object, regular, shortened
 from headwise.types import ModelShape
 from headwise.types.shape import MOST_LAYERS, MOST_TOKENS, WIDEST
 
-AGAIN = "fetch the model again"
+AGAIN = "fetch the files again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.pkl")
 COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_hidden_layers|layers|depth|num_(encoder|decoder)_layers)$")
 SIZE = re.compile(r"((^|_)(heads?|size|dim|width|d_model|d_ff|d_kv|n_embd|n_inner|n_ctx|n_positions)|embeddings)$")
@@ -118,8 +118,10 @@ def check_values(tensor: torch.Tensor, name: str, where: str) -> None:
         )
 
 
-def check_names(tokenizer: Any, where: str) -> None:
-    """Refuse templates whose names would be written outside a model's folder."""
+def check_tokenizer(tokenizer: Any, where: str) -> None:
+    """Refuse one that cannot read a word, and templates whose names would be written outside a model's folder."""
+    if callable(getattr(tokenizer, "convert_ids_to_tokens", None)):
+        tokenizer.decode(tokenizer("a b")["input_ids"], skip_special_tokens=True)
     templates = getattr(tokenizer, "chat_template", None)
     for name in templates if isinstance(templates, dict) else ():
         if not re.fullmatch(r"\w[\w.-]*", str(name)):

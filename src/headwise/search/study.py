@@ -22,7 +22,7 @@ from headwise.designs import configs
 from headwise.designs.proposals import train_flops
 from headwise.designs.shapes import Sketch
 from headwise.errors import BudgetError, DataError, HeadwiseError
-from headwise.families._folder import check_folder
+from headwise.families._folder import check_folder, check_tokenizer
 from headwise.search import space
 from headwise.train.loop import FitSettings, fit
 from headwise.types import ModelShape, Record
@@ -72,6 +72,7 @@ class Bench:
             where = families.locate(settings.tokenizer)[0]
             check_folder(where)
             tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            check_tokenizer(tokenizer, where)
         count = max(2 * HELD_OUT, settings.tokens // settings.length)
         texts = data.documents(settings.data, settings.seed)
         blocks = data.blocks_of(texts, tokenizer, settings.length, count, settings.data)

@@ -13,6 +13,7 @@ import torch
 from headwise import data, families, processes, strategies
 from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
+from headwise.families._folder import check_tokenizer
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing
@@ -100,6 +101,7 @@ def bench_for(settings: Settings, track: Track = silently) -> Bench:
         raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
     with families.explained(settings.model), families.quietly():
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        check_tokenizer(tokenizer, settings.model)
     texts = read_texts(settings, source.family, source.config, tokenizer, Causal(), None, track)
     return Bench(source, tokenizer, texts)
 

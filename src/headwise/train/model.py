@@ -15,7 +15,7 @@ from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.data import documents
 from headwise.errors import HeadwiseError, ModelError
-from headwise.families._folder import check_folder, check_names, check_weights
+from headwise.families._folder import check_folder, check_tokenizer, check_weights
 from headwise.files import read_object
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, MASKED
@@ -120,7 +120,7 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
             place = families.locate(where)[0] if where == families.EMBEDDED else where
             check_folder(place)
             found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-            check_names(found, where)
+            check_tokenizer(found, where)
     except HeadwiseError:
         raise
     except BaseException as error:  # transformers and tokenizers raise many kinds

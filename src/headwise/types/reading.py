@@ -100,16 +100,13 @@ def _check_sizes(reading: Reading, layers: tuple[LayerShape, ...]) -> None:
 
 
 def _check_orders(where: str, order: dict[str, tuple[tuple[int, ...], ...]], layer: LayerShape) -> None:
-    """Every row of an order names each unit once."""
-    pairs = (layer.kv_heads, layer.qk_width // 2)
+    """Every row of an order names each unit once; how many pairs there are depends on what was cut before."""
     known = {
         "kv_heads": (1, layer.kv_heads),
         "heads": (layer.kv_heads, layer.queries_per_group),
         "mlp": (1, layer.mlp_width),
     }
     for name, rows in order.items():
-        groups, units = (
-            pairs if name.startswith("qk_pairs") else known.get(name.removesuffix("_weight"), (len(rows), 0))
-        )
+        groups, units = known.get(name.removesuffix("_weight"), (len(rows), len(rows[0]) if rows else 0))
         if rows and units and (len(rows) != groups or any(sorted(row) != list(range(units)) for row in rows)):
             raise PlanError(f"{where}: {name} must order {units} units in each of {groups} groups; probe again.")
