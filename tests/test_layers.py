@@ -68,7 +68,7 @@ ALLOWED: dict[str, set[str]] = {
     "plots": {"errors", "types"},
     "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
-    "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
+    "reproduce": {"errors", "files", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
     "show": {"errors", "files", "types", "families", "runfolder", "report"},
     "bars": set(),
     "cli": {
