@@ -241,3 +241,13 @@ def test_a_healing_that_stopped_goes_on_to_the_last_bit(job, tmp_path):
     assert all(torch.equal(tensor, found[name]) for name, tensor in again.state_dict().items())
     other = llama.tailor(job.cut).state_dict()
     assert not all(torch.equal(tensor, other[name]) for name, tensor in found.items()), "something was learned"
+
+
+@pytest.mark.parametrize("lost", [float("nan"), float("inf")])
+def test_a_trial_that_gives_no_number_is_never_chosen_and_never_an_error(lost):
+    long, good = FitSettings(steps=2000), {"rate": 1e-3, "divergence": 0.1, "loss": 0.2}
+    broken = {"rate": 3e-3, "divergence": lost, "loss": lost}
+    assert _rate.best([{"rate": 0.0, "divergence": lost, "loss": lost}, good, broken], long) == 1e-3
+    assert _rate.best([broken, {**broken, "rate": 0.0}], long) is None, "nothing was learned: weights stay"
+    assert _rate.best([{**good, "rate": 0.0}, {**good, "divergence": lost, "loss": 0.1}], long) == 1e-3
+    assert _rate.best([trial(0.0, -1e-9), trial(1e-3, -2e-9)], long) == 1e-3, "rounding may make it negative"

@@ -11,41 +11,49 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
-CORE = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies"}
+CORE = {"errors", "files", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments", "steps", "fast", "memory",
+    "processes", "moments", "steps", "fast", "memory", "tensors",
 }  # fmt: skip
 RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "machine": set(),  # what the processor may do, before torch is imported
+    "files": {"errors"},  # the one reader of JSON
+    "tensors": {"errors", "files"},  # the one reader of safetensors
+    "devices": {"errors"},
     "registry": {"errors"},
-    "types": {"errors"},
+    "types": {"errors", "files"},
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
-    "linalg": set(),
+    "linalg": {"errors"},
     "memory": set(),
-    "processes": {"errors"},
+    "processes": {"errors", "devices"},
     "data": {"errors"},
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
-    "fast": {"errors", "types", "runtime"},  # fast inference, never needed
-    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio", "memory"},
-    "tasks": {"errors", "registry", "data", "images", "audio", "families"},  # what a model is for
+    "fast": {"errors", "files", "types", "runtime"},  # fast inference, never needed
+    "families": {"errors", "registry", "types", "linalg", "runtime", "data", "audio", "memory"}
+    | {"files", "tensors", "cost"},
+    "tasks": {"errors", "files", "registry", "data", "images", "audio", "families"},  # what a model is for
     "steps": {"errors", "types", "families", "fast"},  # a model run for its time
     "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
     | {"runtime", "steps", "memory", "fast"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
-    "moments": {"cuts"},
+    "moments": {"errors", "types", "tensors", "cuts"},
     "cuts": {"errors", "types", "families", "linalg", "runtime"},
     "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
-    "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"},
-    "checks": {"errors", "types", "cost", "budgets", "memory", "data", "families", "tasks", "steps"},
-    "train": {"errors", "processes", "types", "cost", "families", "linalg", "data", "cuts", "runtime"},
+    "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"}
+    | {"files", "tensors"},
+    "checks": {"errors", "types", "cost", "budgets", "memory", "data", "families", "tasks", "steps"}
+    | {"tensors", "runtime", "keeping"},
+    "train": {"errors", "processes", "types", "cost", "families", "linalg", "data", "cuts", "runtime"}
+    | {"files", "tensors"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
@@ -61,8 +69,8 @@ ALLOWED: dict[str, set[str]] = {
     "plots": {"errors", "types"},
     "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
-    "reproduce": {"errors", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
-    "show": {"errors", "types", "families", "runfolder", "report"},
+    "reproduce": {"errors", "files", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
+    "show": {"errors", "files", "types", "families", "runfolder", "report"},
     "bars": set(),
     "cli": {
         "errors",
@@ -84,13 +92,13 @@ ALLOWED: dict[str, set[str]] = {
     },
     "_autoregister": {"runtime"},
     "_notebook": {"types", "report"},
-    "__init__": {"api", "designs", "train", "_autoregister", "_notebook", "types", "errors"},
+    "__init__": {"api", "designs", "train", "_autoregister", "_notebook", "types", "errors", "machine"},
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}
 RELAXED |= {("runfolder", "headwise.heal._options")}  # which needs no torch
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
-NO_TORCH = {"errors", "registry", "types", "cost", "theory", "budgets", "strategies", "report"}
+NO_TORCH = {"errors", "files", "machine", "registry", "types", "cost", "theory", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}
 NO_DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 

@@ -137,7 +137,7 @@ def test_equal_strategies_give_every_layer_the_same_sizes(strategy: str) -> None
 def test_equal_strategies_refuse_a_model_with_unequal_layers() -> None:
     readings = invent(7)
     source = ModelShape.from_json(readings.shape)
-    uneven = source.with_layers((replace(source.layers[0], mlp_width=24), *source.layers[1:]))
+    uneven = source.with_layers((replace(source.layers[0], v_dim=10), *source.layers[1:]))
     with pytest.raises(PlanError, match="layers have different sizes already; use --strategy exact"):
         plan_for("uniform", replace(readings, shape=uneven.to_json()), "kv=80%")
 

@@ -86,7 +86,7 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
     readings = probe.probe(source, rows, wanted, tmp_path / "w")
     held = probe.probe(Held(family, reference), rows, wanted, tmp_path / "h")  # type: ignore[arg-type]
     write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, True))
-    moments = read_moments(tmp_path / "moments.safetensors", "cpu")
+    moments = read_moments(tmp_path / "moments.safetensors", "cpu", source.shape.layers)
     for index, layer in enumerate(moments):
         streamed = read_tensors(probe.moments_file(tmp_path / "w", index))
         assert all(torch.equal(streamed[key].double(), layer[key]) for key in layer), "moments are equal to the bit"
@@ -127,7 +127,7 @@ def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
         build(source, plan, tmp_path / f"w{number}", tmp_path / str(number), tokenizer, rows)
     reference = in_memory(family, tmp_path / "0")
     write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, False))
-    cut = reshape(family, reference, plan, read_moments(tmp_path / "moments.safetensors", "cpu"))
+    cut = reshape(family, reference, plan, read_moments(tmp_path / "moments.safetensors", "cpu", source.shape.layers))
     theirs = family.state_of(refit(family, reference, cut, rows)[0])
     ours = {key: t for file in (tmp_path / "1").glob("*.safetensors") for key, t in load_file(file).items()}
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)

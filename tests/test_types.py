@@ -94,7 +94,7 @@ def plans(draw: some.DrawFn) -> Plan:
         target=source.with_layers(tuple(targets)),
         keep=tuple(keeps),
         predicted_damage=draw(number),
-        spent=draw(some.dictionaries(some.text(max_size=5), number, max_size=3)),
+        spent={**PLAN.spent, **draw(some.dictionaries(some.text(max_size=5), number, max_size=3))},
         frontier=tuple(Point(*pair) for pair in draw(some.lists(some.tuples(number, number), max_size=3))),
         portable=draw(some.booleans()),
     )

@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
-from headwise import _autoregister, _notebook
+from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
     from headwise import train
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
 
+machine.settle()  # before anything imports torch
 _autoregister.install()
 _notebook.install()
 

@@ -50,7 +50,7 @@ def probe(
     """
     asked, folder = Settings(model=model, **settings), RunFolder(out)
     if latency and not overwrite and folder.has_probed() and folder.require().model == model:
-        with pipeline.resumed(folder, "probe") as known:
+        with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
             return _looked_at(replace(known, device=asked.device, allow=asked.allow), folder, latency, track)
     with pipeline.claimed(asked, folder, "probe", overwrite):
         return _looked_at(asked, folder, latency, track)
@@ -77,13 +77,20 @@ def allocate(
 
 
 def reshape(
-    out: Path | str, heal: str = "none", track: Track = silently, heal_options: Sequence[str] = ()
+    out: Path | str,
+    heal: str = "none",
+    track: Track = silently,
+    heal_options: Sequence[str] = (),
+    trust_remote_code: bool = False,
 ) -> nn.Module | None:
-    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
+    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved.
+
+    `trust_remote_code` lets code run that the source model brings; what run.json says of it counts for nothing.
+    """
     folder = RunFolder(out)
-    with pipeline.resumed(folder, "reshape" if heal == "none" else "heal") as known:
+    with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
         if stream.wanted(known, folder):
-            stream.reshape(folder, heal, tuple(heal_options), track)
+            stream.reshape(known, folder, heal, tuple(heal_options), track)
             return None
         settings = replace(known, heal=heal, heal_options=tuple(heal_options))
         plan = Plan.read(folder.plan_file)
@@ -92,10 +99,15 @@ def reshape(
     return load(folder.model)
 
 
-def verify(out: Path | str, track: Track = silently, max_loss: str | None = None) -> Verdict:
-    """Prove what was done, on the saved model of a run folder; `max_loss` is another limit than the run's."""
+def verify(
+    out: Path | str, track: Track = silently, max_loss: str | None = None, trust_remote_code: bool = False
+) -> Verdict:
+    """Prove what was done, on the saved model of a run folder; `max_loss` is another limit than the run's.
+
+    `trust_remote_code`: see `reshape`.
+    """
     folder = RunFolder(out)
-    with pipeline.resumed(folder, "verify") as known:
+    with pipeline.resumed(folder, "verify", trust_remote_code) as known:
         folder.require_model()
         limit = max_loss or known.max_loss or MAX_LOSS
         damage_limit(limit)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import wave
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -116,7 +117,7 @@ def _lines(path: Path) -> Iterator[tuple[Path, str | None]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         items = [(number, json.loads(line)) for number, line in enumerate(lines, 1) if line.strip()]
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise DataError(f"{path} cannot be read ({error}). Give {MEANING}.") from None
     for number, item in items:
         name, target = (item.get(key) if isinstance(item, dict) else None for key in ("audio", "target"))
@@ -131,11 +132,13 @@ def wav(path: Path, rate: int) -> np.ndarray:
         with wave.open(str(path), "rb") as file:
             channels, width, own, count = file.getparams()[:4]
             content = file.readframes(count)
-    except (OSError, EOFError, wave.Error) as error:
+        sound: np.ndarray = np.frombuffer(content, "<i2" if width == 2 else "u1").reshape(-1, channels).mean(1) / 32768
+    except (OSError, EOFError, wave.Error, struct.error, ValueError) as error:
         raise DataError(f"{path} cannot be read as a .wav file of 16 bits ({error}); convert or remove it.") from None
     if width != 2:
         raise DataError(f"{path} has {8 * width} bits where 16 are read; convert or remove it.")
-    sound: np.ndarray = np.frombuffer(content, "<i2").reshape(-1, channels).mean(1) / 32768
+    if not own:
+        raise DataError(f"{path} names no number of samples per second; convert or remove it.")
     if own != rate:
         sound = np.interp(np.arange(0, len(sound), own / rate), np.arange(len(sound)), sound) if len(sound) else sound
     return np.asarray(sound, np.float32)

@@ -221,35 +221,41 @@ def allocate(
         typer.echo(f"written to {folder}/plan.json; next: headwise heal {folder}")
 
 
-def _build(folder: Path, method: str, as_json: bool, options: Sequence[str] = ()) -> None:
+def _build(folder: Path, method: str, as_json: bool, options: Sequence[str] = (), trusted: bool = False) -> None:
     from headwise import api
 
     with Bars() as track:
-        api.reshape(folder, method, track, options)
+        api.reshape(folder, method, track, options, trusted)
     found = {"model": str(folder / "model"), "heal": method}
     _say(found if as_json else f"model in {folder}/model; next: headwise verify {folder}", as_json)
 
 
 @app.command()
-def reshape(folder: Folder, as_json: Json = False) -> None:
+def reshape(folder: Folder, trust_remote_code: Remote = False, as_json: Json = False) -> None:
     """Carry out plan.json without healing: build the smaller model."""
-    _build(folder, "none", as_json)
+    _build(folder, "none", as_json, trusted=trust_remote_code)
 
 
 @app.command()
-def heal(folder: Folder, heal: Heal = DEFAULT.heal, heal_option: HealOptions = None, as_json: Json = False) -> None:
+def heal(
+    folder: Folder,
+    heal: Heal = DEFAULT.heal,
+    heal_option: HealOptions = None,
+    trust_remote_code: Remote = False,
+    as_json: Json = False,
+) -> None:
     """Carry out plan.json and repair the result."""
-    _build(folder, heal, as_json, heal_option or ())
+    _build(folder, heal, as_json, heal_option or (), trust_remote_code)
 
 
 @app.command()
-def verify(folder: Folder, max_loss: MaxLoss = None, as_json: Json = False) -> None:
+def verify(folder: Folder, max_loss: MaxLoss = None, trust_remote_code: Remote = False, as_json: Json = False) -> None:
     """Prove what was done: sizes, quality at every length, retrieval, speed."""
     from headwise import api
     from headwise.show import in_short
 
     with Bars() as track:
-        verdict = api.verify(folder, track, max_loss)
+        verdict = api.verify(folder, track, max_loss, trust_remote_code)
     _say(verdict.to_json() if as_json else in_short(verdict), as_json)
     _exit(verdict)
 

@@ -14,6 +14,7 @@ import json
 import lzma
 import random
 import sysconfig
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -83,7 +84,7 @@ def _file(path: Path) -> Iterator[str]:
                         yield _record(json.loads(line), path, number)
             else:
                 yield from (part for part in file.read().split(SEPARATOR) if part.strip())
-    except (UnicodeDecodeError, json.JSONDecodeError, lzma.LZMAError, OSError) as error:
+    except (ValueError, RecursionError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
         raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
 
 

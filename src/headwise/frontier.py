@@ -37,13 +37,14 @@ def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def stored(path: Path, key: str) -> Sweep | None:
-    """The sweep in a file, if it answers the same question; a file that cannot be read counts as none."""
+def stored(path: Path, key: str, layers: int | None = None) -> Sweep | None:
+    """The sweep in a file, if it answers the same question for so many layers; a damaged one counts as none."""
     try:
         found = Sweep.read(path)
     except HeadwiseError:
         return None
-    return found if found.key == key else None
+    fits = layers is None or all(len(answer.layers) == layers for answer in found.answers)
+    return found if found.key == key and fits else None
 
 
 def complete(sweep: Sweep, plan: Plan) -> bool:

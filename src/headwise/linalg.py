@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import numpy as np
 import torch
 
+from headwise.errors import HeadwiseError
+
 Elimination = tuple[list[int], list[float]]
 TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -51,6 +53,8 @@ def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Deco
         torch.set_num_threads(1)
         try:
             found = function(first.cpu(), *(None if other is None else other.cpu() for other in others))
+        except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+            raise _broken(error) from None
         finally:
             torch.set_num_threads(threads)
         a, b, c = (part.to(first.device) for part in found)
@@ -126,7 +130,19 @@ def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.T
 def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """By Cholesky; a system that rounding left indefinite takes the slower way."""
     factor, failed = torch.linalg.cholesky_ex(system)
-    return torch.linalg.solve(system, wanted) if bool(failed.any()) else torch.cholesky_solve(wanted, factor)
+    if not bool(failed.any()):
+        return torch.cholesky_solve(wanted, factor)
+    try:
+        return torch.linalg.solve(system, wanted)
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise _broken(error) from None
+
+
+def _broken(error: Exception) -> HeadwiseError:
+    return HeadwiseError(
+        f"second moments cannot be decomposed ({str(error)[:120]}): activations overflow or are no numbers. Check the "
+        "model's weights and the text, then probe again."
+    )
 
 
 def elimination_order(cross: torch.Tensor) -> Elimination:

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -29,7 +30,7 @@ from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
+from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
@@ -79,10 +80,13 @@ def claimed(settings: Settings, folder: RunFolder, command: str, overwrite: bool
 
 
 @contextmanager
-def resumed(folder: RunFolder, command: str) -> Iterator[Settings]:
-    """Lock the folder of an existing run, with the inputs that it began with; gives its settings."""
+def resumed(folder: RunFolder, command: str, trust_remote_code: bool = False) -> Iterator[Settings]:
+    """Lock the folder of an existing run, with the inputs that it began with; gives its settings.
+
+    Trust belongs to the command: what run.json says of it counts for nothing.
+    """
     with folder.held(command):
-        settings = folder.require()
+        settings = replace(folder.require(), trust_remote_code=trust_remote_code)
         processes.begin(settings.device)
         processes.wait()
         folder.same_inputs(validated(settings))
@@ -164,7 +168,7 @@ def _moments(
     """Second moments, as they are in a file: from the one that an interrupted probing left, or measured now."""
     file = progress.folder and progress.folder / MOMENTS
     if file and processes.agrees("moments" in progress.known and file.exists()):
-        return read_moments(file, model.device)
+        return read_moments(file, model.device, bench.family.shape_of(model.config).layers)
     rows = bench.inputs(bench.calibration, settings.seed)
     found = gram.collect(bench.reader(settings.seed), model, rows, mlp, track)
     if file:
@@ -240,7 +244,9 @@ def probed(
             disk.remove(folder.probing)
 
         processes.by_first(write)
-    return Readings.read(folder.readings_file), read_moments(folder.moments_file, model.device)
+    return Readings.read(folder.readings_file), read_moments(
+        folder.moments_file, model.device, bench.family.shape_of(model.config).layers
+    )
 
 
 def looked_at(settings: Settings, folder: RunFolder, latency: tuple[str, ...], track: Track = silently) -> Readings:
@@ -397,7 +403,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
         size=exactness.sizes(cut, source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
-            "predicted": json.loads(folder.heal_file.read_text())["rehearsed"],
+            "predicted": read_healing(folder.heal_file, "rehearsed")["rehearsed"],
             "sum_of_prices": plan.predicted_damage,
             **found.damage(settings.seed),
         },

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch import distributed
 
+from headwise import devices
 from headwise.errors import HeadwiseError
 
 T = TypeVar("T")
@@ -24,6 +25,7 @@ PATIENCE = timedelta(hours=12)  # the others wait while the first one reads, wri
 
 def begin(device: str) -> str:
     """Join the processes that were started with this one, once, and say which device this one computes on."""
+    devices.check(device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     started = int(os.environ.get("WORLD_SIZE", "1"))

@@ -16,6 +16,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from headwise.errors import HeadwiseError
+from headwise.files import read_object
 
 REWRITE = "headwise reproduce --render"
 INTRO = (
@@ -101,13 +102,9 @@ def entries(root: Path) -> list[Entry]:
 
 def _result(root: Path, name: str) -> dict[str, Any] | None:
     path = root / "experiments" / "results" / f"{name}.json"
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError) as error:
-        raise HeadwiseError(f"{path} cannot be read ({error}); restore it or run: headwise reproduce {name}") from None
-    return found
+    return read_object(path, HeadwiseError, f"restore it or run: headwise reproduce {name}")
 
 
 def _list(root: Path, as_json: bool) -> None:

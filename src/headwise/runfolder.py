@@ -21,6 +21,7 @@ from headwise.errors import (
     ShapeError,
     UnknownNameError,
 )
+from headwise.files import is_number, read_object, shortened
 from headwise.heal._options import Options
 from headwise.keeping import aside, disk, fingerprint
 from headwise.keeping.finished import Ledger
@@ -76,13 +77,15 @@ class Settings(Record):
     swap_tokens: int = 4_096  # 0: prices are predicted, not measured
     length: int = 512  # of a block of text, at most what the model takes
     context: int | None = None  # tokens that will be served; None: what the model takes, at most LONGEST_CONTEXT
-    trust_remote_code: bool = False
+    trust_remote_code: bool = False  # of this command alone: the value in a file is never believed
     recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
     stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
     pool: str = "none"  # key/value heads that share a cached row: a number or all
     max_loss: str | None = None  # most damage that counts as good: 2% of perplexity, or nats; None: MAX_LOSS
 
     def __post_init__(self) -> None:
+        if lost := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
+            raise HeadwiseError(f"{lost[0]} contains a NUL character; give a name that a file can have.")
         for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
             if getattr(self, name) < least:
                 raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
@@ -111,7 +114,8 @@ class Settings(Record):
     def goes_on(self, before: Settings) -> bool:
         """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        return ours == theirs and replace(self, heal_options=()) == replace(before, heal_options=())
+        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}  # trust is asked for every time
+        return ours == theirs and replace(self, **free) == replace(before, **free)
 
     def served(self, longest: int) -> int:
         """Tokens of context that the result must hold for; `longest` is what the model takes."""
@@ -376,12 +380,17 @@ class RunFolder:
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
         built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
-        healing = json.loads(self.heal_file.read_text()) if built else None
+        healing = read_healing(self.heal_file) if built else None
         verdict, unverified = self.verdict()
         rivals = _baselines(readings, plan, settings) if readings and plan else ()
         sweep = None
         if readings and plan:
-            sweep = frontier.stored(self.frontier_file, frontier.fingerprint(readings, plan, settings.allow))
+            if ModelShape.from_json(readings.shape).layers != plan.source.layers:
+                raise PlanError(
+                    f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
+                )
+            mark = frontier.fingerprint(readings, plan, settings.allow)
+            sweep = frontier.stored(self.frontier_file, mark, len(plan.keep))
         described = {**settings.to_json(), **self._followed(), "versions": _versions()}
         return Dossier(described, readings, plan, healing, verdict, rivals, sweep, unverified)
 
@@ -409,6 +418,26 @@ def _is_record(path: Path) -> bool:
 
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+HEALING: dict[str, type | tuple[type, ...]] = {"method": str, "layers": list, "rounds": list, "curve": list}
+HEALING_NUMBERS = ("rehearsed", "rehearsed_before", "tokens", "seconds", "rate", "tokens_per_second")
+
+
+def read_healing(path: Path, *needed: str) -> dict[str, Any]:
+    """What a healing did, from heal.json. `needed` fields must be there; known ones must be of their kind."""
+    found = read_object(path, advice="run headwise heal again")
+    for name, kind in HEALING.items():
+        if name in found and not isinstance(found[name], kind):
+            raise PlanError(f"{path}: {name} is {shortened(found[name])}; run headwise heal again.")
+    for name in HEALING_NUMBERS:
+        if found.get(name) is not None and not is_number(found[name]):
+            raise PlanError(
+                f"{path}: {name} is {shortened(found[name])}, not a finite number; run headwise heal again."
+            )
+    if lost := [name for name in ("method", *needed) if found.get(name) is None]:
+        raise PlanError(f"{path} does not say {lost[0]}; run headwise heal again.")
+    return found
 
 
 def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
+from headwise.files import read_object
 from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
@@ -22,11 +23,8 @@ KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "
 
 def show_file(path: Path) -> None:
     """Draw whatever headwise wrote into a file."""
-    try:
-        kind = json.loads(path.read_text()).get("headwise")
-    except (OSError, ValueError, AttributeError) as error:
-        raise PlanError(f"{path} cannot be read ({error}); give plan.json, readings.json or verdict.json.") from None
-    if kind not in KINDS:
+    kind = read_object(path, advice="give plan.json, readings.json or verdict.json").get("headwise")
+    if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(f"{path} holds no {', '.join(KINDS)}; give plan.json, readings.json or verdict.json.")
     show_record(KINDS[kind].read(path))
 

@@ -133,6 +133,15 @@ class Texts(NamedTuple):
     long: LongText | None
 
 
+def _refuse_unknown_tokens(rows: torch.Tensor, config: Any) -> None:
+    """A tokenizer that belongs to another model gives numbers that this one has no row for."""
+    known = getattr(config, "vocab_size", None)
+    if known and not rows.is_floating_point() and rows.numel() and (most := int(rows.max())) >= known:
+        raise DataError(
+            f"the tokenizer gives token {most:,} and the model knows {known:,}; put its own tokenizer beside it."
+        )
+
+
 def read_texts(
     settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
 ) -> Texts:
@@ -181,6 +190,8 @@ def read_texts(
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
     left = more if len(more) else None
+    for read_rows in (rows, evaluation.rows, more):
+        _refuse_unknown_tokens(read_rows, config)
     long = None if further is None else _in_one_piece(held, tokenizer)
     return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left, long)
 

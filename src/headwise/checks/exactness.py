@@ -12,17 +12,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import families
+from headwise import families, tensors
 from headwise.cost import kv_bytes_per_token, parameters
-from headwise.errors import OutputError
+from headwise.errors import OutputError, PlanError
+from headwise.keeping.disk import UNFINISHED
+from headwise.runtime import foreign_code
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 
 PROOF_TOKENS = 64
+RELOADS = "reloads in a fresh process without headwise"
 TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times whatever format they are in
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
@@ -52,9 +55,9 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
 
 
-def save_proof(tensors: dict[str, torch.Tensor], path: Path, auto: str) -> None:
+def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
     """Keep what a model was given and its `logits`; `auto` names the class that loads it."""
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"auto": auto})
+    save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata={"auto": auto})
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
@@ -63,9 +66,12 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
     Its scratch files lie beside the model: a full temporary folder is not the model's failure, and no room there is
     an error, not a verdict.
     """
+    if not portable and (foreign := foreign_code(folder)):  # it would be run with trust
+        return Check(RELOADS, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
+    auto, before = _read_proof(proof)
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".reload.") as scratch:
-            return _reloaded(folder, proof, portable, Path(scratch))
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{UNFINISHED}reload-") as scratch:
+            return _reloaded(folder, proof, portable, Path(scratch), auto, before)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -74,11 +80,9 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         ) from None
 
 
-def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path) -> Check:
-    name, out = "reloads in a fresh process without headwise", scratch / "logits.safetensors"
+def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: str, before: torch.Tensor) -> Check:
+    out = scratch / "logits.safetensors"
     places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    with safe_open(proof, "pt") as file:
-        auto = (file.metadata() or {}).get("auto", "AutoModelForCausalLM")
     command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
     environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -86,10 +90,22 @@ def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path) -> Check
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
         if any(os.strerror(code) in done.stderr for code in NO_ROOM):
             raise OSError(reason)
-        return Check(name, False, reason[:200], "loads")
-    after, before = load_file(out)["logits"], load_file(proof)["logits"]
+        return Check(RELOADS, False, reason[:200], "loads")
+    after = tensors.read(out)["logits"]
+    if after.shape != before.shape:
+        return Check(RELOADS, False, "answers of another size", "the same")
     error = float((after - before).abs().max() / before.abs().max())
-    return Check(name, error <= TOLERANCE, f"relative difference {error:.1e}", f"at most {TOLERANCE:.0e}")
+    return Check(RELOADS, error <= TOLERANCE, f"relative difference {error:.1e}", f"at most {TOLERANCE:.0e}")
+
+
+def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
+    """The class that loads the model, and what it said before it was saved."""
+    advice = "run headwise heal again"
+    auto = tensors.metadata(proof, advice=advice).get("auto", "AutoModelForCausalLM")
+    logits = tensors.read(proof, advice=advice).get("logits")
+    if auto not in families.TASKS.values() or logits is None or not logits.is_floating_point():
+        raise PlanError(f"{proof} does not hold what a model said; {advice}.")
+    return auto, logits
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.families import Family, family_of, quietly
+from headwise.families import Family, explained, family_of, quietly
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
@@ -154,7 +154,7 @@ def samples(
     for row in tokens[::step][:count]:
         prompt, before = family.prompt(row)
         prompt = prompt.to(source.device)
-        with quietly():
+        with explained(str(source.config._name_or_path)), quietly():
             texts = [
                 model.generate(
                     prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=most, pad_token_id=0

@@ -14,7 +14,7 @@ from headwise import families
 from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.designs.shapes import Make, Rules, Sketch
-from headwise.errors import ModelError, OutputError, ShapeError
+from headwise.errors import HeadwiseError, ModelError, OutputError, ShapeError
 from headwise.registry import find
 from headwise.runtime.modeling_headwise import CAUSAL, IMAGE_CLASSIFIER, MASKED, classes
 from headwise.types import LayerShape, ModelShape
@@ -184,15 +184,15 @@ class Maker:
 
 def _read(where: str) -> Any:
     """The configuration of a model by folder or hub id."""
-    from transformers import AutoConfig
-
     from headwise.runtime import register
 
     register()
     place, extra = families.locate(where)
     with families.quietly():
         try:
-            return AutoConfig.from_pretrained(place, **extra)
+            return families.read_config(place, **extra)
+        except HeadwiseError:
+            raise
         except Exception as error:  # transformers and the hub's client raise many kinds
             reason = " ".join(str(error).split())[:200]
             raise ModelError(f"{where} holds no configuration that can be read ({reason}).") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.errors import ModelError
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families._config import stored_dtype
 from headwise.families._family import Block, Family, repeated
+from headwise.families._folder import (
+    check_config,
+    check_folder,
+    check_loaded,
+    check_sizes,
+    check_tokenizer,
+    check_weights,
+    is_plain,
+)
+from headwise.files import read_json, shortened
 from headwise.registry import find, names
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import (
@@ -41,6 +51,7 @@ __all__ = [
     "load",
     "locate",
     "quietly",
+    "read_config",
     "repeated",
     "task_of",
 ]
@@ -124,6 +135,8 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
         return str(Path(__file__).parent.parent / "embedded"), {}
     if model.startswith("timm:"):
         return find("headwise.families", "timm").hub_id(model.removeprefix("timm:")), {}
+    if "\0" in model or len(model) > 1000:
+        raise ModelError(f"{shortened(model)} is no name of a model; give a hub id, a folder or a .gguf file.")
     path = Path(model)
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -151,15 +164,18 @@ def load(
     safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     """
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoTokenizer
 
     register()
     where, extra = locate(model)
     options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
     with explained(model), quietly():
-        config = AutoConfig.from_pretrained(where, **options)
+        config = read_config(where, **options)
+        if not extra:
+            check_weights(where)
+            check_sizes(where, family_of(config).shape_of(config))
         auto = _auto_class(config, task)
-        stored = config.dtype or torch.float32
+        stored = stored_dtype(config)
         loader = {} if extra else {"use_safetensors": True}
         family = family_of(config)
         loaded: Any = family.stock_loader(config, auto).from_pretrained(
@@ -168,13 +184,28 @@ def load(
         found, info = loaded
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
+        check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
+    check_loaded(found, model)
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader
+
+
+def read_config(where: str, **options: Any) -> Any:
+    """The configuration of a folder or hub id, once its numbers are known to be sane.
+
+    Nothing is asked on standard input: code that a repository brings is run if `trust_remote_code` is set, else not.
+    """
+    from transformers import AutoConfig
+
+    check_folder(where)
+    found = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **options})
+    check_config(found.to_dict(), where)
+    return found
 
 
 def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
@@ -215,7 +246,12 @@ def companions(model: str) -> dict[str, Path]:
     modules = found("modules.json")
     if modules is None:
         return {}
-    folders = [module["path"] for module in json.loads(modules.read_text()) if module["path"]]
+    listed = read_json(modules, ModelError, "fetch the files again")
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+        raise ModelError(f"{modules} must list modules; fetch the files again.")
+    folders = [module["path"] for module in listed if module.get("path")]
+    if odd := [folder for folder in folders if not is_plain(folder)]:
+        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
     names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
     return {name: path for name in names if (path := found(name)) is not None}
@@ -233,12 +269,19 @@ def explained(model: str) -> Iterator[None]:
     """Turn what loading libraries raise into one line that says what to do."""
     try:
         yield
-    except ModelError:
+    except HeadwiseError:
         raise
     except ImportError as error:
         raise ModelError(f"{model} needs a package that is not installed ({error}).") from None
-    except Exception as error:  # transformers, hub client, safetensors and tokenizers each raise their own kinds
+    except BaseException as error:  # transformers, hub client, safetensors and tokenizers each raise their own kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
         reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model} needs code that its repository brings, which is run only if asked for: look at it, then add "
+                "--trust-remote-code to run, probe, reshape, heal and verify."
+            ) from None
         raise ModelError(f"{model} cannot be loaded ({reason}). Check the name, or fetch the files again.") from None
 
 

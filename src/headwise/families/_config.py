@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 
+from headwise.errors import ModelError
+from headwise.files import shortened
 from headwise.types import Grain, LayerShape
+from headwise.types.shape import MOST_LAYERS
 
 NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
 
@@ -51,7 +54,12 @@ def grain_of(head_dim: int, mlp_width: int, pairs: bool, folds: bool) -> Grain:
 def stored_dtype(config: Any) -> torch.dtype:
     """The number format that a model's file has."""
     found: Any = getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, found) if isinstance(found, str) else found
+    found = getattr(torch, found, None) if isinstance(found, str) else found
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ModelError(
+            f"the configuration's dtype {shortened(config.dtype)} is no format of weights, such as bfloat16."
+        )
+    return found
 
 
 def element_bytes(config: Any) -> int:
@@ -62,5 +70,17 @@ def element_bytes(config: Any) -> int:
 def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, ...]:
     """All layers: those that a tailored configuration names, or so many alike."""
     if tailored := getattr(config, "headwise", None):
-        return tuple(LayerShape(**sizes) for sizes in tailored["layers"])
+        layers = tailored.get("layers") if isinstance(tailored, dict) else None
+        if not isinstance(layers, list) or not 1 <= len(layers) <= MOST_LAYERS:
+            raise ModelError(
+                "the configuration's field headwise does not list the sizes of layers; restore config.json."
+            )
+        kept = tailored.get("kept", [])
+        if kept and not (isinstance(kept, list) and len(kept) == len(layers) and all(map(_is_index, kept))):
+            raise ModelError("the configuration's field headwise does not name the layers kept; restore config.json.")
+        return tuple(LayerShape.from_json(sizes, "headwise.layers") for sizes in layers)
     return (stock,) * count
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST_LAYERS

@@ -8,6 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from headwise.errors import HeadwiseError
+from headwise.files import read_object
 from headwise.types import write_atomically
 
 VERSION = 2  # of kernels and their names: what was measured of others says nothing
@@ -29,13 +31,13 @@ class Table:
 
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
-            found = json.loads(self.file.read_text())
+            if not self.file.exists():
+                return {}
+            found = read_object(self.file)
             if found["version"] != VERSION:
                 return {}
             return {str(key): {"path": str(row["path"]), "ms": dict(row["ms"])} for key, row in found["rows"].items()}
-        except FileNotFoundError:
-            return {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (HeadwiseError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(f"{self.file} cannot be read ({error}); kernels are measured anew.", stacklevel=2)
             return {}
 

@@ -14,10 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from headwise import processes
+from headwise.errors import HeadwiseError
 from headwise.heal._job import rows_of
 from headwise.heal._lesson import Known, Lesson
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Prepared
+from headwise.tensors import header
 
 ROWS = 64  # of a shard
 
@@ -48,7 +50,7 @@ class Answers:
         return self.folder / f"answers-{number:05d}.safetensors"
 
     def _make(self, number: int) -> None:
-        if self.folder is not None and self._path(number).exists():
+        if self.folder is not None and self._is_whole(number):
             return
         batch = rows_of(self.rows, torch.arange(len(self.rows.inputs))[number * ROWS : (number + 1) * ROWS])
         made = [self.lesson.likeliest(part.to(self.device), self.count) for part in batch.batches(8192)]
@@ -60,6 +62,17 @@ class Answers:
         temporary = self.folder / f".{self._path(number).name}.{processes.index()}"
         save_file(columns, temporary)
         os.replace(temporary, self._path(number))
+
+    def _is_whole(self, number: int) -> bool:
+        """Whether a shard was written before, for all its rows."""
+        if not self._path(number).exists():
+            return False
+        rows = min(ROWS, len(self.rows.inputs) - number * ROWS)
+        try:
+            found = header(self._path(number))
+        except HeadwiseError:
+            return False
+        return set(found) == set(Known._fields) and all(entry.shape[:1] == (rows,) for entry in found.values())
 
     def of(self, rows: torch.Tensor) -> Known:
         """The answers to rows, by their numbers."""

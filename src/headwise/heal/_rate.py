@@ -12,8 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, PlanError
+from headwise.files import is_number, read_object
 from headwise.heal._course import Course
 from headwise.train.loop import FitSettings
 
@@ -24,6 +27,7 @@ WARM_UP = 0.3  # share of a trial
 NEARLY = 0.15  # of the best trial's divergence, by which a higher rate may be worse before a long course
 HOPELESS = 1.5  # times the best divergence: higher rates are not tried
 BAD = 1e9  # instead of what is no number
+JUDGED = ("divergence", "loss")
 
 
 def steps_of(settings: FitSettings) -> int:
@@ -38,7 +42,7 @@ def tried(
 
     `said(rate)` is asked for something to advance step by step, which shows progress.
     """
-    before, found = course.copy(), [{"rate": 0.0, **start}]
+    before, found = course.copy(), [_finite({"rate": 0.0, **start})]
     steps = steps_of(settings)
     for rate in RATES:
         short = replace(
@@ -48,19 +52,39 @@ def tried(
             course.learn(short, course.state(short), said(rate))
             after = course.judge()
         except HeadwiseError:  # it diverged
-            after = {"divergence": BAD, "loss": BAD}
+            after = dict.fromkeys(JUDGED, BAD)
         course.put_back(before)
-        found.append(
-            {"rate": rate, **{name: min(value, BAD) if value == value else BAD for name, value in after.items()}}
-        )
+        found.append(_finite({"rate": rate, **after}))
         if found[-1]["divergence"] > HOPELESS * min(row["divergence"] for row in found):
             break
     return found
 
 
+def read_trials(path: Path) -> tuple[dict[str, float], list[dict[str, float]]]:
+    """What was judged before anything was learned, and what each rate came to, as a run that was killed left them."""
+    advice = "delete it and run again"
+    known = read_object(path, advice=advice)
+    start, trials = known.get("start"), known.get("trials")
+    rows: list[Any] = [start, *trials] if isinstance(trials, list) else [None]
+    for names, row in zip([JUDGED, *[(*JUDGED, "rate")] * (len(rows) - 1)], rows, strict=True):
+        if not isinstance(row, dict) or not all(is_number(row.get(name)) for name in names):
+            raise PlanError(f"{path} does not hold the trials of rates; {advice}.")
+    return rows[0], rows[1:]
+
+
 def best(trials: list[dict[str, float]], settings: FitSettings) -> float | None:
     """The highest rate that came nearly as near as any, or as it was near before; None where every one did harm."""
+    trials = [_finite(row) for row in trials]
     first = min(trials, key=lambda row: row["loss"])
     longer = math.log(settings.steps / steps_of(settings)) / math.log(1 / SHARE)  # 0: as long as a trial
     worse = NEARLY * min(1.0, max(0.0, longer)) * first["divergence"]  # the text's own surprise, if it counts, is not
+    if first["loss"] >= BAD:
+        return None
+    if not 0 <= worse < BAD * NEARLY:
+        worse = 0.0
     return max(row["rate"] for row in trials if row["loss"] <= first["loss"] + worse) or None
+
+
+def _finite(row: dict[str, float]) -> dict[str, float]:
+    """The same with `BAD` for what is not a number, infinite, or larger."""
+    return {name: min(value, BAD) if math.isfinite(value) else BAD for name, value in row.items()}

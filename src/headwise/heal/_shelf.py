@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import nn
 
+from headwise import tensors as stored
+from headwise.errors import HeadwiseError
+from headwise.files import parse_json
 from headwise.types import write_atomically
 
 
@@ -26,15 +28,15 @@ class Place(NamedTuple):
         if self.path is None:
             return None
         try:
-            with safe_open(self.path, "pt") as file:
-                noted = file.metadata() or {}
+            noted = stored.metadata(self.path)
             if noted.get("mark") != self.mark:
                 return None
-            layer.load_state_dict(load_file(self.path))
-        except (OSError, SafetensorError):  # not there, or no file of ours
+            weights, found = stored.read(self.path), parse_json(noted.get("found", ""), self.path)
+            stored.require(weights, {name: t.shape for name, t in layer.state_dict().items()}, self.path, integers=True)
+        except HeadwiseError:  # not there, or no file of ours
             return None
-        found: dict[str, Any] = json.loads(noted["found"])
-        return found
+        layer.load_state_dict(weights, strict=False)
+        return found if isinstance(found, dict) else None
 
     def put(self, layer: nn.Module, found: dict[str, Any]) -> None:
         """Keep a layer that is done, and what is to be known about it."""

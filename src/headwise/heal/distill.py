@@ -132,7 +132,7 @@ class _Healing:
         text = json.dumps(facts, sort_keys=True, default=str) + "\n"
 
         def take() -> None:
-            if not (about.exists() and about.read_text() == text):
+            if not (about.is_file() and about.read_bytes() == text.encode()):
                 shutil.rmtree(folder, ignore_errors=True)
                 folder.mkdir(parents=True, exist_ok=True)
                 write_atomically(about, text)
@@ -200,8 +200,7 @@ class _Healing:
         """What `judge` says before anything is learned, and what trials of rates found; kept for a second start."""
         path = None if self.folder is None else self.folder / "trials.json"
         if path is not None and path.exists():
-            known = json.loads(path.read_text())
-            return known["start"], known["trials"]
+            return _rate.read_trials(path)
         start = self.course.judge()
         trials: list[dict[str, float]] = []
         if self.job.options.rate is None:

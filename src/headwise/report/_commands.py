@@ -50,6 +50,7 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
     Stages and not `headwise run`, as that refuses a folder in which a report lies.
     """
     settings, lines = dossier.settings, []
+    trust = _switch(settings, "trust_remote_code")
     if dossier.readings is None:
         model = str(settings.get("model") or "MODEL")
         flags = [
@@ -65,7 +66,7 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
     if stage in ("heal", "verify"):
         if dossier.healing is None:
             lines.append(_heal(settings if stage == "verify" or settings.get("heal") != "none" else {}))
-        lines.append(f"headwise verify {FOLDER}")
+        lines.append(shlex.join(["headwise", "verify", FOLDER, *trust]))
     return "\n".join([*lines, f"headwise report {FOLDER}"])
 
 
@@ -76,7 +77,7 @@ def _heal(settings: dict[str, Any]) -> str:
         return f"headwise reshape {FOLDER}"
     more = ["--heal", str(method)] if method and method != "refit" else []
     more += [part for text in items(settings.get("heal_options")) for part in ("--heal-option", text)]
-    return shlex.join(["headwise", "heal", FOLDER, *more])
+    return shlex.join(["headwise", "heal", FOLDER, *more, *_switch(settings, "trust_remote_code")])
 
 
 def allocate_command(sweep: Sweep, settings: dict[str, Any]) -> tuple[str, str]:

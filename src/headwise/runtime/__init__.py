@@ -2,6 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
+CODE = "modeling_headwise.py"
+
+
+def foreign_code(folder: Path) -> str | None:
+    """The first file of a model folder that could run and is not ours, byte for byte; None where there is none.
+
+    A configuration may name no other code either, neither beside it nor in another repository.
+    """
+    own = (Path(__file__).parent / CODE).read_bytes()
+    for path in sorted(folder.rglob("*.py")):
+        if path != folder / CODE or not path.is_file() or path.read_bytes() != own:
+            return path.relative_to(folder).as_posix()
+    try:
+        named = json.loads((folder / "config.json").read_bytes()).get("auto_map") or {}
+        texts = [str(text) for text in named.values()]
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return "config.json"
+    ours = all(text.startswith(f"{Path(CODE).stem}.") and "--" not in text for text in texts)
+    return None if ours else "config.json"
+
 
 def register(kind: str | None = None) -> None:
     """Tell transformers' Auto classes about tailored models, so that plain `from_pretrained` loads them. Idempotent.

@@ -22,6 +22,7 @@ from headwise.designs import configs
 from headwise.designs.proposals import train_flops
 from headwise.designs.shapes import Sketch
 from headwise.errors import BudgetError, DataError, HeadwiseError
+from headwise.families._folder import check_folder, check_tokenizer
 from headwise.search import space
 from headwise.train.loop import FitSettings, fit
 from headwise.types import ModelShape, Record
@@ -67,8 +68,11 @@ class Bench:
         from transformers import AutoTokenizer
 
         self.settings = settings
-        with families.quietly():
-            tokenizer = AutoTokenizer.from_pretrained(families.locate(settings.tokenizer)[0])
+        with families.explained(settings.tokenizer), families.quietly():
+            where = families.locate(settings.tokenizer)[0]
+            check_folder(where)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            check_tokenizer(tokenizer, where)
         count = max(2 * HELD_OUT, settings.tokens // settings.length)
         texts = data.documents(settings.data, settings.seed)
         blocks = data.blocks_of(texts, tokenizer, settings.length, count, settings.data)

@@ -15,6 +15,7 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
+from headwise.families._folder import check_sizes, check_values
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._checkpoint import Checkpoint
 
@@ -116,7 +117,10 @@ class Streamed(Frame):
 
     def _read(self, place: str) -> torch.Tensor:
         found = self.files.tensor(place)
-        return found.float() if found.is_floating_point() else found
+        if not found.is_floating_point():
+            return found
+        check_values(found, place, str(self.files.folder))
+        return found.float()
 
     def layer(self, index: int) -> AbstractContextManager[nn.Module]:
         """A layer with its weights."""
@@ -177,8 +181,9 @@ def _empty(folder: Path, trust_remote_code: bool) -> Any:
     import transformers
 
     with families.explained(str(folder)), families.quietly():
-        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = families.read_config(str(folder), trust_remote_code=trust_remote_code)
         family = families.family_of(config)
+        check_sizes(str(folder), family.shape_of(config))
         if families.task_of(config) != "causal" or family.images or family.audio:
             raise ModelError(
                 f"{family.name} models cannot be streamed: only decoders that write text can. Leave out --stream."

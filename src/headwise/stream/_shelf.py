@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
+from headwise import tensors as stored
+from headwise.errors import PlanError
 from headwise.keeping.disk import sync, write_file
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"
+AGAIN = "delete the run's folder streaming/ and run again"
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -25,7 +28,15 @@ def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, torch.Tensor]:
     """Copies of what a file holds; nothing stays mapped."""
-    return {name: t.clone().to(device) for name, t in load_file(path).items()}
+    return stored.read(path, device, advice=AGAIN)
+
+
+def read_stream(path: Path, device: str | torch.device) -> torch.Tensor:
+    """The stream that a file holds."""
+    found = read_tensors(path, device).get("stream")
+    if found is None or not found.is_floating_point():
+        raise PlanError(f"{path} holds no stream between layers; {AGAIN}.")
+    return found
 
 
 def checksum(rows: torch.Tensor) -> int:
@@ -43,12 +54,12 @@ class Shelf:
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
         self.folder, self.device, self.key = folder, device, json.dumps(key)
         name = folder / KEY
-        if not name.exists() or name.read_text() != self.key:
+        if not name.is_file() or name.read_bytes() != self.key.encode():
             self.restart()
 
     def position(self) -> int | None:
         """The layer that comes next, or None where nothing has begun."""
-        found = [int(path.parent.name) for path in self.folder.glob(f"*/{DONE}")]
+        found = [int(path.parent.name) for path in self.folder.glob(f"*/{DONE}") if path.parent.name.isdecimal()]
         return max(found, default=None)
 
     def _file(self, layer: int, name: str) -> Path:
@@ -60,7 +71,7 @@ class Shelf:
 
     def get(self, layer: int, name: str) -> torch.Tensor:
         """A stream before a layer."""
-        return read_tensors(self._file(layer, name), self.device)["stream"]
+        return read_stream(self._file(layer, name), self.device)
 
     def complete(self, layer: int) -> None:
         """All streams before a layer are there; those before earlier ones are no longer needed."""

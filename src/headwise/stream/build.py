@@ -21,12 +21,14 @@ from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
 from headwise.errors import PlanError
+from headwise.files import read_object
 from headwise.heal.refit import LayerRefit
 from headwise.keeping.disk import explained, install, remove
+from headwise.moments import read_layer
 from headwise.probes._watch import Track, silently
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
-from headwise.stream._shelf import Shelf, checksum, read_tensors, write_tensors
+from headwise.stream._shelf import AGAIN, Shelf, checksum, read_stream, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
@@ -49,7 +51,7 @@ class _Rows:
         if name not in _Rows.KEPT:
             raise AttributeError(name)
         path = self.folder / f"{name}.safetensors"
-        return read_tensors(path, self.device)["stream"] if path.exists() else None
+        return read_stream(path, self.device) if path.exists() else None
 
     def __setattr__(self, name: str, stream: torch.Tensor | None) -> None:
         path = self.folder / f"{name}.safetensors"
@@ -103,7 +105,7 @@ class Build:
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
             self.shelf.complete(index + 1)
-        return [json.loads(self._gain(i).read_text()) for i in range(len(source.layers))] if self.parts else []
+        return [read_object(self._gain(i), advice=AGAIN) for i in range(len(source.layers))] if self.parts else []
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -121,7 +123,7 @@ class Build:
         if strategies.blind(self.plan.strategy):
             moments = weight_moments(layer, shape, source.shape.grain.rotary)
         else:
-            moments = {name: t.double() for name, t in read_tensors(moments_file(self.moments, index)).items()}
+            moments = read_layer(moments_file(self.moments, index), shape, index)
         made = cut_layer(layer, shape, self.plan.target.layers[index], self.plan.keep[index], moments)
         if contexts:
             made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer[name]}
@@ -171,7 +173,7 @@ class Build:
 
     def _index(self) -> dict[str, Any]:
         """Which file holds which tensor, as transformers looks it up."""
-        found = {name: entry for n in range(self.files) for name, entry in header(self._shard(n))}
+        found = {name: entry for n in range(self.files) for name, entry in header(self._shard(n)).items()}
         return {
             "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
             "weight_map": {name: found[name].file.name for name in sorted(found)},

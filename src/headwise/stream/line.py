@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -14,9 +13,10 @@ import torch
 from headwise import data, families, processes, strategies
 from headwise.checks import certificate, exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
+from headwise.families._folder import check_tokenizer
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, budgets_for
+from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing
 from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying
@@ -68,11 +68,9 @@ def _fits(numbers: int, device: str) -> bool:
 
 def _numbers(settings: Settings) -> int | None:
     """Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed."""
-    from transformers import AutoConfig
-
     try:
         where = _folder(settings.model, local=True)
-        config = AutoConfig.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
         if families.task_of(config) != "causal":
             return None
         return sum(entry.numbers for entry in Checkpoint(where).entries.values())
@@ -105,6 +103,7 @@ def bench_for(settings: Settings, track: Track = silently) -> Bench:
         raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
     with families.explained(settings.model), families.quietly():
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        check_tokenizer(tokenizer, settings.model)
     texts = read_texts(settings, source.family, source.config, tokenizer, Causal(), None, track)
     return Bench(source, tokenizer, texts)
 
@@ -176,7 +175,7 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: s
     rows = {"evaluation": texts.evaluation, "rehearsal": texts.rehearsal}
     found = verifying.compare(bench.source, cut, rows, asked, seed, folder.streaming, folder.proof_file, track)
     expected = found.rehearsal.expected_damage()
-    healing = json.loads(folder.heal_file.read_text())
+    healing = read_healing(folder.heal_file)
     folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
     priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
     checks, unchecked = verifying.checks(cut, plan, bench.source.shape, folder.model, folder.proof_file)
@@ -213,7 +212,9 @@ def run(settings: Settings, folder: RunFolder, track: Track = silently) -> None:
         verify(folder, bench, track)
 
 
-def reshape(folder: RunFolder, heal: str, options: tuple[str, ...], track: Track = silently) -> None:
+def reshape(
+    settings: Settings, folder: RunFolder, heal: str, options: tuple[str, ...], track: Track = silently
+) -> None:
     """Carry out plan.json on the folder's model."""
-    settings = replace(folder.require(), heal=heal, heal_options=options)
+    settings = replace(settings, heal=heal, heal_options=options)
     build(settings, folder, bench_for(settings, track), track, Plan.read(folder.plan_file))

@@ -15,13 +15,15 @@ import torch
 from torch import nn
 
 from headwise.data import batches, count_tokens, places
+from headwise.errors import PlanError
 from headwise.families import repeated
+from headwise.files import read_object
 from headwise.probes._magnitude import Orders
 from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, checksum, write_tensors
+from headwise.stream._shelf import AGAIN, Shelf, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
 from headwise.types import Reading, Readings, write_atomically
@@ -107,10 +109,14 @@ class Walk:
         """What was found of every layer."""
         found = []
         for index in range(self.count):
-            data = json.loads(self._prices_file(index).read_text())
-            errors: dict[str, Curve] = {name: (tuple(a), tuple(b)) for name, (a, b) in data["errors"].items()}
-            orders: Orders = {name: tuple(tuple(row) for row in rows) for name, rows in data["orders"].items()}
-            found.append(Priced(errors, orders, data["reference"]))
+            path = self._prices_file(index)
+            data = read_object(path, advice=AGAIN)
+            try:
+                errors: dict[str, Curve] = {name: (tuple(a), tuple(b)) for name, (a, b) in data["errors"].items()}
+                orders: Orders = {name: tuple(tuple(row) for row in rows) for name, rows in data["orders"].items()}
+                found.append(Priced(errors, orders, float(data["reference"])))
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+                raise PlanError(f"{path} does not hold the prices of a layer; {AGAIN}.") from None
         return found
 
     @torch.no_grad()

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Self
 
 from headwise.errors import ModelError
 from headwise.families import companions
+from headwise.files import read_object
 from headwise.tasks._vectors import Vectors
 
 POOLING = "1_Pooling/config.json"  # as sentence-transformers writes it
@@ -25,7 +25,8 @@ class Embedding(Vectors):
         file = companions(where).get(POOLING) if where else None
         if file is None:
             return cls(config.hidden_size)
-        used = [mode for mode, on in json.loads(file.read_text()).items() if mode.startswith("pooling_mode_") and on]
+        modes = read_object(file, ModelError, "fetch it again")
+        used = [mode for mode, on in modes.items() if mode.startswith("pooling_mode_") and on]
         if len(used) != 1 or used[0] not in WAYS:
             raise ModelError(f"{where} pools its tokens by {', '.join(used)}; supported: {', '.join(WAYS)}.")
         return cls(config.hidden_size, WAYS[used[0]])

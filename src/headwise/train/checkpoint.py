@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
+from headwise import tensors as stored
 from headwise.cuts import write_folder
-from headwise.errors import OutputError
+from headwise.errors import HeadwiseError, OutputError, PlanError
+from headwise.files import is_number, read_object
 from headwise.keeping.disk import recover, remove
 from headwise.train import shards
 from headwise.train.loop import Point, State
@@ -76,7 +77,7 @@ def all_in(folder: Path) -> list[Path]:
 def kept_in(folder: Path) -> dict[str, torch.Tensor]:
     """What else the newest checkpoint was given to keep."""
     path = all_in(folder)[-1] / MORE
-    return load_file(path) if path.exists() else {}
+    return stored.read(path, error=OutputError, advice="delete its folder") if path.exists() else {}
 
 
 def restore(folder: Path, model: nn.Module, state: State) -> bool:
@@ -86,9 +87,10 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
         return False
     newest = found[-1]
     try:
-        facts: dict[str, Any] = json.loads((newest / "state.json").read_text())
-        weights, tensors = load_file(newest / "model.safetensors"), load_file(newest / OPTIMISER)
-    except (OSError, ValueError, SafetensorError) as error:
+        facts = _facts(newest / "state.json")
+        weights, tensors = stored.read(newest / "model.safetensors"), stored.read(newest / OPTIMISER)
+        _check(newest, model, weights, tensors)
+    except HeadwiseError as error:
         raise OutputError(
             f"{newest} is damaged ({error}); delete it, and the run goes on from the one before."
         ) from None
@@ -103,8 +105,33 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
             }
     state.sums.copy_(tensors["sums"])
     state.step, state.summed, state.seconds = facts["step"], facts["summed"], facts["seconds"]
-    state.curve[:] = [Point(**point) for point in facts["curve"]]
+    state.curve[:] = facts["curve"]
     return True
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Where a run stands."""
+    found = read_object(path)
+    if not all(is_number(found.get(name)) and found[name] >= 0 for name in ("step", "summed", "seconds")):
+        raise PlanError(f"{path} does not say at which step the run is.")
+    try:
+        return {**found, "curve": [Point(**point) for point in found["curve"]]}
+    except (KeyError, TypeError):
+        raise PlanError(f"{path} does not hold the curve of the run.") from None
+
+
+def _check(folder: Path, model: nn.Module, weights: stored.Tensors, tensors: stored.Tensors) -> None:
+    """Refuse tensors that are missing or of other sizes than the model's."""
+    own = {name: tensor.shape for name, tensor in _whole(model).items()}
+    if lost := [name for name, shape in own.items() if name not in weights or weights[name].shape != shape]:
+        raise PlanError(f"{folder.name} lacks {lost[0]}, or has it in another size.")
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for key, tensor in tensors.items():
+        owner = key.rpartition("/")[0]
+        if owner and tensor.dim() and tensor.shape != sizes.get(owner):
+            raise PlanError(f"{folder.name} holds {key} in another size than the model's.")
+    if "sums" not in tensors or tensors["sums"].shape != (2,):
+        raise PlanError(f"{folder.name} lacks the sums of the curve.")
 
 
 def _beside(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

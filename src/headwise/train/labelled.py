@@ -38,11 +38,11 @@ def is_labelled(source: str) -> bool:
         return True
     if path.suffix != ".jsonl" or not path.is_file():
         return False
-    with path.open(encoding="utf-8") as file:
-        first = next((line for line in file if line.strip()), "")
     try:
+        with path.open(encoding="utf-8") as file:
+            first = next((line for line in file if line.strip()), "")
         return "label" in json.loads(first)
-    except (json.JSONDecodeError, TypeError):
+    except (ValueError, TypeError, RecursionError, OSError):
         return False
 
 
@@ -54,7 +54,7 @@ def read(source: str) -> list[Example]:
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # other line breaks may be part of a text
         rows = _records(lines) if path.suffix == ".jsonl" else _columns(lines)
-    except (UnicodeDecodeError, ValueError) as error:
+    except (ValueError, AttributeError, RecursionError, OSError) as error:
         raise DataError(f"{source} cannot be read ({error}); give {MEANING}.") from None
     found = []
     for number, row in enumerate(rows, 1):

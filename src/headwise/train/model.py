@@ -15,6 +15,8 @@ from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.data import documents
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families._folder import check_folder, check_tokenizer, check_weights
+from headwise.files import read_object
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, MASKED
 from headwise.train.labelled import is_labelled
@@ -28,8 +30,6 @@ SAMPLE = 2_000  # texts that a tokenizer is trained on
 
 def read_config(where: str) -> Any:
     """A stock or tailored configuration."""
-    from transformers import AutoConfig
-
     register()
     if where.endswith(".gguf"):
         raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
@@ -38,10 +38,11 @@ def read_config(where: str) -> Any:
         raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
     try:
         with families.quietly():
-            return AutoConfig.from_pretrained(path)
+            return families.read_config(path)
+    except HeadwiseError:
+        raise
     except Exception as error:  # transformers and the hub's client raise many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} holds no configuration that transformers can read ({reason}).") from None
+        raise ModelError(f"{where} holds no configuration that transformers can read ({_reason(error)}).") from None
 
 
 def task_for(settings: TrainSettings, config: Any) -> str:
@@ -62,10 +63,11 @@ def task_for(settings: TrainSettings, config: Any) -> str:
 
 
 def has_weights(where: str) -> bool:
-    """Whether a folder holds a model to go on from; a hub id always does."""
+    """Whether a folder holds a model to go on from; a hub id always does. Pickled weights are refused."""
     if where.endswith(".json"):
         return False
     folder = Path(families.locate(where)[0])
+    check_weights(str(folder))
     return not folder.is_dir() or any(
         (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
     )
@@ -79,17 +81,21 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     try:
         with families.quietly():
             if settings.fresh or not has_weights(settings.config):
-                made: nn.Module = auto.from_config(config, dtype=torch.float32)
+                made: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
                 return made
             where = families.locate(settings.config)[0]
             found, info = auto.from_pretrained(
-                where, config=config, dtype=torch.float32, use_safetensors=True, output_loading_info=True
+                where,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
     except HeadwiseError:
         raise
     except Exception as error:  # transformers raises many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{settings.config} gives no model for the task {task} ({reason}).") from None
+        raise ModelError(f"{settings.config} gives no model for the task {task} ({_reason(error)}).") from None
     body = f"{found.base_model_prefix}."
     if lost := sorted(key for key in info["missing_keys"] if key.startswith(body)):
         raise ModelError(f"{settings.config} is damaged: {lost[0]} is missing. Fetch it again, or add --fresh.")
@@ -111,10 +117,18 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
         where = settings.tokenizer or _beside(settings.config, config)
     try:
         with families.quietly():
-            found = AutoTokenizer.from_pretrained(families.locate(where)[0] if where == families.EMBEDDED else where)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        reason = " ".join(str(error).split())[:300]
-        raise ModelError(f"{where} holds no tokenizer that can be read ({reason}); give --tokenizer FOLDER.") from None
+            place = families.locate(where)[0] if where == families.EMBEDDED else where
+            check_folder(place)
+            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            check_tokenizer(found, where)
+    except HeadwiseError:
+        raise
+    except BaseException as error:  # transformers and tokenizers raise many kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
+        raise ModelError(
+            f"{where} holds no tokenizer that can be read ({_reason(error)}); give --tokenizer FOLDER."
+        ) from None
     if len(found) > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(found):,} tokens and the configuration a vocab_size of {config.vocab_size:,}; "
@@ -123,12 +137,18 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
     return found
 
 
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs code that its repository brings, and training has no --trust-remote-code: it runs none"
+    return " ".join(str(error).split())[:300]
+
+
 def _beside(where: str, config: Any) -> str:
     """Where the tokenizer of a configuration is; one of the embedded model's vocabulary may do with its tokenizer."""
     folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where).parent
     if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return str(folder)
-    embedded = json.loads((Path(families.locate(families.EMBEDDED)[0]) / "config.json").read_text())
+    embedded = read_object(Path(families.locate(families.EMBEDDED)[0]) / "config.json")
     if config.vocab_size == embedded["vocab_size"]:
         return families.EMBEDDED
     raise ModelError(

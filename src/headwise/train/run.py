@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families._config import stored_dtype
 from headwise.train import checkpoint, model
 from headwise.train._source import Source
 from headwise.train.accelerator import accelerator_for
@@ -48,6 +49,8 @@ def train(
     A run that was killed goes on with the same call, as if it had not stopped.
     """
     asked = TrainSettings(config=str(config), data=str(data), **settings)
+    if not asked.fresh:
+        model.has_weights(asked.config)  # what it refuses is refused before the folder is touched
     accelerator = accelerator_for(asked.device)
     folder = Path(out)
     with held(folder, asked):
@@ -65,7 +68,7 @@ class Run:
         self.settings, self.folder, self.accelerator = settings, folder, accelerator
         self.device, self.processes = accelerator.device, accelerator.num_processes
         config = model.read_config(settings.config)
-        self.stored = config.dtype
+        self.stored = stored_dtype(config)
         self.task = model.task_for(settings, config)
         with accelerator.main_process_first():  # it writes what the others read
             self.tokenizer = None

@@ -14,6 +14,7 @@ import torch
 
 from headwise.data import documents
 from headwise.errors import DataError, OutputError
+from headwise.files import is_number, read_object
 from headwise.keeping.disk import explained, write_file
 from headwise.types import write_atomically
 
@@ -30,7 +31,9 @@ def token_file(source: str, tokenizer: Any, path: Path, seed: int = 0, between: 
     about, dtype = path.with_suffix(".json"), np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     origin = {"source": source, "changed": _changed(source), "tokenizer": _print_of(tokenizer), "seed": seed}
     if about.exists():
-        known = json.loads(about.read_text())
+        known = read_object(about, OutputError, f"delete it and {path}, and run again")
+        if not is_number(known.get("tokens")) or path.stat().st_size != known["tokens"] * dtype.itemsize:
+            raise OutputError(f"{path} does not hold the tokens that {about.name} names; delete both and run again.")
         if {name: known.get(name) for name in origin} != origin:
             raise OutputError(
                 f"{source} or its tokenizer is not what {path} was made of; restore it, or choose another --out."

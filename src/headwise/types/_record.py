@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import types
 import typing
 from pathlib import Path
 from typing import Any, Self
 
 from headwise.errors import HeadwiseError, PlanError
+from headwise.files import INTEGER, read_json, shortened
 from headwise.keeping.disk import write_atomically as write_atomically
 
 VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
@@ -37,18 +39,15 @@ class Record:
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read what `save` wrote; a file of another kind or of a newer version is refused."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except FileNotFoundError:
-            raise PlanError(f"{path} does not exist; run the stage that writes it first.") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise PlanError(f"{path} is not valid JSON ({error}); restore it or run its stage again.") from None
+        if not os.path.lexists(path):
+            raise PlanError(f"{path} does not exist; run the stage that writes it first.")
+        data = read_json(Path(path))
         if not isinstance(data, dict) or data.pop("headwise", None) != cls.__name__:
             raise PlanError(f"{path} does not hold a {cls.__name__}; give the file that headwise wrote.")
         version = data.pop("version", None)
         if not isinstance(version, int) or version > VERSION:
             raise PlanError(
-                f"{path} has format version {version}, this headwise reads up to {VERSION}; upgrade headwise."
+                f"{path} has format version {str(version)[:20]}, this headwise reads up to {VERSION}; upgrade headwise."
             )
         return cls.from_json(data, Path(path).name)
 
@@ -73,11 +72,11 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
         return _decode(next(a for a in arguments if a is not type(None)), data, where)
     if origin is tuple:
         if not isinstance(data, list):
-            raise PlanError(f"{where} must be a list, not {data!r}.")
+            raise PlanError(f"{where} must be a list, not {shortened(data)}.")
         return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is dict:
         if not isinstance(data, dict):
-            raise PlanError(f"{where} must be an object, not {data!r}.")
+            raise PlanError(f"{where} must be an object, not {shortened(data)}.")
         return {key: _decode(arguments[1], item, f"{where}.{key}") for key, item in data.items()}
     if isinstance(kind, type) and issubclass(kind, Record):
         return _decode_record(kind, data, where)
@@ -86,7 +85,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
     if not isinstance(data, dict):
-        raise PlanError(f"{where} must be an object, not {data!r}.")
+        raise PlanError(f"{where} must be an object, not {shortened(data)}.")
     hints = typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(fields)):
@@ -100,10 +99,14 @@ def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
         return kind(**values)
     except HeadwiseError as error:
         raise type(error)(f"{where}: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+        raise PlanError(f"{where} holds values that do not fit together ({error}); run its stage again.") from None
 
 
 def _decode_scalar(kind: Any, data: Any, where: str) -> Any:
     accepted = (int, float) if kind is float else kind
     if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
-        raise PlanError(f"{where} must be {kind.__name__}, not {data!r}.")
+        raise PlanError(f"{where} must be {kind.__name__}, not {shortened(data)}.")
+    if isinstance(data, int) and abs(data) >= INTEGER:
+        raise PlanError(f"{where} is a number of {len(hex(data)) - 2} hexadecimal digits; none is that large.")
     return kind(data)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
+from math import isfinite
 
 from headwise.errors import BudgetError
 from headwise.types._record import Record
@@ -23,6 +24,13 @@ class Workload(Record):
     phase: str = PHASES[0]
     length: int = LENGTH
     batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES or self.length < 1 or self.batch < 1:
+            raise BudgetError(
+                f"no work is called {self.phase[:20]!r} of length {self.length} and batch {self.batch}; write it like "
+                "decode,32k,b8."
+            )
 
     def __str__(self) -> str:
         long = f"{self.length // 1024}k" if self.length % 1024 == 0 else str(self.length)
@@ -63,6 +71,9 @@ class LayerTime(Record):
     low: float
     high: float
 
+    def __post_init__(self) -> None:
+        _refuse_times(self.ms, self.low, self.high)
+
 
 @dataclass(frozen=True, slots=True)
 class HeldOut(Record):
@@ -72,6 +83,9 @@ class HeldOut(Record):
     predicted: float
     measured: float
     refined: bool = False  # whether it was too far off, so that more was measured there
+
+    def __post_init__(self) -> None:
+        _refuse_times(self.predicted, self.measured)
 
     @property
     def error(self) -> float:
@@ -126,6 +140,9 @@ class LatencyTable(Record):
     runtime: str = "plain"  # "fast": as `headwise.load(..., optimise=True)` runs models; "plain": as it does without
     captured: bool = False  # whether every timed step was the replay of a captured graph
 
+    def __post_init__(self) -> None:
+        _refuse_times(self.rest_ms)
+
     @cached_property
     def _known(self) -> dict[LayerShape, float]:
         return {time.shape: time.ms for time in self.times}
@@ -133,6 +150,11 @@ class LatencyTable(Record):
     @cached_property
     def _priced(self) -> dict[LayerShape, float]:
         return {}
+
+    def _ms(self, layer: LayerShape) -> float:
+        if layer not in self._known:
+            raise BudgetError(f"the table of {self.workload} lacks a layer that it names; delete it and probe again.")
+        return self._known[layer]
 
     @property
     def error(self) -> float:
@@ -149,14 +171,14 @@ class LatencyTable(Record):
             return 0.0
         if layer not in self._priced:
             attention = self._attention_ms(replace(layer, mlp_width=self.base.mlp_width))
-            self._priced[layer] = max(0.0, attention + self._mlp_ms(layer.mlp_width) - self._known[self.base])
+            self._priced[layer] = max(0.0, attention + self._mlp_ms(layer.mlp_width) - self._ms(self.base))
         return self._priced[layer]
 
     def _mlp_ms(self, width: int) -> float:
         ends = bracket(self.mlp, width)
         if ends is None:
             raise self._outside(f"an MLP of width {width}")
-        return sum(part * self._known[replace(self.base, mlp_width=size)] for size, part in ends)
+        return sum(part * self._ms(replace(self.base, mlp_width=size)) for size, part in ends)
 
     def _attention_ms(self, layer: LayerShape) -> float:
         if layer in self._known:
@@ -182,13 +204,20 @@ class LatencyTable(Record):
             share = 1.0
             for _, part in corner:
                 share *= part
-            total += share * self._known[lattice.shape(self.base, *(size for size, _ in corner))]
+            total += share * self._ms(lattice.shape(self.base, *(size for size, _ in corner)))
         return total
 
     def _outside(self, what: str) -> BudgetError:
         return BudgetError(
             f"{what} is outside the table that was measured for {self.workload}; measure it too, with the same "
             f"--allow: headwise probe MODEL --latency {self.workload} --allow UNITS --out FOLDER"
+        )
+
+
+def _refuse_times(*times: float) -> None:
+    if not all(isfinite(time) and time >= 0 for time in times):
+        raise BudgetError(
+            "a measured time is negative or not a finite number; measure again: headwise probe --latency."
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,10 @@ class Budget(Record):
     workload: Workload | None = None
     device: str = ""  # on which it was measured
     table: LatencyTable | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.limit) or self.limit < 0 or self.length < 1:
+            raise PlanError(f"budget {self.text}: its limit {self.limit} or length {self.length} is no real size.")
 
     @property
     def key(self) -> str:
@@ -86,6 +91,12 @@ class Plan(Record):
                 f"source, target and keep have {len(self.source.layers)}, {len(self.target.layers)} and "
                 f"{len(self.keep)} layers; they must have the same number."
             )
+        numbers = {"predicted_damage": self.predicted_damage, "gap": self.gap, **self.spent}
+        numbers |= {f"frontier {i}": value for i, p in enumerate(self.frontier) for value in (p.share, p.damage)}
+        if lost := [name for name, value in numbers.items() if not math.isfinite(value)]:
+            raise PlanError(f"{lost[0]} is not a finite number; allocate again.")
+        if unpriced := [budget.key for budget in self.budgets if budget.key not in self.spent]:
+            raise PlanError(f"spent does not say what the plan costs in {unpriced[0]}; allocate again.")
         for index, (old, new, keep) in enumerate(zip(self.source.layers, self.target.layers, self.keep, strict=True)):
             _check_layer(f"layer {index}", old, new, keep, self.source.grain.folds)
 

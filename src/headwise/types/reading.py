@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
+from headwise.types.shape import LayerShape, ModelShape
 
 Row = tuple[float, ...]
+SIZE_OF = {
+    "qk_projected": "qk_dim",
+    "v": "v_dim",
+    "mlp": "mlp_width",
+    "heads": "queries_per_group",
+    "kv_heads": "kv_heads",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +39,12 @@ class Reading(Record):
             table = getattr(self, name)
             if table is not None and [len(row) for row in table] != [len(row) for row in self.ticks]:
                 raise PlanError(f"reading {self.kind}: {name} and ticks have different lengths; probe again.")
+        if self.kind.startswith("damage.") and not all(math.isfinite(value) for row in self.values for value in row):
+            raise PlanError(f"reading {self.kind} holds a damage that is not a finite number; probe again.")
+        if any(tick < 0 for row in self.ticks for tick in row) or not all(
+            len(set(row)) == len(row) for row in self.ticks
+        ):
+            raise PlanError(f"reading {self.kind}: sizes are negative or named twice; probe again.")
 
     def at(self, layer: int, tick: int) -> float:
         """The value of a layer at a size."""
@@ -54,6 +69,45 @@ class Readings(Record):
     context: int = 0  # tokens of context that it is for; 0: not known
     depth: tuple[int, ...] = ()  # layers in the order in which whole layers would go, as far as that was measured
 
+    def __post_init__(self) -> None:
+        layers = ModelShape.from_json(self.shape, "shape").layers
+        for reading in self.curves:
+            rows = 1 if reading.kind == "damage.depth" else len(layers)
+            if len(reading.ticks) != rows:
+                raise PlanError(f"reading {reading.kind} has {len(reading.ticks)} rows for {rows} layers; probe again.")
+            _check_sizes(reading, layers)
+        if len(self.orders) != len(layers):
+            raise PlanError(f"orders has {len(self.orders)} layers and the model {len(layers)}; probe again.")
+        for index, (order, layer) in enumerate(zip(self.orders, layers, strict=True)):
+            _check_orders(f"orders of layer {index}", order, layer)
+        if len(set(self.depth)) < len(self.depth) or not all(0 <= index < len(layers) for index in self.depth):
+            raise PlanError(f"depth must name different layers below {len(layers)}; probe again.")
+
     def curve(self, kind: str) -> Reading | None:
         """The reading of that kind that should be believed: the last one, as later probes correct earlier ones."""
         return next((r for r in reversed(self.curves) if r.kind == kind), None)
+
+
+def _check_sizes(reading: Reading, layers: tuple[LayerShape, ...]) -> None:
+    """A curve of damage names sizes from 1 up to the one that a layer has."""
+    attribute = SIZE_OF.get(reading.kind.removeprefix("damage."))
+    for index, (layer, ticks) in enumerate(zip(layers, reading.ticks, strict=False)):
+        full = getattr(layer, attribute) if attribute else 0
+        if full and ticks and not 1 <= min(ticks) <= max(ticks) <= full:
+            raise PlanError(
+                f"reading {reading.kind}: sizes of layer {index} go from {min(ticks)} to {max(ticks)}; it has {full}. "
+                "Probe again."
+            )
+
+
+def _check_orders(where: str, order: dict[str, tuple[tuple[int, ...], ...]], layer: LayerShape) -> None:
+    """Every row of an order names each unit once; how many pairs there are depends on what was cut before."""
+    known = {
+        "kv_heads": (1, layer.kv_heads),
+        "heads": (layer.kv_heads, layer.queries_per_group),
+        "mlp": (1, layer.mlp_width),
+    }
+    for name, rows in order.items():
+        groups, units = known.get(name.removesuffix("_weight"), (len(rows), len(rows[0]) if rows else 0))
+        if rows and units and (len(rows) != groups or any(sorted(row) != list(range(units)) for row in rows)):
+            raise PlanError(f"{where}: {name} must order {units} units in each of {groups} groups; probe again.")

@@ -11,6 +11,9 @@ from headwise.types._record import Record
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
 POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
+MOST_LAYERS = 4_096
+WIDEST = 1 << 22  # of any size of a layer or of the stream between layers
+MOST_TOKENS = 1 << 28  # of a vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,10 @@ class LayerShape(Record):
             raise ShapeError(f"no layer has the role '{self.role}'; known: {', '.join(ROLES)}.")
         if negative := [name for name, size in sizes.items() if size < 0]:
             raise ShapeError(f"{negative[0]} is {sizes[negative[0]]}; sizes cannot be negative.")
+        if large := [name for name, size in sizes.items() if size > WIDEST]:
+            raise ShapeError(f"{large[0]} is {sizes[large[0]]:,}; sizes are at most {WIDEST:,}.")
+        if self.pooled < 1 or self.v_width < 0:
+            raise ShapeError(f"pooled is {self.pooled} and v_width {self.v_width}; they are at least 1 and 0.")
         if self.query_heads == 0:
             return
         if self.kv_heads == 0 or self.query_heads % self.kv_heads:
@@ -137,6 +144,11 @@ class Grain(Record):
     folds: bool = False  # that projection can be folded into the weights, as no position lies in between
     portable: tuple[str, ...] | None = None  # units that a portable plan may cut; None: all
 
+    def __post_init__(self) -> None:
+        for name in ("qk_step", "v_step", "mlp_step", "qk_floor", "v_floor", "mlp_floor"):
+            if getattr(self, name) < 1:
+                raise ShapeError(f"{name} is {getattr(self, name)}; steps and floors of sizes are at least 1.")
+
     def qk_sizes(self, full: int) -> tuple[int, ...]:
         """Legal query/key dimensions of a layer that has `full`, largest first."""
         return _sizes(full, self.qk_step, self.qk_floor)
@@ -182,8 +194,13 @@ class ModelShape(Record):
     row_tokens: int | None = None  # tokens of every input where their number is fixed, as that of an image's patches
 
     def __post_init__(self) -> None:
-        if not self.layers:
-            raise ShapeError("a model needs at least one layer.")
+        if not 1 <= len(self.layers) <= MOST_LAYERS:
+            raise ShapeError(f"a model needs at least one layer and at most {MOST_LAYERS:,}, not {len(self.layers):,}.")
+        limits = {"hidden_size": (1, WIDEST), "vocab_size": (0, MOST_TOKENS), "element_bytes": (1, 16)}
+        limits |= {"layer_norms": (0, WIDEST**2), "other_parameters": (0, WIDEST**2), "mlp_matrices": (1, 8)}
+        for name, (least, most) in limits.items():
+            if not least <= getattr(self, name) <= most:
+                raise ShapeError(f"{name} is {getattr(self, name):,}; it lies between {least} and {most:,}.")
         if any(layer.pooled > 1 for layer in self.layers):  # a row's directions are those of several heads
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
 

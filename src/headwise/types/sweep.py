@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
@@ -20,6 +21,10 @@ class Answer(Record):
     layers: tuple[int, ...]  # of every layer the place of its shape in the sweep's table
     rough: bool = False  # solved to a small gap only, as time was short
 
+    def __post_init__(self) -> None:
+        if not all(map(isfinite, (self.share, self.damage, self.gap))):
+            raise PlanError("an answer of the frontier holds a number that is not finite; delete frontier.json.")
+
 
 @dataclass(frozen=True, slots=True)
 class Sweep(Record):
@@ -35,6 +40,8 @@ class Sweep(Record):
     done: bool  # whether nothing is left to solve
 
     def __post_init__(self) -> None:
+        if len({len(answer.layers) for answer in self.answers}) > 1:
+            raise PlanError("answers of the frontier have different numbers of layers; delete frontier.json.")
         if any(not 0 <= place < len(self.shapes) for answer in self.answers for place in answer.layers):
             raise PlanError("a layer of the frontier names a shape that its table does not hold; delete frontier.json.")
 
