@@ -12,6 +12,7 @@ from torch import nn
 
 from headwise import families, pipeline, processes
 from headwise.errors import HeadwiseError
+from headwise.heal import check as check_options
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
@@ -77,6 +78,7 @@ def reshape(
 ) -> nn.Module | None:
     """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved."""
     folder = RunFolder(out)
+    check_options(heal, heal_options)
     if stream.wanted(folder.require(), folder):
         stream.reshape(folder, heal, tuple(heal_options), track)
         return None

@@ -17,6 +17,7 @@ from headwise.memory import fits
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
+from headwise.types import ModelShape
 
 
 class Workbench(NamedTuple):
@@ -54,31 +55,47 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     large = alone and not fits(_numbers(model), device)
     model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
-    if settings.strategy == "bound" and not task.has_past:
-        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
+    refuse_bound(settings, task)
     family = families.family_of(model.config)
-    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
-        known = ", ".join((*family.units, "depth"))
-        raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
+    refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     bench = Workbench(family, family.tailor(model, pooled_heads(settings, family, model)), tokenizer, *texts[:4])
     return bench._replace(task=task, truth=texts.truth, more=texts.more, spread=large)
 
 
+def refuse_units(settings: Settings, family: Family) -> None:
+    """What models of a family cannot lose."""
+    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
+        known = ", ".join((*family.units, "depth"))
+        raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
+
+
+def refuse_bound(settings: Settings, task: tasks.Task | type[tasks.Task]) -> None:
+    """A strategy that needs a past."""
+    if settings.strategy == "bound" and not task.has_past:
+        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
+
+
 def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
     """How many key/value heads are to share a cached row; of a model whose heads do so already, no more."""
-    shape = family.shape_of(model.config)
+    heads = heads_to_pool(settings, family.shape_of(model.config))
+    if heads > 1 and any(name.endswith("pairs_GP") for name, _ in model.named_buffers()):
+        raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
+    return heads
+
+
+def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
+    """The same as far as the shape tells: rotary pairs that are gone are seen in the model alone."""
     if pooled := any(layer.pooled > 1 for layer in shape.layers):
         settings.refuse_to_pool()
     if settings.pool == "none":
         return 1
     if pooled:
         raise PlanError("heads of this model share rows already; leave out --pool, or pool those of its source.")
-    turned_less = any(name.endswith("pairs_GP") for name, _ in model.named_buffers())
-    if turned_less or any(layer.projected for layer in shape.layers):
+    if any(layer.projected for layer in shape.layers):
         raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
     if not shape.cached or any(layer.role for layer in shape.layers):
-        raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {family.name}.")
+        raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {shape.family}.")
     heads = {layer.kv_heads for layer in shape.layers}
     if settings.pool == "all" and len(heads) > 1:
         raise PlanError("layers of this model have different numbers of key/value heads; give --pool a number.")

@@ -35,6 +35,7 @@ __all__ = [
     "accompany",
     "auto_class_of",
     "companions",
+    "configuration",
     "explained",
     "family_of",
     "known",
@@ -115,6 +116,20 @@ def _auto_class(config: Any, task: str | None) -> str:
         named = task or task_of(config)
         raise ModelError(f"{family.name} models cannot be reshaped for the task {named}, only for: {tasks}.")
     return auto
+
+
+def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
+    """The configuration of a model that can be reshaped for a task, or for its own; no weights are read."""
+    from transformers import AutoConfig
+
+    register()
+    where, extra = locate(model)
+    with explained(model), quietly():
+        config = AutoConfig.from_pretrained(where, **extra, trust_remote_code=trust_remote_code)
+        auto = _auto_class(config, task)
+    if task is not None:  # as a loaded model has it
+        config.architectures = [stock_classes(family_of(config).kind(config))[auto].__name__]
+    return config
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
