@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from headwise import families, pipeline, processes
+from headwise import families, pipeline, preflight, processes
 from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
 from headwise.planning import allocate_in
@@ -49,6 +49,7 @@ def probe(
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
     asked, folder = Settings(model=model, **settings), RunFolder(out)
+    preflight.told(asked, out, _texts(latency))
     processes.begin(asked.device)
     if latency and not overwrite and folder.readings_file.exists() and folder.require().model == model:
         asked = replace(folder.require(), device=asked.device, allow=asked.allow)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import data, families, heal, latencies, processes, rounds, strategies
+from headwise import data, families, heal, latencies, preflight, processes, rounds, strategies
 from headwise.checks import exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, OutputError, PlanError
@@ -23,7 +23,7 @@ from headwise.moments import read_moments, write_moments
 from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
-from headwise.probes._watch import Track, silently
+from headwise.probes._watch import Track, silently, stage
 from headwise.runfolder import RunFolder, Settings, budgets_for, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
@@ -40,6 +40,7 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
     folder = RunFolder(out)
     if not settings.budgets:
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
+    preflight.told(settings, out)
     processes.begin(settings.device)
     processes.by_first(lambda: folder.claim(settings, families.locate(settings.model)[0], overwrite))
     try:
@@ -51,7 +52,8 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
             build(settings, folder, bench, track)
         if not processes.agrees(folder.verdict_file.exists()):
             processes.by_first(lambda: verify(folder, bench, track))
-        return processes.by_first(lambda: write_report(folder)) or folder.dossier()
+        with stage(track, "writing the report"):
+            return processes.by_first(lambda: write_report(folder)) or folder.dossier()
     except OSError as error:
         raise OutputError(
             f"{folder.path} cannot be written ({error.strerror or error}); free space, then run again."
@@ -210,7 +212,8 @@ def fit(
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
         readings, moments = look(number, model)
-        step = plan or _allocated(settings, bench, readings, budgets, number, folder)
+        with stage(track, "planning"):
+            step = plan or _allocated(settings, bench, readings, budgets, number, folder)
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         if strategies.blind(step.strategy):
@@ -265,7 +268,8 @@ def build(
         return probed(settings, folder.round(number), bench, model, track, diagnose)
 
     fitted = fit(settings, bench, look, plan, track, folder)
-    processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
+    with stage(track, "saving the model"):
+        processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
 
 
 def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitted, planned: bool) -> None:
@@ -290,7 +294,8 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     plan, settings = folder.read_plan(), folder.require()
     if not (folder.model.is_dir() and folder.heal_file.exists() and folder.proof_file.exists()):
         raise PlanError(f"{folder.path} holds no finished model yet; run: headwise heal {folder.path}")
-    stock, _ = families.load(str(folder.model), str(bench.source.device))
+    with stage(track, "loading the new model"):
+        stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
     planned = tuple(layer for layer in plan.target.layers if not layer.gone)
     if not plan.portable and bench.family.shape_of(cut.config).layers != planned:
@@ -300,7 +305,8 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently) -> Verd
     rows, seed = bench.evaluation, settings.seed
     found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
     checks = exactness.count_checks(cut, plan)
-    checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+    with stage(track, "reloading in a fresh process"):
+        checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
     verdict = Verdict(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headwise import strategies
-from headwise.budgets import parse
+from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runfolder import RunFolder, Settings
 from headwise.types import LayerShape, ModelShape, Plan, Readings
@@ -30,7 +30,7 @@ def allocate_in(
     if any(layer.pooled > 1 for layer in shape.layers):
         asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable)
         asked.refuse_to_pool()
-    limits = tuple(parse(text, shape, folder.tables()) for text in budgets)
+    limits = parse_all(budgets, shape, folder.tables())
     plan = strategies.allocate(readings, limits, strategy, allow, portable, seed)
     folder.write_plan(plan)
     return plan

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise import data, families, processes, tasks
-from headwise.errors import DataError, HeadwiseError, PlanError
+from headwise import bars, data, families, overlap, processes, tasks
+from headwise.errors import DataError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.memory import fits
-from headwise.probes._watch import Track, silently
+from headwise.probes._watch import Track, silently, stage
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
@@ -50,7 +50,8 @@ class Workbench(NamedTuple):
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
     device = processes.begin(settings.device)
-    model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
+    with stage(track, "loading the model"):
+        model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
     alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
     large = alone and not fits(_numbers(model), device)
     model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
@@ -121,18 +122,63 @@ class Texts(NamedTuple):
     more: torch.Tensor | None
 
 
+def calibration_source(settings: Settings) -> str:
+    """Where calibration text comes from, unless told otherwise."""
+    return settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
+
+
+def shared_lines(settings: Settings) -> float | None:
+    """The share of the evaluation's lines that are in the calibration text too; None where it cannot be told."""
+    if settings.eval is None:
+        return None
+    read = max(settings.tokens, Options.parse(settings.heal_options).tokens or 0)
+    return overlap.share(calibration_source(settings), settings.eval, read, settings.eval_tokens, settings.seed)
+
+
+def healing_tokens(settings: Settings, source: str, quick: bool) -> int:
+    """Tokens that a healing was asked to read; a model writes them itself only where it is quick, on a GPU."""
+    asked = Options.parse(settings.heal_options).tokens or 0
+    if settings.heal not in ("blockwise", "distill") or asked <= settings.tokens:
+        return 0
+    if data.writes_itself(source) and not quick:
+        bars.note(
+            f"a CPU would write {asked:,} tokens of its own text for hours; the healing reads the calibration's again. "
+            "Give --data FILE to let it read more."
+        )
+        return 0
+    return asked
+
+
+def one_row(source: str) -> DataError:
+    """The error for a text that cannot be calibrated and judged on."""
+    return DataError(f"{source} is enough for one row only; give a longer --data, a smaller --length, or --eval.")
+
+
+def _tell_what_lacks(
+    settings: Settings,
+    task: tasks.Task,
+    calibration: torch.Tensor,
+    evaluation: torch.Tensor,
+    wanted: list[int],
+) -> None:
+    """A note for every text that has fewer rows than were asked for."""
+    for name, rows, count, asked in (
+        ("calibration", calibration, wanted[0], settings.tokens),
+        ("evaluation", evaluation, wanted[1], settings.eval_tokens),
+    ):
+        if len(rows) < count:
+            bars.note(f"{name} has {data.count_tokens(rows, task.row_tokens):,} of {asked:,} tokens asked for.")
+
+
 def read_texts(
     settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
 ) -> Texts:
     """Cut the text into blocks; `model` is None where it is too large to write any itself."""
     length = min(settings.length, family.longest(config))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
-    source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
-    # A CPU would write for hours what a healing reads.
-    writes = "self" not in source or (model is not None and model.device.type == "cuda")
-    learns = settings.heal in ("blockwise", "distill") and writes
-    asked = Options.parse(settings.heal_options).tokens if learns else None
-    extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
+    source = calibration_source(settings)
+    asked = healing_tokens(settings, source, model is not None and model.device.type == "cuda")
+    extra = max(0, asked - settings.tokens) // task.block_tokens(length)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
@@ -140,7 +186,7 @@ def read_texts(
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
         if name == "self" and model is None:
-            raise DataError("a streamed model is too slow to write its own text; give --data FILE (and --eval FILE).")
+            raise data.too_slow_to_write()
         if name == "self":
             return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
@@ -152,15 +198,20 @@ def read_texts(
             read(settings.eval, wanted[1], settings.seed + 1),
         )
         calibration, more = both.part(slice(wanted[0])), both.rows[wanted[0] :]
-        described = settings.eval
+        shared = overlap.in_words(shared_lines(settings))
+        described = f"{settings.eval} ({shared})" if shared else settings.eval
     else:
         both = read(source, sum(wanted) + extra, settings.seed)
         both, more = both.part(slice(sum(wanted))), both.rows[sum(wanted) :]
         if len(both.rows) < 2:
-            raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
+            raise one_row(source)
         split = max(1, len(both.rows) * wanted[0] // sum(wanted))
         calibration, evaluation = both.part(slice(split)), both.part(slice(split, None))
         described = f"held out from {source}"
+    _tell_what_lacks(settings, task, calibration.rows, evaluation.rows, wanted)
+    if len(more) < extra:
+        had = data.count_tokens(calibration.rows, task.row_tokens) + data.count_tokens(more, task.row_tokens)
+        bars.note(f"healing has {had:,} of {asked:,} tokens asked for.")
     rows = calibration.rows
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows
