@@ -25,7 +25,7 @@ def check(settings: Settings, out: Path, shape: ModelShape, budgets: tuple[Budge
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{out} cannot be written (no permission in {parent}); choose another --out.")
     wanted, free = estimate(settings, shape, budgets) - _written(out), free_bytes(parent)
-    if free < CLEARLY * wanted:
+    if free is not None and free < CLEARLY * wanted:
         raise OutputError(
             f"this run writes about {wanted / 1e9:,.2f} GB and {free / 1e9:,.2f} GB are free at {parent}; free some "
             "space, or choose an --out on another disk."
@@ -38,9 +38,10 @@ def nearest(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def free_bytes(path: Path) -> int:
-    """Bytes that can be written there."""
-    return shutil.disk_usage(path).free
+def free_bytes(path: Path) -> int | None:
+    """Bytes that can be written there; None where a file system does not say."""
+    usage = shutil.disk_usage(path)
+    return usage.free if usage.total else None
 
 
 def estimate(settings: Settings, shape: ModelShape, budgets: tuple[Budget, ...]) -> float:
