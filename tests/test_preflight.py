@@ -227,8 +227,11 @@ def test_text_that_is_calibrated_and_judged_on_is_told_and_kept(model, texts):
 
 def test_a_full_disk_is_told_with_both_numbers(model, tmp_path, monkeypatch):
     monkeypatch.setattr(_disk, "free_bytes", lambda path: 1000)
-    with pytest.raises(HeadwiseError, match=r"this run writes about 0\.00 GB and 0\.00 GB are free at "):
+    with pytest.raises(HeadwiseError, match=r"this run writes about [0-9.]+ [kM]B, and 1\.0 kB are free at "):
         notes(model, tmp_path / "deep" / "run")
+    monkeypatch.setattr(_disk, "free_bytes", lambda path: 1_000_000)
+    (found,) = notes(model, tmp_path / "deep" / "run", heal="distill")
+    assert "and while it heals up to" in found and "1.0 MB are free" in found
     (tmp_path / "file").write_text("")
     with pytest.raises(HeadwiseError, match="file is a file; choose another --out"):
         notes(model, tmp_path / "file" / "run")

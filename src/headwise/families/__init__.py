@@ -41,6 +41,7 @@ __all__ = [
     "known",
     "load",
     "locate",
+    "no_processor",
     "quietly",
     "task_of",
 ]
@@ -195,14 +196,19 @@ def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
     """What prepares images (cuts, scales and colours them), or recordings and their texts."""
     from transformers import AutoImageProcessor, AutoProcessor
 
-    what = ("recordings", "processor") if family.audio else ("images", "image processor")
     try:
         return (AutoProcessor if family.audio else AutoImageProcessor).from_pretrained(where, **options)
     except OSError:
-        raise ModelError(
-            f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
-            f"{what[1]} beside it."
-        ) from None
+        raise no_processor(where, family) from None
+
+
+def no_processor(where: str, family: Family) -> ModelError:
+    """The error for a folder that does not say how images or recordings are prepared."""
+    what = ("recordings", "processor") if family.audio else ("images", "image processor")
+    return ModelError(
+        f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
+        f"{what[1]} beside it."
+    )
 
 
 @torch.no_grad()

@@ -26,6 +26,8 @@ from headwise.workbench import heads_to_pool, refuse_bound, refuse_units
 
 __all__ = ["check", "told"]
 
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
+
 
 def told(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
     """Check, and print the notes."""
@@ -39,8 +41,8 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     heal.check(settings.heal, settings.heal_options)
     module = strategies.chosen(settings.strategy, settings.allow, settings.portable)
     config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
-    _weights(settings.model)
     family, task = families.family_of(config), settings.task or families.task_of(config)
+    _files(settings.model, family)
     refuse_units(settings, family)
     refuse_bound(settings, find("headwise.tasks", task).TASK)
     shape = _pooled(settings, family.shape_of(config))
@@ -53,15 +55,23 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     length, notes = _length(settings, family, config)
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
     notes += _texts.check(settings, family, config, task, length, streamed)
-    _disk.check(settings, Path(out), shape, budgets)
-    return notes
+    return notes + _disk.check(settings, Path(out), shape, budgets)
 
 
-def _weights(model: str) -> None:
-    """A folder must hold weights that are read."""
+def _files(model: str, family: Family) -> None:
+    """A folder must hold weights that are read, and what reads for the model."""
     where, extra = families.locate(model)
-    if Path(where).is_dir() and not extra and not any(Path(where).glob("*.safetensors")):
+    if not Path(where).is_dir() or extra:
+        return
+    if not any(Path(where).glob("*.safetensors")):
         raise ModelError(f"{model} holds no .safetensors file, and no other weights are read. Fetch or convert them.")
+    if family.name == "timm":  # whose configuration says all
+        return
+    if family.images or family.audio:
+        if not any(Path(where).glob("*processor_config.json")):
+            raise families.no_processor(where, family)
+    elif not any(file for pattern in TOKENIZERS for file in Path(where).glob(pattern)):
+        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
 
 
 def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:

@@ -17,19 +17,27 @@ KEPT = {"distill": 12, "blockwise": 4}  # bytes of unfinished healing for every 
 CLEARLY = 0.9  # of the estimate: with less than that free, a run cannot end well
 
 
-def check(settings: Settings, out: Path, shape: ModelShape, budgets: tuple[Budget, ...]) -> None:
-    """Refuse a folder that cannot be written, or whose disk is clearly too full."""
+def check(settings: Settings, out: Path, shape: ModelShape, budgets: tuple[Budget, ...]) -> list[str]:
+    """Refuse a folder that cannot be written, or whose disk is clearly too full; a note where it may become so."""
     parent = nearest(out)
     if not parent.is_dir():
         raise OutputError(f"{parent} is a file; choose another --out.")
     if not os.access(parent, os.W_OK | os.X_OK):
         raise OutputError(f"{out} cannot be written (no permission in {parent}); choose another --out.")
-    wanted, free = estimate(settings, shape, budgets) - _written(out), free_bytes(parent)
-    if free is not None and free < CLEARLY * wanted:
+    free = free_bytes(parent)
+    left, healing = estimate(settings, shape, budgets)
+    left -= _written(out)
+    if free is None or free >= left + healing:
+        return []
+    if free < CLEARLY * left:
         raise OutputError(
-            f"this run writes about {wanted / 1e9:,.2f} GB and {free / 1e9:,.2f} GB are free at {parent}; free some "
-            "space, or choose an --out on another disk."
+            f"this run writes about {in_units(left)}, and {in_units(free)} are free at {parent}; free some space, or "
+            "choose an --out on another disk."
         )
+    return [
+        f"this run writes about {in_units(left)}, and while it heals up to {in_units(healing)} more; "
+        f"{in_units(free)} are free at {parent}."
+    ]
 
 
 def nearest(path: Path) -> Path:
@@ -44,21 +52,32 @@ def free_bytes(path: Path) -> int | None:
     return usage.free if usage.total else None
 
 
-def estimate(settings: Settings, shape: ModelShape, budgets: tuple[Budget, ...]) -> float:
-    """Bytes that a run writes: second moments of every round, the model, and what a healing keeps until it is done."""
+def estimate(settings: Settings, shape: ModelShape, budgets: tuple[Budget, ...]) -> tuple[float, float]:
+    """Bytes that a run writes: second moments of every round and the model; and what a long healing keeps meanwhile."""
     mlp = not settings.only_kv and "mlp" in settings.allow
     moments = sum(
         2 * layer.kv_heads * layer.qk_dim**2 + layer.query_heads * layer.v_dim**2 + mlp * layer.mlp_width**2
         for layer in shape.layers
     )
     total = 4.0 * moments * settings.rounds
-    if settings.budgets:
-        whole = cost.parameters(shape)
-        limits = [budget.limit / prices.price(budget, shape) for budget in budgets if budget.name == "params"]
-        kept = whole * min([1.0, *limits])
-        whole_weights = Options.parse(settings.heal_options).lora is None
-        total += kept * (shape.element_bytes + (KEPT.get(settings.heal, 0) if whole_weights else 0))
-    return total
+    if not settings.budgets:
+        return total, 0.0
+    limits = [budget.limit / prices.price(budget, shape) for budget in budgets if budget.name == "params"]
+    kept = cost.parameters(shape) * min([1.0, *limits])
+    whole = Options.parse(settings.heal_options).lora is None
+    return total + kept * shape.element_bytes, kept * KEPT.get(settings.heal, 0) * whole
+
+
+def in_units(count: float) -> str:
+    """Bytes in words.
+
+    >>> [in_units(count) for count in (1_234, 56_700_000, 8.9e10)]
+    ['1.2 kB', '56.7 MB', '89.0 GB']
+    """
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:,.1f} {unit}"
+    return f"{count / 1e3:,.1f} kB"
 
 
 def _written(out: Path) -> int:
