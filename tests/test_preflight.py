@@ -168,6 +168,17 @@ def test_units_that_stay_and_lengths_that_are_lowered_are_noted(model):
     assert "--swap-tokens 1,024 leaves none of the 1,024 calibration tokens" in found
 
 
+def test_frequencies_that_move_are_known_before_a_portable_model_is_saved(model, tmp_path):
+    moving = tmp_path / "moving"
+    shutil.copytree(model, moving)
+    config = json.loads((moving / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    (moving / "config.json").write_text(json.dumps(config))
+    assert notes(model, portable=True, allow=("qk", "v")) == []
+    with pytest.raises(PlanError, match="a portable plan has nothing to cut. Stock llama code can only follow cuts of"):
+        notes(str(moving), portable=True, allow=("qk", "v"))
+
+
 def test_short_texts_are_refused_or_noted(model, tmp_path):
     short, middle, none, packed = (tmp_path / name for name in ("short.txt", "middle.txt", "none.txt", "text.jsonl.gz"))
     short.write_text("a few words, and no more than these")
