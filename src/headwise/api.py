@@ -12,6 +12,7 @@ from torch import nn
 
 from headwise import families, pipeline, processes
 from headwise.errors import HeadwiseError
+from headwise.heal import check as check_options
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
 from headwise.runfolder import RunFolder, Settings
@@ -52,7 +53,7 @@ def probe(
     if latency and not overwrite and folder.has_probed() and folder.require().model == model:
         with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
             return _looked_at(replace(known, device=asked.device, allow=asked.allow), folder, latency, track)
-    with pipeline.claimed(asked, folder, "probe", overwrite):
+    with pipeline.claimed(asked, folder, "probe", overwrite, _texts(latency)):
         return _looked_at(asked, folder, latency, track)
 
 
@@ -88,6 +89,7 @@ def reshape(
     `trust_remote_code` lets code run that the source model brings; what run.json says of it counts for nothing.
     """
     folder = RunFolder(out)
+    check_options(heal, heal_options)
     with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
         if stream.wanted(known, folder):
             stream.reshape(known, folder, heal, tuple(heal_options), track)

@@ -22,6 +22,7 @@ from headwise.errors import DataError
 
 FRAMES = 2  # of a spectrogram that make one token
 BATCH = 16  # recordings that are prepared together
+WAV = "*.[wW][aA][vV]"
 MEANING = (
     'a folder of .wav files, or a jsonl file with {"audio": "FILE.wav"} on every line, and a "target" beside it on all '
     "lines or on none"
@@ -95,10 +96,18 @@ def with_tokens(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows, places), 1)
 
 
+def peek(source: str) -> None:
+    """Refuse a source that holds no recordings."""
+    path = Path(source)
+    found = any(path.rglob(WAV)) if path.is_dir() else path.suffix == ".jsonl" and path.is_file()
+    if not found:
+        raise DataError(f"{source} {'holds no recordings' if path.exists() else 'does not exist'}. Give {MEANING}.")
+
+
 def _recordings(source: str, extractor: Any, seed: int) -> Iterator[Recording]:
     path, rate, most = Path(source), int(extractor.sampling_rate), int(extractor.n_samples)
     if path.is_dir():
-        listed: list[tuple[Path, str | None]] = [(file, None) for file in sorted(path.rglob("*.[wW][aA][vV]"))]
+        listed: list[tuple[Path, str | None]] = [(file, None) for file in sorted(path.rglob(WAV))]
     elif path.suffix == ".jsonl" and path.is_file():
         listed = list(_lines(path))
     else:

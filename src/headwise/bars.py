@@ -1,17 +1,28 @@
-"""Progress bars with the time left, on standard error."""
+"""Progress with the time left, on standard error: bars in a terminal, plain lines elsewhere. And notes beside it."""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Label = str | Callable[[], str]  # asked again at every step where it can change
+SECONDS = 30.0  # between two lines of one stage
+log = logging.getLogger("headwise")
 
 
 def speaks() -> bool:
     """Whether this is the process that is heard, of those that torchrun started."""
     return os.environ.get("RANK", "0") == "0"
+
+
+def note(text: str) -> None:
+    """Something to know that stops nothing."""
+    if speaks():
+        log.warning("note: %s", text)
 
 
 class Bars:
@@ -22,16 +33,54 @@ class Bars:
         from rich.progress import Progress, TimeElapsedColumn
 
         console = Console(stderr=True, quiet=not speaks())
+        if not console.is_terminal:
+            return lines
         self.progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
         self.progress.start()
         return self.track
 
     def track(self, items: Sequence[Any], label: Label) -> Iterator[Any]:
         """The items one by one, with a bar that counts them."""
-        bar = self.progress.add_task(label if isinstance(label, str) else label(), total=len(items))
+        bar = self.progress.add_task(_said(label), total=len(items))
         for item in items:
             yield item
-            self.progress.update(bar, advance=1, description=label if isinstance(label, str) else label())
+            self.progress.update(bar, advance=1, description=_said(label))
 
     def __exit__(self, *_: object) -> None:
-        self.progress.stop()
+        if hasattr(self, "progress"):
+            self.progress.stop()
+
+
+def lines(items: Sequence[Any], label: Label) -> Iterator[Any]:
+    """The items one by one, with a line when the first begins, when the last is done, and between them now and then."""
+    start = last = time.monotonic()
+    _print(_said(label))
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - last >= SECONDS and done < len(items):
+            last, left = now, (now - start) * (len(items) - done) / done
+            _print(f"{_said(label)}: {done / len(items):.0%}, about {in_time(left)} left")
+    if (took := time.monotonic() - start) >= 1:
+        _print(f"{_said(label)}: done in {in_time(took)}")
+
+
+def in_time(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> [in_time(seconds) for seconds in (3.4, 200, 7300)]
+    ['3 s', '3 min 20 s', '2 h 1 min']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _said(label: Label) -> str:
+    return label if isinstance(label, str) else label()
+
+
+def _print(text: str) -> None:
+    if speaks():
+        print(text, file=sys.stderr, flush=True)

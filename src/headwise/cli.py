@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise import calculators, reproduce
+from headwise import calculators, reproduce, strategies
 from headwise.bars import Bars, speaks
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
@@ -130,14 +130,15 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Fit a model to a budget: all six stages, from model to report."""
-    from headwise import api
-
-    settings = dict(
+    settings: dict[str, Any] = dict(
         data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
         heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
         tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length, context=context,
         trust_remote_code=trust_remote_code, stream=stream, pool=pool, max_loss=max_loss,
     )  # fmt: skip
+    _refuse_names(settings)
+    from headwise import api
+
     with Bars() as track:
         dossier = api.run(model, budget, out, overwrite, track, **settings)
     _finish(dossier, out, as_json)
@@ -186,13 +187,14 @@ def probe(
     as_json: Json = False,
 ) -> None:
     """Measure what every unit of a model is worth."""
-    from headwise import api
-
-    settings = dict(
+    settings: dict[str, Any] = dict(
         budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
         swap_tokens=swap_tokens, length=length, context=context, trust_remote_code=trust_remote_code, stream=stream,
         pool=pool,
     )  # fmt: skip
+    _refuse_names(settings)
+    from headwise import api
+
     with Bars() as track:
         readings = api.probe(model, out, track, overwrite, latency or (), **settings)
     _say(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json", as_json)
@@ -311,6 +313,12 @@ app.command("design")(design)
 app.command("search")(search)
 app.command("reproduce")(reproduce.command)
 app.command("kernels")(kernels)
+
+
+def _refuse_names(settings: dict[str, Any]) -> None:
+    """Refuse names that do not exist before torch is imported, which takes seconds."""
+    asked = Settings(model="", **settings)
+    strategies.chosen(asked.strategy, asked.allow, asked.portable)
 
 
 def _units(text: str) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headwise import budgets as prices
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, PlanError
 from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Readings, Sweep
 
 if TYPE_CHECKING:
@@ -66,7 +66,11 @@ def solve(
     if not plan.budgets:
         return None
     shape, first = ModelShape.from_json(readings.shape, "readings.shape"), plan.budgets[0]
+    from headwise.strategies import unpriced
     from headwise.strategies.exact import answers  # brings SciPy, which no --help needs
+
+    if lacking := unpriced(shape, readings, plan.budgets, allow):
+        raise PlanError(lacking)
 
     least, answer = answers(shape, readings, plan.budgets, allow)
     full, wanted = prices.price(first, shape), limits(first, least, shape)

@@ -84,6 +84,20 @@ def _coloured(picture: Any) -> Any:
     return picture.convert("RGB")
 
 
+def peek(source: str) -> None:
+    """Refuse a source that holds no images; data sets are not asked for."""
+    path, _, split = source.partition(".npz:")
+    file = Path(f"{path}.npz" if split else source)
+    if file.is_dir():
+        _pillow()
+        found = any(p.suffix.lower() in ENDINGS and p.is_file() for p in file.rglob("*"))
+    else:
+        found = file.suffix == ".npz" and file.exists() or not (file.exists() or file.suffix or source == "stdlib")
+    if not found:
+        what = "holds no images" if file.exists() or source == "stdlib" else "does not exist"
+        raise DataError(f"{source} {what}. Give {MEANING}.")
+
+
 def _pictures(source: str, seed: int, labels: Mapping[str, int]) -> Iterator[Picture]:
     path, _, split = source.partition(".npz:")
     if split or source.endswith(".npz"):

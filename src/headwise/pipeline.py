@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import data, families, heal, latencies, processes, rounds, strategies
+from headwise import data, families, heal, latencies, preflight, processes, rounds, strategies
 from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, reshape_layer, save
 from headwise.errors import BudgetError, PlanError
@@ -29,7 +29,7 @@ from headwise.moments import as_stored, read_moments, write_moments
 from headwise.planning import sizes_to_measure
 from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
-from headwise.probes._watch import Track, silently
+from headwise.probes._watch import Track, silently, stage
 from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing, write_report
 from headwise.stream import line as stream
 from headwise.types import GONE, Budget, Dossier, LayerShape, Plan, Reading, Readings, Verdict
@@ -59,7 +59,8 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
             build(settings, folder, bench, track)
         if not processes.agrees(folder.ledger.current("verdict")):
             processes.by_first(lambda: verify(folder, bench, track))
-        return processes.by_first(lambda: write_report(folder)) or folder.dossier()
+        with stage(track, "writing the report"):
+            return processes.by_first(lambda: write_report(folder)) or folder.dossier()
 
 
 def validated(settings: Settings) -> str:
@@ -68,8 +69,11 @@ def validated(settings: Settings) -> str:
 
 
 @contextmanager
-def claimed(settings: Settings, folder: RunFolder, command: str, overwrite: bool) -> Iterator[None]:
+def claimed(
+    settings: Settings, folder: RunFolder, command: str, overwrite: bool, latency: tuple[str, ...] = ()
+) -> Iterator[None]:
     """Validate a command, lock its folder and take it for a run: nothing is moved before the first two succeed."""
+    preflight.told(settings, folder.path, latency)
     source = validated(settings)
     folder.refuse(settings, source)
     processes.begin(settings.device)
@@ -297,7 +301,8 @@ def fit(
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
         readings, moments = look(number, model)
-        step = plan or _allocated(settings, bench, readings, budgets, number, folder)
+        with stage(track, "planning"):
+            step = plan or _allocated(settings, bench, readings, budgets, number, folder)
         if plan is None and processes.count() > 1:
             step = Plan.from_json(json.loads(processes.agreed_text(json.dumps(step.to_json()))))
         if strategies.blind(step.strategy):
@@ -354,7 +359,8 @@ def build(
         return probed(settings, folder.round(number), bench, model, track, diagnose)
 
     fitted = fit(settings, bench, look, plan, track, folder)
-    processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
+    with stage(track, "saving the model"):
+        processes.by_first(lambda: _write(settings, folder, bench, fitted, plan is None))
 
 
 def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitted, planned: bool) -> None:
@@ -382,7 +388,8 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
     """Prove what was done: on the saved model, reloaded, against the source, on held-out text."""
     plan, settings = folder.read_plan(), folder.require()
     folder.require_model()
-    stock, _ = families.load(str(folder.model), str(bench.source.device))
+    with stage(track, "loading the new model"):
+        stock, _ = families.load(str(folder.model), str(bench.source.device))
     cut = bench.family.tailor(stock)
     planned = tuple(layer for layer in plan.target.layers if not layer.gone)
     if not plan.portable and bench.family.shape_of(cut.config).layers != planned:
@@ -394,7 +401,8 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
     plan = exactness.priced_again(plan, source)
     found = quality.compare(bench.family, bench.source, cut, rows, track, bench.task, seed, bench.truth)
     checks = exactness.count_checks(cut, plan, source)
-    checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+    with stage(track, "reloading in a fresh process"):
+        checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
     max_loss = max_loss or settings.max_loss or MAX_LOSS

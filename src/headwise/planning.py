@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from headwise import strategies
-from headwise.budgets import parse
+from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runfolder import RunFolder, Settings
 from headwise.types import LayerShape, ModelShape, Plan, Readings
@@ -37,7 +37,7 @@ def _allocated(folder: RunFolder, asked: Settings) -> Plan:
     shape = ModelShape.from_json(readings.shape, "readings.shape")
     if any(layer.pooled > 1 for layer in shape.layers):
         asked.refuse_to_pool()
-    limits = tuple(parse(text, shape, folder.tables()) for text in asked.budgets)
+    limits = parse_all(asked.budgets, shape, folder.tables())
     return strategies.allocate(readings, limits, asked.strategy, asked.allow, asked.portable, asked.seed)
 
 

@@ -460,9 +460,9 @@ def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict
 
 def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
     """The settings' budgets, read against the source's shape."""
-    from headwise.budgets import parse
+    from headwise.budgets import parse_all
 
-    return tuple(parse(text, shape, tables) for text in settings.budgets)
+    return parse_all(settings.budgets, shape, tables)
 
 
 def write_report(folder: RunFolder) -> Dossier:

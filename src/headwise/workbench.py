@@ -8,16 +8,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise import data, families, processes, tasks
+from headwise import bars, data, families, overlap, processes, tasks
 from headwise.checks import lengths
-from headwise.errors import DataError, HeadwiseError, PlanError
+from headwise.errors import DataError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.memory import fits
-from headwise.probes._watch import Track, silently
+from headwise.probes._watch import Track, silently, stage
 from headwise.runfolder import Settings
 from headwise.tasks.causal import Causal
+from headwise.types import ModelShape
 
 
 class LongText(NamedTuple):
@@ -75,17 +76,15 @@ class Workbench(NamedTuple):
 def workbench(settings: Settings, track: Track = silently) -> Workbench:
     """Load the model and cut the text into blocks; calibration and evaluation never share a block."""
     device = processes.begin(settings.device)
-    model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
+    with stage(track, "loading the model"):
+        model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
     alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
     large = alone and not fits(_numbers(model), device)
     model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
-    if settings.strategy == "bound" and not task.has_past:
-        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
+    refuse_bound(settings, task)
     family = families.family_of(model.config)
-    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
-        known = ", ".join((*family.units, "depth"))
-        raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
+    refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     bench = Workbench(family, family.tailor(model, pooled_heads(settings, family, model)), tokenizer, *texts[:4])
     context = settings.served(family.longest(model.config))
@@ -93,20 +92,39 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     return bench._replace(context=context)
 
 
+def refuse_units(settings: Settings, family: Family) -> None:
+    """What models of a family cannot lose."""
+    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
+        known = ", ".join((*family.units, "depth"))
+        raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
+
+
+def refuse_bound(settings: Settings, task: tasks.Task | type[tasks.Task]) -> None:
+    """A strategy that needs a past."""
+    if settings.strategy == "bound" and not task.has_past:
+        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
+
+
 def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
     """How many key/value heads are to share a cached row; of a model whose heads do so already, no more."""
-    shape = family.shape_of(model.config)
+    heads = heads_to_pool(settings, family.shape_of(model.config))
+    if heads > 1 and any(name.endswith("pairs_GP") for name, _ in model.named_buffers()):
+        raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
+    return heads
+
+
+def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
+    """The same as far as the shape tells: rotary pairs that are gone are seen in the model alone."""
     if pooled := any(layer.pooled > 1 for layer in shape.layers):
         settings.refuse_to_pool()
     if settings.pool == "none":
         return 1
     if pooled:
         raise PlanError("heads of this model share rows already; leave out --pool, or pool those of its source.")
-    turned_less = any(name.endswith("pairs_GP") for name, _ in model.named_buffers())
-    if turned_less or any(layer.projected for layer in shape.layers):
+    if any(layer.projected for layer in shape.layers):
         raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
     if not shape.cached or any(layer.role for layer in shape.layers):
-        raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {family.name}.")
+        raise PlanError(f"only decoders have a cache whose rows heads can share; leave out --pool for {shape.family}.")
     heads = {layer.kv_heads for layer in shape.layers}
     if settings.pool == "all" and len(heads) > 1:
         raise PlanError("layers of this model have different numbers of key/value heads; give --pool a number.")
@@ -142,18 +160,63 @@ def _refuse_unknown_tokens(rows: torch.Tensor, config: Any) -> None:
         )
 
 
+def calibration_source(settings: Settings) -> str:
+    """Where calibration text comes from, unless told otherwise."""
+    return settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
+
+
+def shared_lines(settings: Settings) -> float | None:
+    """The share of the evaluation's lines that are in the calibration text too; None where it cannot be told."""
+    if settings.eval is None:
+        return None
+    read = max(settings.tokens, Options.parse(settings.heal_options).tokens or 0)
+    return overlap.share(calibration_source(settings), settings.eval, read, settings.eval_tokens, settings.seed)
+
+
+def healing_tokens(settings: Settings, source: str, quick: bool) -> int:
+    """Tokens that a healing was asked to read; a model writes them itself only where it is quick, on a GPU."""
+    asked = Options.parse(settings.heal_options).tokens or 0
+    if settings.heal not in ("blockwise", "distill") or asked <= settings.tokens:
+        return 0
+    if data.writes_itself(source) and not quick:
+        bars.note(
+            f"a CPU would write {asked:,} tokens of its own text for hours; the healing reads the calibration's again. "
+            "Give --data FILE to let it read more."
+        )
+        return 0
+    return asked
+
+
+def one_row(source: str) -> DataError:
+    """The error for a text that cannot be calibrated and judged on."""
+    return DataError(f"{source} is enough for one row only; give a longer --data, a smaller --length, or --eval.")
+
+
+def _tell_what_lacks(
+    settings: Settings,
+    task: tasks.Task,
+    calibration: torch.Tensor,
+    evaluation: torch.Tensor,
+    wanted: list[int],
+) -> None:
+    """A note for every text that has fewer rows than were asked for."""
+    for name, rows, count, asked in (
+        ("calibration", calibration, wanted[0], settings.tokens),
+        ("evaluation", evaluation, wanted[1], settings.eval_tokens),
+    ):
+        if len(rows) < count:
+            bars.note(f"{name} has {data.count_tokens(rows, task.row_tokens):,} of {asked:,} tokens asked for.")
+
+
 def read_texts(
     settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
 ) -> Texts:
     """Cut the text into blocks; `model` is None where it is too large to write any itself."""
     length = family.row_length(settings.length, settings.served(family.longest(config)))
     wanted = [max(1, tokens // task.block_tokens(length)) for tokens in (settings.tokens, settings.eval_tokens)]
-    source = settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
-    # A CPU would write for hours what a healing reads.
-    writes = "self" not in source or (model is not None and model.device.type == "cuda")
-    learns = settings.heal in ("blockwise", "distill") and writes
-    asked = Options.parse(settings.heal_options).tokens if learns else None
-    extra = max(0, (asked or 0) - settings.tokens) // task.block_tokens(length)
+    source = calibration_source(settings)
+    asked = healing_tokens(settings, source, model is not None and model.device.type == "cuda")
+    extra = max(0, asked - settings.tokens) // task.block_tokens(length)
     further = _further(settings, family, config, task, length, wanted[1], settings.eval or source)
 
     def read(name: str, count: int, seed: int) -> data.Rows:
@@ -162,7 +225,7 @@ def read_texts(
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
         if name == "self" and model is None:
-            raise DataError("a streamed model is too slow to write its own text; give --data FILE (and --eval FILE).")
+            raise data.too_slow_to_write()
         if name == "self":
             return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
@@ -175,17 +238,22 @@ def read_texts(
         )
         calibration, more = both.part(slice(wanted[0])), both.rows[wanted[0] :]
         evaluation, held = evaluation.part(slice(wanted[1])), evaluation.rows
-        described = settings.eval
+        shared = overlap.in_words(shared_lines(settings))
+        described = f"{settings.eval} ({shared})" if shared else settings.eval
     else:
         both = read(source, sum(wanted) + extra + (further or 0), settings.seed)
         both, more = both.part(slice(sum(wanted))), both.rows[sum(wanted) :]
         more, held = more[:extra], more[extra:]
         if len(both.rows) < 2:
-            raise HeadwiseError(f"{source} is enough for one row only; give a longer --data, or --eval.")
+            raise one_row(source)
         split = max(1, len(both.rows) * wanted[0] // sum(wanted))
         calibration, evaluation = both.part(slice(split)), both.part(slice(split, None))
         described = f"held out from {source}"
         held = torch.cat((evaluation.rows, held))  # none of them calibrates, none is learned from
+    _tell_what_lacks(settings, task, calibration.rows, evaluation.rows, wanted)
+    if len(more) < extra:
+        had = data.count_tokens(calibration.rows, task.row_tokens) + data.count_tokens(more, task.row_tokens)
+        bars.note(f"healing has {had:,} of {asked:,} tokens asked for.")
     rows = calibration.rows
     kept = torch.arange(len(rows)) % 8 != 7  # every eighth row is for the rehearsal
     rehearsal = rows[~kept] if len(rows) >= 8 else rows

@@ -13,6 +13,7 @@ SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
 BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
+WRITTEN = re.compile(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*")
 EXAMPLES = "kv=75%, kv=2GiB@32k, params=20M, params=90%, flops=80%@8k"
 
 
@@ -22,9 +23,9 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     A percentage is of the source model; `@` gives the context length at which the price is meant. A latency is priced
     by the one of the measured `tables` that belongs to its phase, length and batch.
     """
-    match = re.fullmatch(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*", text)
+    match = WRITTEN.fullmatch(text)
     if match and match[1] == "latency":
-        return _latency(text, match[2], match[3], match[4] or "", source, tables)
+        return _latency(text, match, source, tables)
     if not match or not re.fullmatch(r"[0-9.]+[kK]?", (match[4] or "0").strip()):
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, at = match.groups()
@@ -59,13 +60,47 @@ def _amount(number: str, suffix: str, text: str) -> float:
     return amount
 
 
-def _latency(
-    text: str, number: str, suffix: str, at: str, source: ModelShape, tables: Sequence[LatencyTable]
-) -> Budget:
-    """A limit on time: milliseconds, or a percentage of the source's as the table has it."""
-    amount, work = _amount(number, suffix, text), workload(at, source)
+def parse_all(texts: Sequence[str], source: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
+    """Read several budgets; two limits on one price are refused, as a plan could say only once what it spends."""
+    _refuse_twice(texts, source)
+    return tuple(parse(text, source, tables) for text in texts)
+
+
+def without_times(texts: Sequence[str], source: ModelShape) -> tuple[Budget, ...]:
+    """Read several budgets before anything is timed: limits on time are checked as far as they go, and left out."""
+    _refuse_twice(texts, source)
+    others = []
+    for text in texts:
+        match = WRITTEN.fullmatch(text)
+        if match and match[1] == "latency":
+            _time(text, match, source)
+        else:
+            others.append(parse(text, source))
+    return tuple(others)
+
+
+def _refuse_twice(texts: Sequence[str], source: ModelShape) -> None:
+    seen: dict[tuple[str, Workload | None], str] = {}
+    for text in texts:
+        name, _, rest = text.partition("=")
+        work = workload(rest.partition("@")[2], source) if name.strip() == "latency" else None
+        if first := seen.get(key := (name.strip(), work)):
+            raise BudgetError(f"{first} and {text} limit the same price; give one of them.")
+        seen[key] = text
+
+
+def _time(text: str, match: re.Match[str], source: ModelShape) -> tuple[float, Workload]:
+    """What a limit on time says, and of what."""
+    _, number, suffix, at = match.groups()
+    amount, work = _amount(number, suffix, text), workload(at or "", source)
     if suffix != "%" and suffix.lower() not in TIMES:
         raise BudgetError(f"{text}: '{suffix}' is no unit of latency; known: %, {', '.join(TIMES)}.")
+    return amount, work
+
+
+def _latency(text: str, match: re.Match[str], source: ModelShape, tables: Sequence[LatencyTable]) -> Budget:
+    """A limit on time: milliseconds, or a percentage of the source's as the table has it."""
+    (amount, work), suffix = _time(text, match, source), match[3]
     table = next((table for table in tables if table.workload == work), None)
     if table is None:
         raise BudgetError(

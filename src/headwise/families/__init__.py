@@ -45,11 +45,13 @@ __all__ = [
     "accompany",
     "auto_class_of",
     "companions",
+    "configuration",
     "explained",
     "family_of",
     "known",
     "load",
     "locate",
+    "no_processor",
     "quietly",
     "read_config",
     "repeated",
@@ -127,6 +129,21 @@ def _auto_class(config: Any, task: str | None) -> str:
         named = task or task_of(config)
         raise ModelError(f"{family.name} models cannot be reshaped for the task {named}, only for: {tasks}.")
     return auto
+
+
+def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
+    """The configuration of a model that can be reshaped for a task, or for its own; no weights are read."""
+    register()
+    where, extra = locate(model)
+    with explained(model), quietly():
+        config = read_config(where, **extra, trust_remote_code=trust_remote_code)
+        if not extra:
+            check_weights(where)
+            check_sizes(where, family_of(config).shape_of(config))
+        auto = _auto_class(config, task)
+    if task is not None:  # as a loaded model has it
+        config.architectures = [stock_classes(family_of(config).kind(config))[auto].__name__]
+    return config
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
@@ -212,14 +229,19 @@ def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
     """What prepares images (cuts, scales and colours them), or recordings and their texts."""
     from transformers import AutoImageProcessor, AutoProcessor
 
-    what = ("recordings", "processor") if family.audio else ("images", "image processor")
     try:
         return (AutoProcessor if family.audio else AutoImageProcessor).from_pretrained(where, **options)
     except OSError:
-        raise ModelError(
-            f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
-            f"{what[1]} beside it."
-        ) from None
+        raise no_processor(where, family) from None
+
+
+def no_processor(where: str, family: Family) -> ModelError:
+    """The error for a folder that does not say how images or recordings are prepared."""
+    what = ("recordings", "processor") if family.audio else ("images", "image processor")
+    return ModelError(
+        f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
+        f"{what[1]} beside it."
+    )
 
 
 @torch.no_grad()

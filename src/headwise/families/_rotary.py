@@ -29,6 +29,7 @@ SMALL: dict[str, Any] = dict(
     bos_token_id=1,
     eos_token_id=2,
 )
+MOVING = ("dynamic", "longrope")  # rope types whose frequencies change with the length
 
 
 class Rotary(Family):
@@ -47,8 +48,10 @@ class Rotary(Family):
         return True
 
     def portable_cuts(self, config: Any) -> tuple[str, ...] | None:
-        """What a portable plan may cut, or none for everything: dimensions only where they go by pairs."""
-        return None if self.pairs(config) else tuple(unit for unit in self.units if unit not in ("qk", "v"))
+        """What a portable plan may cut, or none for everything: dimensions where pairs go, at fixed speeds."""
+        if self.pairs(config) and (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in MOVING:
+            return None
+        return tuple(unit for unit in self.units if unit not in ("qk", "v"))
 
     def together(self, tensors: Tensors, config: Any) -> Tensors:
         """What `apart` took apart, as stock code has it."""
@@ -143,7 +146,7 @@ class Rotary(Family):
     def _kept_frequencies(self, model: nn.Module, width: int) -> dict[str, Any]:
         """A longrope table whose frequencies are exactly those of the kept pairs."""
         rotary = model.model.rotary_emb
-        if rotary.rope_type in ("dynamic", "longrope"):
+        if rotary.rope_type in MOVING:
             raise ModelError(
                 f"rope type '{rotary.rope_type}' changes its frequencies with the length, which a portable model "
                 "cannot follow; leave out --portable."

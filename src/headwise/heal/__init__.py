@@ -1,6 +1,6 @@
 """Repairs, cheapest first: `refit` (closed form), then methods that learn. One per file, found by its folder.
 
-A method is a module with NAME, MEANING, AFTER (the healing that it starts from, or None) and
+A method is a module with NAME, MEANING, AFTER (the healing that it starts from, or None), OPTIONS (those it reads) and
 `heal(job: Job) -> tuple[nn.Module, dict]`: a healed copy of `job.cut`, and a record with `tokens`, and where there is
 such a thing `layers` (per layer and part, `error_before` and `error_after`) and `curve` (a list of `{step, loss}`).
 One that shares its tokens with others has `stages(options)`: the names of all, in order, each with its own options.
@@ -10,21 +10,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from headwise.registry import find
+from headwise.errors import HeadwiseError
+from headwise.heal._options import Options
+from headwise.registry import find, names
 
 if TYPE_CHECKING:  # asking for a name must not take the seconds that torch takes
     from torch import nn
 
     from headwise.heal._job import Job
-    from headwise.heal._options import Options
 
-__all__ = ["healed", "stages"]
+__all__ = ["check", "healed", "stages"]
 log = logging.getLogger("headwise")
+
+
+def check(method: str, texts: Sequence[str]) -> None:
+    """Refuse options that a healing would not read, and say which healing does."""
+    options = Options.parse(texts)
+    given = options.given()
+    read = {name for module, _ in stages(method, options) for name in module.OPTIONS} if method != "none" else set()
+    if unread := [name for name in given if name not in read]:
+        readers = [other for other in names("headwise.heal") if unread[0] in find("headwise.heal", other).OPTIONS]
+        raise HeadwiseError(
+            f"--heal {method}{' as asked' if method in readers else ''} does not read the option {unread[0]}, but "
+            f"{' and '.join(readers)} would; choose --heal {readers[0]}, or leave out --heal-option {unread[0]}."
+        )
 
 
 class Judgement(Protocol):

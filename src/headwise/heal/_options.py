@@ -41,6 +41,10 @@ class Options:
         if self.blockwise and self.tokens is None:
             raise HeadwiseError("the healing option blockwise is a share of the tokens; add --heal-option tokens=1e6.")
 
+    def given(self) -> tuple[str, ...]:
+        """The names of those that are not left to the method."""
+        return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
+
     def fixed(self) -> Options:
         """The same without what may change when a run goes on, because only its memory depends on it."""
         return replace(self, micro=None, recompute=None, shard=None)

@@ -49,6 +49,7 @@ T = TypeVar("T")
 NAME = "blockwise"
 MEANING = "every layer learns to match its source layer; minutes, no backward pass through the whole model"
 AFTER = "refit"
+OPTIONS = ("tokens", "steps", "rate", "batch", "side_by_side", "attention")
 TOGETHER = True  # side by side every process keeps its own layers, else the first one
 
 BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy

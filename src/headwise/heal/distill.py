@@ -38,6 +38,10 @@ from headwise.types import write_atomically
 NAME = "distill"
 MEANING = "the whole model learns the source's answers, minutes to hours, best on a GPU"
 AFTER = "refit"
+OPTIONS = (
+    "tokens", "steps", "rate", "batch", "micro", "lora", "match", "cache", "recompute", "truth", "embeddings", "shard",
+    "blockwise",
+)  # fmt: skip
 TOGETHER = True  # processes share the work
 
 EPOCHS = 8  # times that the calibration text is read, unless tokens or steps are given

@@ -25,6 +25,7 @@ from headwise.probes._watch import Track, batches, places, silently
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
 AFTER = None
+OPTIONS = ()
 
 
 @dataclass(slots=True)

@@ -22,6 +22,15 @@ def silently(items: Sequence[T], label: Label) -> Iterable[T]:
 
 
 @contextmanager
+def stage(track: Track, label: Label) -> Iterator[None]:
+    """Show work that has no steps to count."""
+    steps = iter(track([None], label))
+    next(steps)
+    yield
+    next(steps, None)
+
+
+@contextmanager
 def watching(
     blocks: list[Any],
     attention: Callable[..., None] | None = None,

@@ -3,30 +3,54 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 from headwise.errors import PlanError
 from headwise.registry import find, names
-from headwise.strategies._options import keep_for, ways
+from headwise.strategies._options import keep_for, unpriced, ways
 from headwise.types import DEFAULT_UNITS, UNITS, Budget, ModelShape, Plan, Readings
 
-__all__ = ["allocate", "blind", "keep_for", "known", "ways"]
+__all__ = ["allocate", "blind", "chosen", "cuts", "keep_for", "known", "unpriced", "ways"]
+
+DEFAULT = "exact"
+INNER = tuple(unit for unit in UNITS if unit != "depth")  # what most strategies can cut
 
 
 def allocate(
     readings: Readings,
     budgets: tuple[Budget, ...],
-    strategy: str = "exact",
+    strategy: str = DEFAULT,
     allow: tuple[str, ...] = DEFAULT_UNITS,
     portable: bool = False,
     seed: int = 0,
 ) -> Plan:
     """The plan of a strategy for what the probes found. Same inputs, same plan."""
-    if unknown := sorted(set(allow) - set(UNITS)):
-        raise PlanError(f"'{unknown[0]}' is no unit that can be cut; --allow takes: {', '.join(UNITS)}.")
+    module = chosen(strategy, allow, portable)
     source = ModelShape.from_json(readings.shape, "readings.shape")
-    module = find("headwise.strategies", "portable" if portable else strategy)
+    if lacking := unpriced(source, readings, budgets, cuts(module, allow)):
+        raise PlanError(lacking)
     plan: Plan = module.allocate(source, readings, budgets, allow, seed)
     return replace(plan, context=readings.context)
+
+
+def chosen(strategy: str, allow: tuple[str, ...], portable: bool) -> ModuleType:
+    """The module that plans; names that do not exist or do not go together are refused."""
+    if unknown := sorted(set(allow) - set(UNITS)):
+        raise PlanError(f"'{unknown[0]}' is no unit that can be cut; --allow takes: {', '.join(UNITS)}.")
+    module = find("headwise.strategies", strategy)
+    if portable and strategy not in (DEFAULT, "portable"):
+        raise PlanError(f"--portable plans in its own way and would ignore --strategy {strategy}; leave out one.")
+    module = find("headwise.strategies", "portable") if portable else module
+    if not cuts(module, allow):
+        able = getattr(module, "CUTS", UNITS)
+        raise PlanError(f"strategy {strategy} cuts only {', '.join(able)}; name some of these in --allow.")
+    return module
+
+
+def cuts(module: ModuleType, allow: tuple[str, ...]) -> tuple[str, ...]:
+    """Which of the allowed units a strategy can cut."""
+    able = getattr(module, "CUTS", INNER)
+    return tuple(unit for unit in allow if unit in able)
 
 
 def blind(strategy: str) -> bool:

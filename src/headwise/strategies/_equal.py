@@ -12,11 +12,16 @@ from headwise.strategies._options import Choice, LayerMenu, affordable, refuse, 
 from headwise.types import UNITS, Budget, LayerShape, ModelShape
 
 
-def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
-    """Every way to give all layers the same sizes, with its total damage; layers without an MLP stay without."""
+def refuse_unequal(source: ModelShape) -> None:
+    """Layers that differ cannot be given the same sizes."""
     widest = max(layer.mlp_width for layer in source.layers)
     if len({replace(layer, role="", mlp_width=layer.mlp_width or widest) for layer in source.layers}) > 1:
         raise PlanError("this model's layers have different sizes already; use --strategy exact and no --portable.")
+
+
+def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple[list[LayerShape], float]]:
+    """Every way to give all layers the same sizes, with its total damage; layers without an MLP stay without."""
+    refuse_unequal(source)
     tables = [
         {kind: {c.sizes: c for c in getattr(menu, kind)} for kind in ("heads", "qk", "v", "mlp")} for menu in offered
     ]

@@ -69,6 +69,45 @@ def _menu(
     return LayerMenu(tuple(heads), tuple(qk), tuple(v), tuple(mlp))
 
 
+def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], allow: Sequence[str]) -> str | None:
+    """Why these budgets cannot be planned for: something that may be cut for them was not priced. None where all was.
+
+    Probing for the cache alone looks at no MLP and measures no rotary pairs. A plan for parameters from such readings
+    would take the MLP for something that cannot be cut.
+    """
+    wanted = [budget for budget in budgets if budget.name != "kv"]
+    texts = " ".join(f"--budget {budget.text}" for budget in budgets)
+    again = f"probe again: headwise probe {readings.model} {texts} --out NEW_FOLDER, with the same --allow."
+    if "mlp" in allow and any(_counts_mlp(budget, source) for budget in wanted) and not _mlp_priced(source, readings):
+        return f"{wanted[0].text} needs prices of MLP widths, and this probing was for the cache alone; {again}"
+    if "qk" in allow and wanted and source.grain.rotary and not _pairs_priced(readings):
+        return f"{wanted[0].text} needs prices of rotary pairs, and this probing was for the cache alone; {again}"
+    if "depth" in allow and readings.curve("damage.depth") is None:
+        return f"--allow names depth, and this probing did not price whole layers; {again}"
+    return None
+
+
+def _counts_mlp(budget: Budget, source: ModelShape) -> bool:
+    """Whether a narrower MLP is cheaper under a budget."""
+    if prices.joint(budget):
+        return True
+    wide = max(source.layers, key=lambda layer: layer.mlp_width)
+    narrow = replace(wide, mlp_width=min(1, wide.mlp_width))
+    return prices.layer_price(budget, source, narrow) < prices.layer_price(budget, source, wide)
+
+
+def _pairs_priced(readings: Readings) -> bool:
+    return readings.curve("damage.qk_pairs") is not None and "qk_pairs" in ways(readings)
+
+
+def _mlp_priced(source: ModelShape, readings: Readings) -> bool:
+    """Whether some layer's MLP has more than one price, or none could."""
+    if all(len(source.grain.mlp_sizes(layer.mlp_width)) == 1 for layer in source.layers):
+        return True
+    reading = readings.curve("damage.mlp")
+    return reading is not None and any(len(ticks) > 1 for ticks in reading.ticks)
+
+
 def depth_steps(readings: Readings, allow: Iterable[str]) -> list[tuple[tuple[int, ...], float]]:
     """Which layers are gone after 0, 1, 2, ... removals, and what that damages, as far as it was measured."""
     reading = readings.curve("damage.depth") if "depth" in allow else None

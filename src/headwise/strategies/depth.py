@@ -9,6 +9,7 @@ from headwise.types import GONE, Budget, ModelShape, Plan, Readings
 
 NAME = "depth"
 MEANING = "whole layers only, as few as the budgets ask for"
+CUTS = ("depth",)
 
 
 def allocate(

@@ -12,10 +12,11 @@ import numpy as np
 
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Case
-from headwise.types import Budget, LayerShape, ModelShape, Plan, Point, Readings
+from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Point, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
+CUTS = UNITS
 FRONTIER_POINTS = 12
 
 

@@ -8,14 +8,15 @@ from headwise.types import Budget, ModelShape, Plan, Readings
 
 NAME = "magnitude"
 MEANING = "head pruning: the heads and channels with the smallest weights go, equally in all layers"
+EQUAL = True  # one size for all layers
 BLIND = True  # the cut reads no data either
-UNITS = ("heads", "kv_heads", "mlp")
+CUTS = ("heads", "kv_heads", "mlp")
 
 
 def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """As many heads and channels as the budgets allow, of those that may go; it knows no smaller dimensions."""
-    units = tuple(unit for unit in UNITS if unit in allow)
+    units = tuple(unit for unit in CUTS if unit in allow)
     layers, damage = best_equal(source, menus(source, readings, units, ()), budgets, allow)
     return finish(source, by_weight(readings), layers, damage, NAME, budgets, seed)

@@ -9,6 +9,7 @@ from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "portable"
 MEANING = "one size and one set of rotary pairs for the whole model: loads in stock transformers"
+EQUAL = True  # one size for all layers
 
 
 def allocate(
@@ -17,9 +18,8 @@ def allocate(
     """The best plan whose result is an ordinary model: one head dimension for queries, keys and values."""
     possible = UNITS if source.grain.portable is None else source.grain.portable
     allowed = tuple(unit for unit in allow if unit in possible)
-    limits = f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."
     if not allowed:
-        raise PlanError(f"a portable plan has nothing to cut. {limits} Leave out --portable, or change --allow.")
+        raise nothing_portable(source)
     offered = menus(source, readings, allowed, ("qk_pairs_shared",))
 
     def legal(layer: LayerShape) -> bool:
@@ -30,5 +30,15 @@ def allocate(
     except BudgetError as error:
         if source.grain.portable is None:
             raise
-        raise BudgetError(f"{error} {limits} Leave out --portable to cut more.") from None
+        raise BudgetError(f"{error} {_limits(source)} Leave out --portable to cut more.") from None
     return finish(source, readings, layers, damage, NAME, budgets, seed, pairs="qk_pairs_shared", portable=True)
+
+
+def nothing_portable(source: ModelShape) -> PlanError:
+    """The error for units of which stock code can follow none."""
+    return PlanError(f"a portable plan has nothing to cut. {_limits(source)} Leave out --portable, or change --allow.")
+
+
+def _limits(source: ModelShape) -> str:
+    possible = UNITS if source.grain.portable is None else source.grain.portable
+    return f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."

@@ -13,6 +13,7 @@ from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "published"
 MEANING = "the published training-free recipe: equal sizes, strongest rotary pairs, no measurement"
+EQUAL = True  # one size for all layers
 
 
 def allocate(

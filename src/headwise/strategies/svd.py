@@ -12,6 +12,7 @@ from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "svd"
 MEANING = "equal sizes, heads by the singular values of their weights, no data"
+EQUAL = True  # one size for all layers
 BLIND = True  # the cut reads no data either
 
 

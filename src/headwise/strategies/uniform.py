@@ -8,6 +8,7 @@ from headwise.types import Budget, ModelShape, Plan, Readings
 
 NAME = "uniform"
 MEANING = "the same sizes in every layer, our directions"
+EQUAL = True  # one size for all layers
 
 
 def allocate(

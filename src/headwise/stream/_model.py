@@ -176,20 +176,25 @@ class _Head(nn.Module):
         return found if self.bias is None else found + self.bias
 
 
+def refuse_config(config: Any) -> None:
+    """Models that cannot be streamed."""
+    family = families.family_of(config)
+    if families.task_of(config) != "causal" or family.images or family.audio:
+        raise ModelError(
+            f"{family.name} models cannot be streamed: only decoders that write text can. Leave out --stream."
+        )
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError("this checkpoint is quantised; streaming reads plain weights. Give the original model.")
+
+
 def _empty(folder: Path, trust_remote_code: bool) -> Any:
     """The model of a folder without its numbers; what cannot be streamed is refused."""
     import transformers
 
     with families.explained(str(folder)), families.quietly():
         config = families.read_config(str(folder), trust_remote_code=trust_remote_code)
-        family = families.family_of(config)
-        check_sizes(str(folder), family.shape_of(config))
-        if families.task_of(config) != "causal" or family.images or family.audio:
-            raise ModelError(
-                f"{family.name} models cannot be streamed: only decoders that write text can. Leave out --stream."
-            )
-        if getattr(config, "quantization_config", None) is not None:
-            raise ModelError("this checkpoint is quantised; streaming reads plain weights. Give the original model.")
+        check_sizes(str(folder), families.family_of(config).shape_of(config))
+        refuse_config(config)
         with torch.device("meta"):
             model = getattr(transformers, CAUSAL).from_config(config, trust_remote_code=trust_remote_code)
         if (folder / "generation_config.json").is_file():

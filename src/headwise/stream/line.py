@@ -21,7 +21,7 @@ from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying
 from headwise.stream._checkpoint import Checkpoint
-from headwise.stream._model import Streamed
+from headwise.stream._model import Streamed, refuse_config
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
@@ -39,7 +39,7 @@ class Bench(NamedTuple):
     texts: Texts
 
 
-def wanted(settings: Settings, folder: RunFolder) -> bool:
+def wanted(settings: Settings, folder: RunFolder, tell: bool = True) -> bool:
     """Whether a run is streamed: as asked, as it was begun, or because the model needs more memory than is free."""
     if settings.stream is not None:
         return settings.stream
@@ -51,10 +51,12 @@ def wanted(settings: Settings, folder: RunFolder) -> bool:
     numbers = _numbers(settings)
     if numbers is None or _fits(numbers, settings.device):
         return False
-    log.warning(
-        "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one layer at "
-        "a time (--no-stream loads it all the same).", settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
-    )  # fmt: skip
+    if tell:
+        log.warning(
+            "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one "
+            "layer at a time (--no-stream loads it all the same).",
+            settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
+        )  # fmt: skip
     return True
 
 
@@ -106,6 +108,14 @@ def bench_for(settings: Settings, track: Track = silently) -> Bench:
         check_tokenizer(tokenizer, settings.model)
     texts = read_texts(settings, source.family, source.config, tokenizer, Causal(), None, track)
     return Bench(source, tokenizer, texts)
+
+
+def refuse(settings: Settings, config: Any) -> None:
+    """What a streamed run cannot do, by its settings and the model's configuration."""
+    _refuse(settings)
+    refuse_config(config)
+    if families.locate(settings.model)[1] or settings.model.startswith("timm:"):
+        raise ModelError(f"{settings.model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
 
 
 def _refuse(settings: Settings) -> None:

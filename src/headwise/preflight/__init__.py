@@ -1,0 +1,121 @@
+"""Everything that can be known before work begins: what cannot work is refused, what would surprise is told.
+
+Looks at settings, the model's configuration, and the beginnings and sizes of files; loads no weights, writes nothing,
+and takes about a second beyond importing libraries.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headwise import budgets as prices
+from headwise import devices, families, heal, strategies
+from headwise.bars import note
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families import Family
+from headwise.preflight import _disk, _texts
+from headwise.registry import find
+from headwise.runfolder import RunFolder, Settings
+from headwise.strategies import _reach
+from headwise.stream import line as stream
+from headwise.types import ModelShape
+from headwise.workbench import heads_to_pool, refuse_bound, refuse_units
+
+__all__ = ["check", "told"]
+
+TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
+
+
+def told(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
+    """Check, and print the notes."""
+    for text in check(settings, out, latency):
+        note(text)
+
+
+def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> list[str]:
+    """Notes for the user; what cannot work raises. `latency` is what a probing was asked to time."""
+    devices.check(settings.device)
+    heal.check(settings.heal, settings.heal_options)
+    module = strategies.chosen(settings.strategy, settings.allow, settings.portable)
+    config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
+    family, task = families.family_of(config), settings.task or families.task_of(config)
+    _files(settings.model, family)
+    refuse_units(settings, family)
+    refuse_bound(settings, find("headwise.tasks", task).TASK)
+    shape = _pooled(settings, family.shape_of(config))
+    budgets = prices.without_times(settings.budgets, shape)
+    for text in latency:
+        prices.workload(text, shape)
+    cuts = strategies.cuts(module, settings.allow)
+    _reach.check(shape, budgets, module, cuts, [*family.units, "depth"])
+    streamed = _streamed(settings, RunFolder(out), config, bool(latency))
+    length, notes = _length(settings, family, config)
+    notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
+    notes += _texts.check(settings, family, config, task, length, streamed)
+    return notes + _disk.check(settings, Path(out), shape, budgets)
+
+
+def _files(model: str, family: Family) -> None:
+    """A folder must hold weights that are read, and what reads for the model."""
+    where, extra = families.locate(model)
+    if not Path(where).is_dir() or extra:
+        return
+    if family.name == "timm":  # whose configuration says all
+        return
+    if family.images or family.audio:
+        if not any(Path(where).glob("*processor_config.json")):
+            raise families.no_processor(where, family)
+    elif not any(file for pattern in TOKENIZERS for file in Path(where).glob(pattern)):
+        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
+
+
+def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
+    """The shape that is cut: with heads that share rows, where they are asked to."""
+    heads = heads_to_pool(settings, shape)
+    return shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers))
+
+
+def _streamed(settings: Settings, folder: RunFolder, config: Any, timed: bool) -> bool:
+    """Whether the model will be streamed; what that cannot do is refused."""
+    alone = os.environ.get("WORLD_SIZE", "1") == "1"
+    if not (settings.stream or (alone and stream.wanted(settings, folder, tell=False))):
+        return False
+    stream.refuse(settings, config)
+    if timed:
+        raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
+    return True
+
+
+def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[str]]:
+    """Tokens of a block of text, and a note where they are fewer than asked for."""
+    if family.images or family.audio:
+        return settings.length, []
+    longest = family.longest(config)
+    found = family.row_length(settings.length, settings.served(longest))
+    if found >= settings.length:
+        return found, []
+    return found, [f"--length {settings.length:,} is more than the model takes; rows have {found:,} tokens."]
+
+
+def _ignored_units(settings: Settings, shape: ModelShape, strategy: str, cuts: tuple[str, ...]) -> list[str]:
+    """Units that were allowed and will stay."""
+    if strategy == "portable" and shape.grain.portable is not None:
+        cuts = tuple(unit for unit in cuts if unit in shape.grain.portable)
+    if not (ignored := [unit for unit in settings.allow if unit not in cuts]):
+        return []
+    return [
+        f"{', '.join(ignored)} will not be cut, though --allow names it: strategy {strategy} cannot for this model."
+    ]
+
+
+def _prices(settings: Settings) -> list[str]:
+    """Prices of healed layers want rows for healing beside those that they are measured on."""
+    if settings.heal == "none" or settings.swap_tokens < settings.tokens:
+        return []
+    return [
+        f"--swap-tokens {settings.swap_tokens:,} leaves none of the {settings.tokens:,} calibration tokens to heal "
+        "layers on before they are priced, so prices are too hopeful; raise --tokens."
+    ]

@@ -1,0 +1,70 @@
+"""A look at what a run will read: is it there, is it what it should be, is it long enough, are its parts apart?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise import audio, data, families, images, overlap
+from headwise.families import Family
+from headwise.heal._options import Options
+from headwise.registry import find
+from headwise.runfolder import Settings
+from headwise.workbench import calibration_source, one_row, shared_lines
+
+USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
+PACKED = 10  # bytes of text for a byte of a compressed file, at most
+SURE = 16  # bytes for every token that is needed: so much text is long enough by any tokenizer
+
+
+def check(settings: Settings, family: Family, config: Any, task: str, length: int, streamed: bool = False) -> list[str]:
+    """Notes about the texts, images or recordings of a run; what cannot be read raises."""
+    notes: list[str] = []
+    for name in dict.fromkeys((calibration_source(settings), *([settings.eval] if settings.eval else []))):
+        if data.writes_itself(name):
+            data.refuse_to_write(family.class_name(config) or family.name, config, family.audio, task == "causal")
+            if streamed:
+                raise data.too_slow_to_write()
+        if (source := name.removesuffix("+self")) == "self":
+            continue
+        if family.images:
+            images.peek(source)
+        elif family.audio:
+            audio.peek(source)
+        else:
+            data.peek(source)
+            notes += _too_few(settings, family, config, task, length, name)
+    if shared := overlap.in_words(shared_lines(settings)):
+        notes.append(f"--eval {settings.eval}: {shared}, so the quality measured on it is flattered.")
+    return notes
+
+
+def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:
+    """A note for a file that has far fewer tokens than are asked for; too few to begin with is an error."""
+    path = Path(source := name.removesuffix("+self"))
+    if not path.is_file():
+        return []
+    size = path.stat().st_size * (PACKED if path.suffix in data.OPENERS else 1)
+    alone = settings.eval is None and name == source  # calibrated and judged on
+    rows = 2 if alone else 1
+    if size < SURE * rows * length:
+        _two_rows(settings, config, task, length, source, rows)
+    asked = settings.eval_tokens
+    if name != settings.eval:
+        healing = Options.parse(settings.heal_options).tokens or 0
+        asked = max(settings.tokens, healing) + (settings.eval_tokens if alone else 0)
+    if name != source or size / DENSE >= asked:
+        return []
+    return [f"{source} has about {size / USUAL:,.0f} tokens by its size, and {asked:,} are asked for."]
+
+
+def _two_rows(settings: Settings, config: Any, task: str, length: int, source: str, rows: int) -> None:
+    """Refuse a short text that does not make the rows that are needed."""
+    from transformers import AutoTokenizer
+
+    where, extra = families.locate(settings.model)
+    with families.explained(settings.model), families.quietly():
+        tokenizer = AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=settings.trust_remote_code)
+    kind = find("headwise.tasks", task).TASK.for_model(config, tokenizer, settings.model)
+    if len(kind.read(source, tokenizer, length, rows, settings.seed).rows) < rows:
+        raise one_row(source)

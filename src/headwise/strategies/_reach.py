@@ -1,0 +1,116 @@
+"""How little a model can be made to cost, by its shape alone: budgets out of reach are refused before any probing.
+
+The least over all legal sizes is a bound from below for every strategy: whoever chooses more narrowly, such as one size
+for all layers, may still refuse later what is accepted here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from types import ModuleType
+
+import numpy as np
+
+from headwise import budgets as prices
+from headwise.errors import BudgetError
+from headwise.strategies._equal import refuse_unequal
+from headwise.strategies._options import menus, refuse
+from headwise.strategies._program import Floats, Program, build
+from headwise.strategies.portable import nothing_portable
+from headwise.types import UNITS, Budget, LayerShape, ModelShape, Reading, Readings
+
+WEIGHTS = 33  # of two budgets against each other that are tried
+WAYS = ("qk_projected", "qk_pairs")
+
+
+def check(
+    source: ModelShape,
+    budgets: tuple[Budget, ...],
+    module: ModuleType,
+    cuts: tuple[str, ...],
+    possible: Sequence[str] = UNITS,
+) -> None:
+    """Refuse budgets that a strategy, which may cut `cuts`, cannot meet whatever the probes will find.
+
+    `possible` is what it could be allowed to cut.
+    """
+    if getattr(module, "EQUAL", False):
+        refuse_unequal(source)
+    if module.NAME == "portable" and source.grain.portable is not None:
+        possible = source.grain.portable
+        cuts = tuple(unit for unit in cuts if unit in possible)
+        if not cuts:
+            raise nothing_portable(source)
+    if refused := _refusal(source, budgets, cuts, possible):
+        raise refused
+
+
+def _refusal(
+    source: ModelShape, budgets: tuple[Budget, ...], cuts: tuple[str, ...], possible: Sequence[str]
+) -> BudgetError | None:
+    """The error for budgets out of reach: each alone, or any two together."""
+    if not budgets:
+        return None
+    costs = _Costs(source, budgets, cuts)
+    limits = np.array([budget.limit for budget in budgets]) * (1 + 1e-9)
+    least = [costs.least(row) for row in np.eye(len(budgets))]
+    alone = any(low > limit for low, limit in zip(least, limits, strict=True))
+    together = any(costs.least(weights) > float(weights @ limits) for weights in _mixed(limits))
+    return refuse(source, budgets, least, cuts, possible) if alone or together else None
+
+
+def _mixed(limits: Floats) -> Iterator[Floats]:
+    """Weights of two budgets each: a sum that no selection keeps below that of the limits cannot be met."""
+    for first in range(len(limits)):
+        for second in range(first):
+            for share in np.linspace(0, 1, WEIGHTS)[1:-1]:
+                weights = np.zeros(len(limits))
+                weights[[first, second]] = share / max(limits[first], 1e-30), (1 - share) / max(limits[second], 1e-30)
+                yield weights
+
+
+class _Costs:
+    """The least that a model can cost, in budgets weighed against each other."""
+
+    def __init__(self, source: ModelShape, budgets: tuple[Budget, ...], cuts: tuple[str, ...]) -> None:
+        def price(layer: LayerShape) -> list[float]:
+            return [prices.layer_price(budget, source, layer) for budget in budgets]
+
+        self.counts = Counter(source.layers)
+        self.programs: dict[LayerShape, Program] = {}
+        for layer in self.counts:
+            alone = source.with_layers((layer,))
+            self.programs[layer] = build(alone, menus(alone, _legal(alone), cuts, WAYS), price)
+        whole = np.array([prices.price(budget, source) for budget in budgets])
+        self.fixed = whole - np.sum([np.array(price(layer)) * n for layer, n in self.counts.items()], axis=0)
+        self.may_go = len(source.layers) // 2 if "depth" in cuts else 0
+
+    def least(self, weights: Floats) -> float:
+        """The least total, with as many layers gone as may be."""
+        layers: list[float] = []
+        for layer, count in self.counts.items():
+            program = self.programs[layer]
+            layers += [program.cheapest(weights @ program.price)[0]] * count
+        left = sorted(layers)[: len(layers) - self.may_go]
+        return float(weights @ self.fixed) + sum(left)
+
+
+def _legal(source: ModelShape) -> Readings:
+    """Readings that price every legal size at nothing, as menus are made from readings."""
+    grain = source.grain
+    kinds = {
+        "qk_projected": [grain.qk_sizes(layer.qk_dim) for layer in source.layers],
+        "v": [grain.v_sizes(layer.v_dim) for layer in source.layers],
+        "mlp": [grain.mlp_sizes(layer.mlp_width) for layer in source.layers],
+        "heads": [tuple(range(layer.queries_per_group, 0, -1)) for layer in source.layers],
+        "kv_heads": [tuple(range(layer.kv_heads, 0, -1)) for layer in source.layers],
+    }
+    if grain.rotary and not any(layer.projected for layer in source.layers):
+        kinds["qk_pairs"] = [grain.qk_sizes(layer.qk_width) for layer in source.layers]
+    curves = tuple(_free(f"damage.{kind}", tuple(sizes)) for kind, sizes in kinds.items())
+    return Readings("", source.to_json(), curves, ({},) * len(source.layers), 0, 0)
+
+
+def _free(kind: str, ticks: tuple[tuple[int, ...], ...]) -> Reading:
+    return Reading("none", kind, kind, ticks, tuple((0.0,) * len(row) for row in ticks), None, "", "", 0, 0)
