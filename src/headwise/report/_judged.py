@@ -72,7 +72,7 @@ def headline(verdict: Verdict) -> str:
 def _sizes(verdict: Verdict) -> str:
     failed = [check.name for check in verdict.checks if not check.passed]
     if not verdict.checks:
-        return "Nothing was checked."
+        return "Not verified: no checks were made."
     if failed:
         return f"{len(failed)} of {len(verdict.checks)} checks FAILED ({', '.join(failed)})."
     count = "its one check" if len(verdict.checks) == 1 else f"all {len(verdict.checks)} checks"
