@@ -64,7 +64,8 @@ def _measure_way(
 ) -> None:
     """Probe once, then cut and refit to every budget."""
     from headwise import heal, pipeline
-    from headwise.checks import certificate, retrieval
+    from headwise.checks import _retrieval as retrieval
+    from headwise.checks import certificate
     from headwise.types import write_atomically
 
     retrieval.PASSAGES = PASSAGES  # more than a certificate takes, for narrow intervals

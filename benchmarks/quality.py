@@ -38,7 +38,8 @@ from torch import nn
 from zero_shot import Scores, all_tasks, exams
 
 from headwise import pipeline
-from headwise.checks import lengths, quality, speed
+from headwise.checks import _lengths as lengths
+from headwise.checks import quality, speed
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError
 from headwise.heal import stages

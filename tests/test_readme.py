@@ -14,7 +14,7 @@ from headwise import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--length", "64"]
+FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--length", "64", "--context", "256"]
 
 
 def commands():
@@ -33,14 +33,15 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
         try:
             cli.main()
         except SystemExit as stop:
-            assert not stop.code, f"{' '.join(command)}: {capsys.readouterr().err[-500:]}"
+            # On so little text a run may be beyond its limit of quality, which is code 3.
+            assert stop.code in (None, 0, 3), f"{' '.join(command)}: {capsys.readouterr().err[-500:]}"
     assert "--pool all" in capsys.readouterr().out, "a run on the cache alone says how to lose less"
 
 
 def test_the_python_lines_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
-    few = 'out="runs/first", tokens=1024, eval_tokens=512, swap_tokens=128, length=64'
+    few = 'out="runs/first", tokens=1024, eval_tokens=512, swap_tokens=128, length=64, context=256'
     assert 'out="runs/first"' in code
     exec(compile(code.replace('out="runs/first"', few), "README.md", "exec"), {})
 

@@ -237,7 +237,8 @@ def test_the_answer_comes_first() -> None:
     first = page[: page.index("<section")]
     for fact in (
         "acme/tiny-llama",
-        "18.21 to 18.74",
+        "from 18.21",
+        "+2.9% perplexity (1.6 to 4.3)",
         "95% interval 18.50 to 18.99",
         "all 2 checks passed",
         "Tailored",

@@ -282,7 +282,14 @@ def test_runs_are_compared_on_one_frontier() -> None:
     assert [run.name for run in best(found, "KV cache per token")] == ["half", "wide"], "worse costs more and is worse"
     page = compare([*runs, (f"evil {HOSTILE}", replace(other_run(2, 0.8), verdict=None))])
     check_page(page)
-    for fact in ("4 runs compared", "better than half and wide", "0.0156 to 0.0417", "(predicted)", "✓ pass", "50.0%"):
+    for fact in (
+        "4 runs compared",
+        "better than half and wide",
+        "0.0156 to 0.0417",
+        "(predicted)",
+        "partly verified",
+        "50.0%",
+    ):
         assert fact in page, fact
     masked = make_dossier()
     assert masked.readings is not None

@@ -17,7 +17,7 @@ from headwise.bars import Bars, speaks
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.fast.command import command as kernels
-from headwise.runfolder import POOLING, Settings
+from headwise.runfolder import Settings
 from headwise.search.command import command as search
 from headwise.train import command as training
 from headwise.types import UNITS
@@ -84,11 +84,7 @@ Context = Annotated[
     typer.Option(help="Tokens of context that will be served; the model's own if not given, at most 32k."),
 ]
 MaxLoss = Annotated[
-    str | None,
-    typer.Option(
-        help=f"Most damage that counts as good, at any measured length: a percentage of perplexity such as 2%, or nats "
-        f"such as 0.02; {MAX_LOSS} if not given. Of embeddings, of 1 - cosine."
-    ),
+    str | None, typer.Option(help=f"Most damage that counts as good: 2% of perplexity, 0.02 nats; default {MAX_LOSS}.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
@@ -331,36 +327,17 @@ def _say(found: Any, as_json: bool) -> None:
 
 def _finish(dossier: Any, out: Path, as_json: bool) -> None:
     """The verdict, for people in a few lines or for programs as JSON."""
-    verdict = dossier.verdict
-    if as_json:
-        _say({"verdict": verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)}, True)
-        return _exit(verdict)
-    from headwise.report._checked import recovery_in_words
-    from headwise.show import in_short
+    from headwise.show import finished
 
-    typer.echo(in_short(verdict))
-    if gained := recovery_in_words(dossier.healing):
-        typer.echo(f"{gained}, on text that nothing was fitted to")
-    if _could_pool(dossier):
-        typer.echo("at the same cache bytes --pool all usually loses much less, for some more parameters")
-    typer.echo(f"{out / 'report.html'}")
-    _exit(verdict)
+    whole = {"verdict": dossier.verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)} if as_json else None
+    _say(whole or finished(dossier, out), as_json)
+    _exit(dossier.verdict)
 
 
 def _exit(verdict: Any) -> None:
     """End with code 3 where a check failed or quality is beyond the limit: scripts must not take it for a success."""
     if not verdict.passed:
         raise typer.Exit(NOT_VERIFIED)
-
-
-def _could_pool(dossier: Any) -> bool:
-    """Whether only the cache was limited, of a decoder with several key/value heads that keep rows of their own."""
-    plan, layers = dossier.plan, dossier.plan.source.layers
-    if plan.strategy not in POOLING:
-        return False
-    apart = all(layer.kv_heads > 1 and layer.pooled == 1 and not layer.role for layer in layers)
-    only_kv = bool(plan.budgets) and all(budget.name == "kv" for budget in plan.budgets)
-    return apart and only_kv and plan.source.cached and not dossier.settings.get("portable")
 
 
 def _keep_stdout_clean() -> None:

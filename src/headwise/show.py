@@ -15,7 +15,8 @@ from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files import read_object
-from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
+from headwise.runfolder import POOLING
+from headwise.types import Dossier, LayerKeep, LayerShape, Plan, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
 KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
@@ -262,6 +263,28 @@ def in_short(verdict: Verdict) -> str:
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
     lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.quality)} on {verdict.evaluation}{at}"]
     return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
+
+
+def finished(dossier: Dossier, out: Path) -> str:
+    """What a run found, in a few lines, and where its report lies."""
+    from headwise.report._checked import recovery_in_words
+
+    lines = [in_short(dossier.verdict)] if dossier.verdict else []
+    if gained := recovery_in_words(dossier.healing):
+        lines.append(f"{gained}, on text that nothing was fitted to")
+    if _could_pool(dossier):
+        lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
+    return "\n".join([*lines, f"{out / 'report.html'}"])
+
+
+def _could_pool(dossier: Dossier) -> bool:
+    """Whether only the cache was limited, of a decoder with several key/value heads that keep rows of their own."""
+    plan = dossier.plan
+    if plan is None or plan.strategy not in POOLING:
+        return False
+    apart = all(layer.kv_heads > 1 and layer.pooled == 1 and not layer.role for layer in plan.source.layers)
+    only_kv = bool(plan.budgets) and all(budget.name == "kv" for budget in plan.budgets)
+    return apart and only_kv and plan.source.cached and not dossier.settings.get("portable")
 
 
 def _quality_of(quality: dict[str, float]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise import bars, data, families, overlap, processes, tasks
-from headwise.checks import lengths
+from headwise.checks import _lengths as lengths
 from headwise.errors import DataError, PlanError
 from headwise.families import Family
 from headwise.heal._job import Job

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise.checks import lengths, retrieval
+from headwise.checks import _lengths as lengths
+from headwise.checks import _retrieval as retrieval
 from headwise.families import Family
 from headwise.probes._watch import Track, silently
 from headwise.types import LengthQuality, Retrieval

@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from headwise.checks._interval import interval as interval
 from headwise.families import Family, explained, family_of, quietly
 from headwise.probes._watch import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import Sample
 
-RESAMPLES = 2000
 KL_TRUST = 0.4
 
 
@@ -96,17 +96,6 @@ class Comparison:
         noise = float(damage.std() / math.sqrt(max(1, len(damage) - 1)))
         share = (KL_TRUST * kl) ** 2 / max((KL_TRUST * kl) ** 2 + noise**2, 1e-30)
         return share * float(damage.mean()) + (1 - share) * kl
-
-
-def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
-    """95% bootstrap interval of the mean.
-
-    >>> interval(np.ones(8))
-    (1.0, 1.0)
-    """
-    draws = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
-    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
-    return float(low), float(high)
 
 
 @torch.no_grad()

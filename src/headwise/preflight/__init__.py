@@ -63,6 +63,8 @@ def _files(model: str, family: Family) -> None:
     where, extra = families.locate(model)
     if not Path(where).is_dir() or extra:
         return
+    if not any(Path(where).glob("*.safetensors")):
+        raise ModelError(f"{model} holds no .safetensors file, and no other weights are read. Fetch or convert them.")
     if family.name == "timm":  # whose configuration says all
         return
     if family.images or family.audio:

@@ -93,7 +93,7 @@ def _right(column: int, numeric: Collection[int]) -> str:
 
 def _mark(cell: str) -> str:
     """Pass and fail are set apart by sign and word; colour only repeats them."""
-    kinds = {"✓ pass": "pass", "✓ met": "pass", "✓ within": "pass", "✓ about as well": "pass", "✓ verified": "pass"}
+    kinds = {"✓ pass": "pass", "✓ met": "pass", "✓ within": "pass", "✓ within 10 points": "pass", "✓ verified": "pass"}
     kinds |= {"✗ FAIL": "fail", "✗ NOT MET": "fail", "✗ BEYOND": "fail", "✗ not verified": "fail"}
     kinds |= {"! uncertain": "unsure", "! clearly less": "unsure", "! partly verified": "unsure"}
     return f' class="{kinds[cell]}"' if cell in kinds else ""

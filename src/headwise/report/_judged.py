@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from headwise.report._text import listing, number
 from headwise.types import Verdict
-from headwise.types.verdict import BEYOND, FAILED, LEAST_ROWS, PARTLY, VERIFIED, WITHIN
+from headwise.types.verdict import BEYOND, FAILED, LEAST_ROWS, PARTLY, RETRIEVAL_LOSS, VERIFIED, WITHIN
 
 SIGNS = {VERIFIED: "✓", PARTLY: "!", FAILED: "✗"}
 CLASSES = {VERIFIED: "", PARTLY: " unsure", FAILED: " bad"}  # of the status, beside its word
@@ -36,7 +36,7 @@ class ByLength(NamedTuple):
 def by_length(verdict: Verdict) -> ByLength | None:
     """The curve over length; None where fewer than two lengths were measured."""
     known = [q for q in verdict.lengths if all(map(math.isfinite, (q.damage, q.low, q.high)))]
-    steps = [Step(q.length, *map(_change, (q.damage, q.low, q.high)), q.rows) for q in known]
+    steps = [Step(q.length, _change(q.damage), _change(q.low), _change(q.high), q.rows) for q in known]
     if len(steps) < 2:
         return None
     return ByLength(tuple(steps), _change(verdict.limit), verdict.max_loss, verdict.length)
@@ -72,7 +72,7 @@ def headline(verdict: Verdict) -> str:
 def _sizes(verdict: Verdict) -> str:
     failed = [check.name for check in verdict.checks if not check.passed]
     if not verdict.checks:
-        return "Nothing was checked."
+        return "Not verified: no checks were made."
     if failed:
         return f"{len(failed)} of {len(verdict.checks)} checks FAILED ({', '.join(failed)})."
     count = "its one check" if len(verdict.checks) == 1 else f"all {len(verdict.checks)} checks"
@@ -153,7 +153,7 @@ def retrieval_rows(verdict: Verdict) -> Rows:
     for r in verdict.retrieval:
         change = 100 * (r.accuracy_after - r.accuracy_before)
         interval = f"{100 * r.accuracy_change_low:+.1f} to {100 * r.accuracy_change_high:+.1f}"
-        words = "! clearly less" if r.lost else "✓ about as well"
+        words = "! clearly less" if r.lost else f"✓ within {100 * RETRIEVAL_LOSS:.0f} points"
         words = words if r.possible else "the source does not retrieve at this distance"
         losses = f"{number(r.loss_before, 3)} → {number(r.loss_after, 3)}"
         cells = (f"{r.accuracy_before:.1%}", f"{r.accuracy_after:.1%}", f"{change:+.1f} points ({interval})", losses)

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import torch
 
-from headwise.checks import certificate, exactness, lengths
+from headwise.checks import _lengths as lengths
+from headwise.checks import certificate, exactness
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches

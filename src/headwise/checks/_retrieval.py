@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.checks.lengths import Tokens
-from headwise.checks.quality import interval
+from headwise.checks._interval import interval
+from headwise.checks._lengths import Tokens
 from headwise.data import start_of
 from headwise.types import Retrieval
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from headwise import memory
-from headwise.checks.quality import interval
+from headwise.checks._interval import interval
 from headwise.data import batches
 from headwise.families import Family
 from headwise.probes._watch import Track
