@@ -11,8 +11,8 @@ crash      another exit code, or a signal
 from __future__ import annotations
 
 import fnmatch
-import itertools
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +32,7 @@ PLACED = 0.04  # share of cases in which something else stands where the file wa
 MEMORY = 6 * 2**30  # beyond what a command has at its start: a mutated size must not take the machine down
 FEW = ["--tokens", "32", "--swap-tokens", "0", "--length", "16", "--device", "cpu", "--out", OUT]
 TIMED = "decode,16,b1"
+RANDOM = re.compile(r"(^|/)\.[^/]+\.[a-z0-9_]{8}(/|$)")  # names that tempfile makes
 SHOWN = ("readings.json", "plan.json", "verdict.json")
 
 
@@ -46,6 +47,8 @@ class Target:
     @property
     def row(self) -> str:
         """What it is counted under."""
+        if (name := self.base.rpartition(" ")[0]) in BROKEN:
+            return f"{name}: any file"
         return f"{self.base}: {self.file.removeprefix(f'{OUT}/')}"
 
 
@@ -133,8 +136,10 @@ def makers(inputs: Path, folder: Path, chosen: Sequence[str]) -> list[Callable[[
 
 
 def _files(base: Path, pattern: str) -> list[str]:
-    names = sorted(str(p.relative_to(base)) for p in base.rglob("*") if p.is_file())
-    return [n for n in names if fnmatch.fnmatch(n, pattern) and n.split("/")[0] != SCRATCH and n != TEXT]
+    """Files whose damage can matter, in an order that is always the same; temporary ones have random names."""
+    names = sorted(str(path.relative_to(base)) for path in base.rglob("*") if path.is_file())
+    known = [name for name in names if name != TEXT and not name.startswith(SCRATCH) and not RANDOM.search(name)]
+    return [name for name in known if fnmatch.fnmatch(name, pattern)]
 
 
 def _readers(name: str) -> list[list[str]]:
@@ -143,26 +148,28 @@ def _readers(name: str) -> list[list[str]]:
     return [*found, ["show", f"{OUT}/{name}"]] if name in SHOWN else found
 
 
-def targets(folder: Path) -> list[list[Target]]:
-    """What can be damaged, in groups that get equally many cases."""
-    groups: list[list[Target]] = []
+def targets(folder: Path) -> list[tuple[float, list[Target]]]:
+    """What can be damaged, in groups with their weights: more cases where a command is quick."""
+    groups: list[tuple[float, list[Target]]] = []
     for base, (model, data, pattern) in INPUTS.items():
-        groups.append([Target(base, file, tuple(_probe(model, data))) for file in _files(folder / base, pattern)])
+        files, weight = _files(folder / base, pattern), 2.0 if base.startswith("text ") else 3.0
+        groups.append((weight, [Target(base, file, tuple(_probe(model, data))) for file in files]))
     for base in ("finished", "timed"):
         for file in _files(folder / base, f"{OUT}/*"):
             name = file.removeprefix(f"{OUT}/")
             if base == "finished" or name.startswith("latency-"):
-                groups.append([Target(base, file, tuple(command)) for command in _readers(name)])
+                weight = 5.0 if name.endswith(".json") and "/" not in name else 1.0
+                groups.append((weight, [Target(base, file, tuple(command)) for command in _readers(name)]))
     for name, step in BROKEN.items():
         bases = [f"{name} {share:.0%}" for share in SHARES]
-        groups.append([Target(b, file, tuple(step)) for b in bases for file in _files(folder / b, f"{OUT}/*")])
-    return [group for group in groups if group]
+        groups.append((1.0, [Target(b, file, tuple(step)) for b in bases for file in _files(folder / b, f"{OUT}/*")]))
+    return [(weight, group) for weight, group in groups if group]
 
 
 def cases(folder: Path, seed: int, count: int) -> Iterator[dict[str, Any]]:
-    """So many damaged inputs: groups take turns, targets and damage within a group are drawn."""
+    """So many damaged inputs, all drawn: group, file and command, and damage."""
     draw, groups = random.Random(seed), targets(folder)
-    for number, group in zip(range(count), itertools.cycle(groups), strict=False):
+    for number, (_, group) in enumerate(draw.choices(groups, [weight for weight, _ in groups], k=count)):
         target = draw.choice(group)
         yield {
             "id": f"damage/{number}",

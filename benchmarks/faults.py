@@ -6,7 +6,7 @@
 Crashes: a process dies before a change of a file, with half of a file, twice, or at a random time; the same command
 must then finish and leave the same bytes as one that was never disturbed (crashes.py). Beside them: SIGTERM, files that
 may not grow, full disks, little memory, two processes in one folder. Mutations: damaged inputs (damage.py). Every case
-follows from the seed. Results of cases are kept beside --out in a journal: a campaign that was killed, or stopped
+follows from the seed. Results of cases are kept in a journal beside --out: a campaign that was killed, or stopped
 after its minutes, is resumed by the same command. Writes `benchmarks/results/faults.json`; `benchmarks/reliability.py`
 prints docs/RELIABILITY.md from it. Linux only.
 """
@@ -185,7 +185,7 @@ def campaign(asked: argparse.Namespace) -> Case:
     about = {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "scenario", "inputs")} | {
         "commit": commit()
     }
-    journal = Journal(asked.out.with_suffix(".journal.jsonl"), about)
+    journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", about)
     todo = [case for case in cases if case["id"] not in journal.done]
     by_name = {s.name: s for s in chosen}
 
@@ -207,7 +207,7 @@ def campaign(asked: argparse.Namespace) -> Case:
     rows = [row for name, row in journal.done.items() if name in wanted]
     result = summary(rows, references, len(cases)) | {"seconds": round(time.monotonic() - start)}
     if len(rows) == len(cases):
-        journal.path.unlink()
+        shutil.rmtree(journal.path.parent)
     return result
 
 
