@@ -11,6 +11,7 @@ left       a file or folder that the reference does not have
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import resource
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from folders import NOTES, OUT, SOURCE, TEXT, Reference, compared, lost, tree
-from forks import SCRATCH, Command, Fault, Outcome, call, typed
+from forks import SCRATCH, Command, Fault, Outcome, call, typed, warm
 
 LIMIT = 120.0  # seconds that a command may take
 SMALL = ["--data", TEXT, "--tokens", "128", "--swap-tokens", "16", "--length", "16", "--device", "cpu"]
@@ -51,9 +52,14 @@ class Scenario:
     foreign: bool = False  # a file of the user's lies in the run folder
 
     @property
+    def replaces(self) -> bool:
+        """Whether it replaces a whole run, which must be kept until the new one is finished."""
+        return "--overwrite" in self.steps[0]
+
+    @property
     def over(self) -> bool:
         """Whether it works on a finished run that stays readable throughout."""
-        return bool(self.before) and "--overwrite" not in self.steps[0] and self.before[0][0] == "run"
+        return bool(self.before) and not self.replaces and self.before[0][0] == "run"
 
 
 def _run(*more: str) -> list[str]:
@@ -92,6 +98,11 @@ class Lab:
     def __init__(self, root: Path) -> None:
         self.root = root
 
+    @property
+    def inputs(self) -> Path:
+        """The model and the text that every scenario begins with."""
+        return self.root / "inputs"
+
     def start_of(self, scenario: Scenario) -> Path:
         """The folder as it is before the scenario's commands."""
         return self.root / "starts" / re.sub(r"\W+", "-", scenario.name)
@@ -104,31 +115,42 @@ class Lab:
         (case / SCRATCH).mkdir(exist_ok=True)
         return case
 
-    def prepare(self, scenario: Scenario, inputs: Path) -> Reference:
+    def after(self, steps: tuple[list[str], ...]) -> Path:
+        """The inputs after some undisturbed commands; made once, and what they import stays imported."""
+        if not steps:
+            return self.inputs
+        place = self.root / "after" / hashlib.sha1(repr(steps).encode()).hexdigest()[:12]
+        if not place.exists():
+            case = self.fresh(self.after(steps[:-1]), place.name)
+            done = warm(Command(steps[-1], case, modules=True))
+            if done.code not in (0, 3):
+                raise SystemExit(f"{typed(steps[-1])} fails without a fault:\n{done.text}")
+            place.parent.mkdir(exist_ok=True)
+            shutil.copytree(case, place)
+        return place
+
+    def prepare(self, scenario: Scenario) -> Reference:
         """Make the start and the reference of a scenario."""
         start = self.start_of(scenario)
-        shutil.rmtree(start, ignore_errors=True)
-        shutil.copytree(inputs, start)
-        (start / SCRATCH).mkdir(exist_ok=True)
-        for step in scenario.before:
-            done = call(step, start, LIMIT)
-            if done.code not in (0, 3):
-                raise SystemExit(f"{scenario.name} cannot begin: {typed(step)}\n{done.text}")
+        shutil.copytree(self.after(scenario.before), start)
         if scenario.foreign:
             (start / OUT / NOTES).write_text("not to be lost\n")
         case = self.fresh(start, f"reference-{start.name}")
-        done = [call(step, case, LIMIT) for step in scenario.steps]
-        if any(each.code not in (0, 3) for each in done):
-            raise SystemExit(f"{scenario.name} fails without a fault:\n{done[-1].text}")
-        found = Reference(
+        commands, done = [], []
+        for step in scenario.steps:
+            commands.append(Command(step, case, modules=True))
+            done.append(commands[-1].wait(LIMIT))
+            if done[-1].code not in (0, 3):
+                raise SystemExit(f"{scenario.name} fails without a fault:\n{done[-1].text}")
+        return Reference(
             tuple(each.changes for each in done),
             tuple(each.code for each in done),
             tuple(each.seconds for each in done),
             tree(start),
             tree(case),
+            tuple(sorted({name for command in commands for name in command.modules})),
+            scenario.replaces,
         )
-        shutil.rmtree(case)
-        return found
 
 
 # What a broken command left.

@@ -99,6 +99,10 @@ def _plain_run(inputs: Path, base: Path, step: list[str], fault: Fault = NO_FAUL
     return len(done.changes)
 
 
+def _copied(lab: Lab, base: Path) -> None:
+    shutil.copytree(lab.after((RUN,)), base)
+
+
 def _killed(inputs: Path, folder: Path, name: str, step: list[str]) -> None:
     """The folders of a command that was killed on the way."""
     count = _plain_run(inputs, folder / f"{name}, whole", step)
@@ -125,11 +129,11 @@ def _input(inputs: Path, base: Path) -> None:
 BASES = (*INPUTS, "finished", "timed", *BROKEN)
 
 
-def makers(inputs: Path, folder: Path, chosen: Sequence[str]) -> list[Callable[[], Any]]:
+def makers(lab: Lab, folder: Path, chosen: Sequence[str]) -> list[Callable[[], Any]]:
     """What makes the folders that inputs are damaged in."""
-    timing = ["probe", SOURCE, "--latency", TIMED, *PROBE[2:]]
+    inputs, timing = lab.inputs, ["probe", SOURCE, "--latency", TIMED, *PROBE[2:]]
     found: dict[str, Callable[[], Any]] = {base: partial(apart, _input, inputs, folder / base) for base in INPUTS}
-    found["finished"] = partial(_plain_run, inputs, folder / "finished", RUN)
+    found["finished"] = partial(_copied, lab, folder / "finished")
     found["timed"] = partial(_plain_run, inputs, folder / "timed", timing)
     found |= {name: partial(_killed, inputs, folder, name, step) for name, step in BROKEN.items()}
     return [found[name] for name in chosen]

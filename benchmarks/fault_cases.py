@@ -151,8 +151,10 @@ def failures(rows: list[Case]) -> Case:
     """The first few of every kind in every row, in words, and how many there were."""
     found: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        for problem in row["problems"]:
-            key = (row["kind"], str(row["row"]), problem.split(":")[0])
-            found.setdefault(key, []).append(f"{row.get('words', row['id'])}: {problem}")
+        for kind in sorted(kinds_of(row)):
+            first, *others = [problem for problem in row["problems"] if problem.split(":")[0] == kind]
+            more = f" (and {len(others)} more)" if others else ""
+            words = f"{row.get('words', row['id'])}: {first}{more}"
+            found.setdefault((row["kind"], str(row["row"]), kind), []).append(words)
     listed = [words for group in found.values() for words in group[:LISTED]]
     return {"failures": listed, "failures_in_all": sum(map(len, found.values()))}

@@ -29,6 +29,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from select import select
@@ -41,7 +42,7 @@ import forks
 import tiny_inputs
 from crashes import SCENARIOS, Lab, Scenario
 from fault_cases import Case, beside_cases, crash_cases, kinds_of, named, summary, words_of
-from folders import OUT, SOURCE, TEXT, Reference
+from folders import SOURCE, TEXT, Reference
 from solve import hardware
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
@@ -149,24 +150,21 @@ def workplace(out: Path) -> Path:
 def prepared(root: Path, chosen: list[Scenario], jobs: int, damaged: list[str]) -> dict[str, Reference]:
     """Inputs, references of the scenarios, and the folders in which inputs are damaged."""
     forks.prepare(root)
-    inputs, lab = root / "inputs", Lab(root)
-    inputs.mkdir()
-    tiny_inputs.text(inputs / TEXT)
-    forks.apart(tiny_inputs.model, inputs / SOURCE)
-    warm = lab.fresh(inputs, "warm")
-    for command in {tuple(c) for c in (crashes.RUN, crashes.REPORT, *(s.steps[0] for s in chosen if not s.before))}:
-        forks.warm(forks.Command(command, warm, modules=True))
-        shutil.rmtree(warm / OUT, ignore_errors=True)
-    tasks: list[tuple[str, Callable[[], Any]]] = [
-        (s.name, lambda s=s: lab.prepare(s, inputs))
-        for s in chosen  # type: ignore[misc]
-    ]
-    tasks += [("inputs", work) for work in damage.makers(inputs, root / "bases", damaged)]
+    lab = Lab(root)
+    lab.inputs.mkdir()
+    tiny_inputs.text(lab.inputs / TEXT)
+    forks.apart(tiny_inputs.model, lab.inputs / SOURCE)
+    lab.after((crashes.RUN,))
+    for scenario in chosen:
+        lab.after(scenario.before)
+    tasks: list[tuple[str, Callable[[], Any]]] = [(s.name, partial(lab.prepare, s)) for s in chosen]
+    tasks += [("inputs", work) for work in damage.makers(lab, root / "bases", damaged)]
     found = {}
     for name, result in pooled(tasks, jobs, float("inf")):
         if isinstance(result, dict):
             raise SystemExit(f"{name}: {result['problems'][0]}")
         found[name] = result
+    forks.import_all({name for s in chosen for name in found[s.name].modules})
     return {s.name: found[s.name] for s in chosen}
 
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from forks import SCRATCH, Change
 
 OUT, SOURCE, TEXT, NOTES = "out", "source", "text.txt", "notes.txt"  # run folder, model, text, a file of the user's
+PRECIOUS = ("readings.json", "moments.safetensors", "plan.json")
 VOLATILE = re.compile(r"seconds|date|time|started|pid|host|machine|_ms($|_)|per_second|^ms$")  # keys of JSON
 DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{16,128}$")  # of files that hold times
 NORMALISED = (
@@ -29,6 +30,8 @@ class Reference(NamedTuple):
     seconds: tuple[float, ...]
     before: dict[str, bytes]
     after: dict[str, bytes]
+    modules: tuple[str, ...] = ()  # that its commands imported
+    replaces: bool = False  # a whole run, which must be kept until the new one is finished
 
 
 def _plain(value: Any, key: str = "") -> Any:
@@ -72,13 +75,18 @@ def compared(case: Path, reference: Reference) -> list[str]:
     found = [f"left: {name}" for name in sorted(set(now) - set(want))]
     found += [f"different: {name} is missing" for name in sorted(set(want) - set(now))]
     found += [f"different: {name} has other bytes" for name in sorted(set(want) & set(now)) if now[name] != want[name]]
-    found += [f"lost: {name} changed" for name in sorted(now) if _given(name) and now[name] != reference.before[name]]
-    return found
+    own = [name for name in reference.before if _given(name)]
+    return found + [f"lost: {name} was changed" for name in own if now.get(name) != reference.before[name]]
 
 
 def _given(name: str) -> bool:
     """Whether a file is the user's and not to be touched."""
     return name.split("/")[0] in (SOURCE, TEXT) or name == f"{OUT}/{NOTES}"
+
+
+def _precious(name: str) -> bool:
+    """Whether a file cannot be made again at once: not what is said about a model that is being replaced."""
+    return name.startswith(f"{OUT}/model/") or name in [f"{OUT}/{name}" for name in PRECIOUS]
 
 
 def lost(case: Path, reference: Reference) -> list[str]:
@@ -87,6 +95,7 @@ def lost(case: Path, reference: Reference) -> list[str]:
     found = []
     for name, content in reference.before.items():
         becomes = reference.after.get(name)
-        if content and becomes is not None and not {content, becomes} & here:
+        kept = _given(name) or reference.replaces or _precious(name)
+        if kept and content and becomes is not None and not {content, becomes} & here:
             found.append(f"lost: {name} is nowhere, neither the old nor the new one")
     return found

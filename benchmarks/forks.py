@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -333,12 +333,19 @@ def prepare(place: Path) -> None:
 def warm(command: Command) -> Outcome:
     """Let a command end and import what it had to import, so that later ones find it."""
     done = command.wait()
-    for name in command.modules:
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
+    import_all(command.modules)
+    return done
+
+
+def import_all(names: Iterable[str]) -> None:
+    """Import modules, so that no child has to."""
+    for name in names:
+        if name not in sys.modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise SystemExit("an import started threads; a process with threads must not be forked.")
-    return done
+    gc.freeze()
 
 
 def typed(arguments: Sequence[str]) -> str:
