@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -265,14 +264,14 @@ def file_size(case: Path, scenario: Scenario, reference: Reference, asked: dict[
     """No file may grow beyond a limit."""
     for number in range(asked["step"]):
         call(scenario.steps[number], case, LIMIT)
-    done = call(scenario.steps[asked["step"]], case, LIMIT, limits={resource.RLIMIT_FSIZE: asked["bytes"]})
+    done = call(scenario.steps[asked["step"]], case, LIMIT, Fault(file_bytes=asked["bytes"]))
     found = [*_ends_well(done, f"files limited to {asked['bytes']:,} bytes"), *lost(case, reference)]
     return [*found, *resumed(case, scenario, reference, asked["step"])]
 
 
 def memory(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, Any]) -> list[str]:
     """Little memory: a line, or the system ends the process; never a traceback, never a file that cannot be resumed."""
-    done = call(scenario.steps[0], case, LIMIT, memory=asked["bytes"])
+    done = call(scenario.steps[0], case, LIMIT, Fault(memory=asked["bytes"]))
     found = []
     if done.code >= 0 or done.hung:  # compiled code that gets no memory aborts: nothing of ours runs then
         found = _ends_well(done, f"{asked['bytes'] // 2**20} MiB more than at its start")

@@ -209,7 +209,7 @@ def run_case(lab: Lab, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Damage one file and run one command."""
     case = lab.fresh(folder / asked["base"], asked["id"].replace("/", "-"))
     how = damaged(case / asked["file"], asked["seed"])
-    done = call(asked["command"], case, LONGEST, memory=MEMORY)
+    done = call(asked["command"], case, LONGEST, Fault(memory=MEMORY))
     found = []
     if done.hung:
         found.append(f"hang: longer than {LONGEST:.0f} s")

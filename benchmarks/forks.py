@@ -35,10 +35,20 @@ SCRATCH = "tmp"  # TMPDIR of a command, in its folder; changes there are not cou
 
 
 class Fault(NamedTuple):
-    """What happens to a process just before its change of a file number `point`; 0: nothing."""
+    """What happens to a process: an action just before its change of a file number `point`, or limits."""
 
     action: str = ""  # kill; tear: leave half of the last file, then kill; term: SIGTERM; stop: SIGSTOP
     point: int = 0
+    file_bytes: int | None = None  # that a file may have
+    memory: int | None = None  # bytes, beyond what the process has at its start
+
+    def limit(self) -> None:
+        """Set the limits of this process."""
+        if self.file_bytes is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_bytes, self.file_bytes))
+        if self.memory is not None:
+            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + self.memory, used + self.memory))
 
 
 class Change(NamedTuple):
@@ -174,8 +184,6 @@ class Command:
         arguments: Sequence[str],
         folder: Path,
         fault: Fault = Fault(),  # noqa: B008  # immutable
-        limits: dict[int, int] | None = None,
-        memory: int | None = None,
         modules: bool = False,
     ) -> None:
         self.start, self.text, self.notes, self.hung = time.monotonic(), b"", b"", False
@@ -183,7 +191,7 @@ class Command:
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            self._become(arguments, folder, fault, limits or {}, memory, printed[1], noted[1], modules)
+            self._become(arguments, folder.resolve(), fault, printed[1], noted[1], modules)
         os.close(printed[1])
         os.close(noted[1])
         self.pipes = {printed[0]: "text", noted[0]: "notes"}
@@ -191,16 +199,7 @@ class Command:
             os.set_blocking(pipe, False)
 
     @staticmethod
-    def _become(
-        arguments: Sequence[str],
-        folder: Path,
-        fault: Fault,
-        limits: dict[int, int],
-        memory: int | None,
-        printed: int,
-        noted: int,
-        modules: bool,
-    ) -> None:
+    def _become(arguments: Sequence[str], folder: Path, fault: Fault, printed: int, noted: int, modules: bool) -> None:
         """The child: never returns."""
         global _watch
         try:
@@ -208,13 +207,8 @@ class Command:
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.dup2(printed, 1)
             os.dup2(printed, 2)
-            folder = folder.resolve()
             settle(folder, {**os.environ, "TMPDIR": str(folder / SCRATCH)})
-            for name, limit in limits.items():
-                resource.setrlimit(name, (limit, limit))
-            if memory is not None:
-                used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (used + memory, used + memory))
+            fault.limit()
             sys.argv = ["headwise", *arguments]
             _watch = Watch(str(folder), fault, noted)
             sys.addaudithook(_watch)
@@ -294,9 +288,9 @@ class Command:
         return Outcome(code, text, time.monotonic() - self.start, changes, outside, self.hung)
 
 
-def call(arguments: Sequence[str], folder: Path, seconds: float = 60, **named: Any) -> Outcome:
+def call(arguments: Sequence[str], folder: Path, seconds: float = 60, fault: Fault = Fault()) -> Outcome:  # noqa: B008
     """Run a command to its end."""
-    return Command(arguments, folder, **named).wait(seconds)
+    return Command(arguments, folder, fault).wait(seconds)
 
 
 def apart(work: Callable[..., Any], *arguments: Any) -> None:

@@ -17,7 +17,18 @@ import folders  # noqa: E402
 import reliability  # noqa: E402
 from forks import Change  # noqa: E402
 
-SLICE = ["--crashes", "12", "--mutations", "24", "--scenario", "heal a finished run", "--inputs", "finished"]
+SLICE = [
+    "--crashes",
+    "12",
+    "--mutations",
+    "24",
+    "--seed",
+    "1",
+    "--scenario",
+    "heal a finished run",
+    "--inputs",
+    "finished",
+]
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the campaign reads /proc and uses pidfd")
 
