@@ -43,7 +43,6 @@ import tiny_inputs
 from crashes import SCENARIOS, Lab, Scenario
 from fault_cases import Case, beside_cases, crash_cases, kinds_of, named, summary, words_of
 from folders import SOURCE, TEXT, Reference
-from solve import hardware
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
 STOP = 0.5  # seconds between looks at the clock
@@ -228,6 +227,14 @@ def commit() -> str:
     return ask("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
+def machine() -> Case:
+    """Hardware and versions."""
+    from solve import hardware  # which imports headwise: not before the campaign
+
+    found = {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
+    return {"hardware": hardware(), "versions": {"python": platform.python_version(), **found}}
+
+
 def main() -> None:
     """Run, record, print; exit code 1 if anything went wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -247,11 +254,7 @@ def main() -> None:
         "benchmark": "faults: kills, limits and damaged inputs on a tiny model",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
-        "hardware": hardware(),
-        "versions": {
-            "python": platform.python_version(),
-            **{name: metadata.version(name) for name in ("torch", "transformers", "safetensors")},
-        },
+        **machine(),
         "settings": {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "jobs", "scenario")},
         "normalised": list(folders.NORMALISED),
     }

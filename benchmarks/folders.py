@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -12,10 +13,10 @@ from forks import SCRATCH, Change
 
 OUT, SOURCE, TEXT, NOTES = "out", "source", "text.txt", "notes.txt"  # run folder, model, text, a file of the user's
 PRECIOUS = ("readings.json", "moments.safetensors", "plan.json")
-VOLATILE = re.compile(r"seconds|date|time|started|pid|host|machine|_ms($|_)|per_second|^ms$")  # keys of JSON
+VOLATILE = re.compile(r"seconds|date|time|started|resumed|pid|host|machine|_ms($|_)|per_second|^ms$")  # keys of JSON
 DIGEST = re.compile(r"^(sha256:)?[0-9a-f]{16,128}$")  # of files that hold times
 NORMALISED = (
-    "values of JSON keys that hold dates, seconds, milliseconds, tokens per second, process or machine",
+    "values of JSON keys that hold dates, seconds, milliseconds, tokens per second, process or machine, or 'resumed'",
     "digests in JSON (of files that hold such values) and the path of the folder itself",
     "report.html and report.md: not compared with the reference, but with what headwise report then writes",
     "logs/ of a training (TensorBoard begins a file whenever it is started) and the study of a search (a database)",
@@ -64,8 +65,9 @@ def tree(case: Path) -> dict[str, bytes]:
         name = str(path.relative_to(case))
         if name.split("/")[0] == SCRATCH or f"{name}/".startswith(f"{OUT}/logs/") or "study" in path.name:
             continue
-        written = path.is_dir() or path.suffix == ".html" or path.name == "report.md"
-        found[name] = b"" if written else normalised(path, case)
+        written = not path.is_file() or path.suffix == ".html" or path.name == "report.md"
+        with contextlib.suppress(FileNotFoundError):  # a process that a killed one had started still clears up
+            found[name] = b"" if written else normalised(path, case)
     return found
 
 

@@ -311,6 +311,8 @@ def prepare(place: Path) -> None:
         PYTHONDONTWRITEBYTECODE="1", MPLCONFIGDIR=str(place / "plots"), NO_COLOR="1", COLUMNS="200",
         CUDA_VISIBLE_DEVICES="",
     )  # fmt: skip
+    if "headwise" in sys.modules:
+        raise SystemExit("headwise was imported too early; interpreters that commands start must not have it.")
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(SOURCES))
     os.environ["PYTHONPATH"] = str(SOURCES)
