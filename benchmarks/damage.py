@@ -1,0 +1,225 @@
+"""Mutated inputs: every kind of file that Headwise reads, damaged in seeded ways, and a command that reads it.
+
+The command may succeed or refuse the file in one line (exit code 0, 2 or 3). Anything else is a problem:
+
+traceback  a traceback was printed
+hang       it took longer than 30 seconds
+outside    it changed something outside the run folder
+crash      another exit code, or a signal
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import tiny_inputs
+from crashes import ALLOCATE, LIMIT, PROBE, REPORT, RUN, TRAIN, VERIFY, Lab
+from folders import OUT, SOURCE, TEXT
+from forks import SCRATCH, Fault, apart, call, typed
+from mutations import PLACES, kind_of, mutations, put
+
+NO_FAULT = Fault()
+LONGEST = 30.0  # seconds
+PLACED = 0.04  # share of cases in which something else stands where the file was
+MEMORY = 6 * 2**30  # beyond what a command has at its start: a mutated size must not take the machine down
+FEW = ["--tokens", "32", "--swap-tokens", "0", "--length", "16", "--device", "cpu", "--out", OUT]
+TIMED = "decode,16,b1"
+RANDOM = re.compile(r"(^|/)\.[^/]+\.[a-z0-9_]{8}(/|$)")  # names that tempfile makes
+SHOWN = ("readings.json", "plan.json", "verdict.json")
+
+
+@dataclass(frozen=True)
+class Target:
+    """A file of a base folder, and a command that reads it."""
+
+    base: str
+    file: str
+    command: tuple[str, ...]
+
+    @property
+    def row(self) -> str:
+        """What it is counted under."""
+        if (name := self.base.rpartition(" ")[0]) in BROKEN:
+            return f"{name}: any file"
+        return f"{self.base}: {self.file.removeprefix(f'{OUT}/')}"
+
+
+def _probe(model: str, data: str) -> list[str]:
+    return ["probe", model, "--budget", "params=90%", "--data", data, *FEW]
+
+
+READERS: dict[str, list[list[str]]] = {  # file of a finished run -> commands that read it
+    "run.json": [REPORT, ALLOCATE, VERIFY, RUN],
+    "readings.json": [ALLOCATE, REPORT],
+    "plan.json": [REPORT, ["reshape", OUT]],
+    "heal.json": [REPORT, VERIFY],
+    "verdict.json": [REPORT],
+    "frontier.json": [REPORT],
+    "moments.safetensors": [["reshape", OUT]],
+    "proof.safetensors": [VERIFY],
+    "model/*": [VERIFY],
+    "latency-*": [["allocate", OUT, "--budget", f"latency=95%@{TIMED}"], REPORT],
+    "*.json": [REPORT, RUN],
+}
+INPUTS = {  # base -> model, data, files that are damaged
+    "model": (SOURCE, TEXT, f"{SOURCE}/*"),
+    "shards": ("shards", TEXT, "shards/*"),
+    "GGUF": ("gguf/model.gguf", TEXT, "gguf/*"),
+    "images": (SOURCE, "images.npz", "*"),
+    "speech": (SOURCE, "wavs", "*"),
+    **{f"text {n}": (SOURCE, f"texts/{n}", f"texts/{n}") for n in ("plain.txt", "lines.jsonl")},
+    **{f"text {n}": (SOURCE, f"texts/{n}", f"texts/{n}") for n in ("packed.txt.xz", "packed.txt.gz", "packed.txt.bz2")},
+}
+BROKEN = {  # base -> a command that is killed on the way, and resumed on a damaged file
+    "unfinished run": RUN,
+    "unfinished rounds": [*RUN, "--rounds", "2"],
+    "unfinished blockwise": [*RUN, "--heal", "blockwise", "--heal-option", "steps=2"],
+    "unfinished distillation": [*RUN, "--heal", "distill", "--heal-option", "tokens=256"],
+    "unfinished stream": [*RUN, "--stream"],
+    "unfinished training": TRAIN,
+}
+SHARES = (0.45, 0.65, 0.85)  # of the changes of files after which a command is killed
+
+
+def _plain_run(inputs: Path, base: Path, step: list[str], fault: Fault = NO_FAULT) -> int:
+    """A run folder; how many changes of files it took."""
+    shutil.copytree(inputs, base)
+    (base / SCRATCH).mkdir(exist_ok=True)
+    done = call(step, base, LIMIT, fault=fault)
+    if done.code not in (0, 3) and not fault.point:
+        raise SystemExit(f"{typed(step)} fails without a fault:\n{done.text}")
+    return len(done.changes)
+
+
+def _copied(lab: Lab, base: Path) -> None:
+    shutil.copytree(lab.after((RUN,)), base)
+
+
+def _killed(inputs: Path, folder: Path, name: str, step: list[str]) -> None:
+    """The folders of a command that was killed on the way."""
+    count = _plain_run(inputs, folder / f"{name}, whole", step)
+    for share in SHARES:
+        _plain_run(inputs, folder / f"{name} {share:.0%}", step, Fault("kill", max(1, int(count * share))))
+
+
+def _input(inputs: Path, base: Path) -> None:
+    """A folder with inputs of one kind beside the model and text of scenarios."""
+    if base.name in ("images", "speech"):
+        base.mkdir(parents=True)
+        return {"images": tiny_inputs.vision, "speech": tiny_inputs.speech}[base.name](base)
+    shutil.copytree(inputs, base)
+    if base.name == "shards":
+        tiny_inputs.model(base / "shards", True)
+    elif base.name == "GGUF":
+        (base / "gguf").mkdir()
+        tiny_inputs.gguf_model(base / "gguf" / "model.gguf")
+    elif base.name.startswith("text "):
+        tiny_inputs.texts(base / "texts")
+    return None
+
+
+BASES = (*INPUTS, "finished", "timed", *BROKEN)
+
+
+def makers(lab: Lab, folder: Path, chosen: Sequence[str]) -> list[Callable[[], Any]]:
+    """What makes the folders that inputs are damaged in."""
+    inputs, timing = lab.inputs, ["probe", SOURCE, "--latency", TIMED, *PROBE[2:]]
+    found: dict[str, Callable[[], Any]] = {base: partial(apart, _input, inputs, folder / base) for base in INPUTS}
+    found["finished"] = partial(_copied, lab, folder / "finished")
+    found["timed"] = partial(_plain_run, inputs, folder / "timed", timing)
+    found |= {name: partial(_killed, inputs, folder, name, step) for name, step in BROKEN.items()}
+    return [found[name] for name in chosen]
+
+
+def _files(base: Path, pattern: str) -> list[str]:
+    """Files whose damage can matter, in an order that is always the same; temporary ones have random names."""
+    names = sorted(str(path.relative_to(base)) for path in base.rglob("*") if path.is_file())
+    known = [name for name in names if name != TEXT and not name.startswith(SCRATCH) and not RANDOM.search(name)]
+    return [name for name in known if fnmatch.fnmatch(name, pattern)]
+
+
+def _readers(name: str) -> list[list[str]]:
+    """Commands that read a file of a finished run."""
+    found = next((commands for pattern, commands in READERS.items() if fnmatch.fnmatch(name, pattern)), [])
+    return [*found, ["show", f"{OUT}/{name}"]] if name in SHOWN else found
+
+
+def targets(folder: Path) -> list[tuple[float, list[Target]]]:
+    """What can be damaged, in groups with their weights: more cases where a command is quick."""
+    groups: list[tuple[float, list[Target]]] = []
+    for base, (model, data, pattern) in INPUTS.items():
+        files, weight = _files(folder / base, pattern), 2.0 if base.startswith("text ") else 3.0
+        groups.append((weight, [Target(base, file, tuple(_probe(model, data))) for file in files]))
+    for base in ("finished", "timed"):
+        for file in _files(folder / base, f"{OUT}/*"):
+            name = file.removeprefix(f"{OUT}/")
+            if base == "finished" or name.startswith("latency-"):
+                weight = 5.0 if name.endswith(".json") and "/" not in name else 1.0
+                groups.append((weight, [Target(base, file, tuple(command)) for command in _readers(name)]))
+    for name, step in BROKEN.items():
+        bases = [f"{name} {share:.0%}" for share in SHARES]
+        groups.append((1.0, [Target(b, file, tuple(step)) for b in bases for file in _files(folder / b, f"{OUT}/*")]))
+    return [(weight, group) for weight, group in groups if group]
+
+
+def cases(folder: Path, seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """So many damaged inputs, all drawn: group, file and command, and damage."""
+    draw, groups = random.Random(seed), targets(folder)
+    for number, (_, group) in enumerate(draw.choices(groups, [weight for weight, _ in groups], k=count)):
+        target = draw.choice(group)
+        yield {
+            "id": f"damage/{number}",
+            "kind": "damage",
+            "seed": draw.randrange(2**31),
+            "base": target.base,
+            "file": target.file,
+            "command": list(target.command),
+            "row": target.row,
+        }
+
+
+def damaged(path: Path, seed: int) -> str:
+    """Damage a file; how, in words."""
+    draw = random.Random(seed)
+    if draw.random() < PLACED:
+        place = draw.choice(PLACES)
+        put(path, place)
+        return f"{place} in its place"
+    content = path.read_bytes()
+    if path.suffix == ".jsonl" and content and draw.random() < 0.6:
+        lines = content.splitlines(keepends=True)
+        at = draw.randrange(len(lines))
+        how, lines[at] = next(mutations(seed, "json", lines[at], 1))
+        path.write_bytes(b"".join([*lines[:at], lines[at] + b"\n", *lines[at + 1 :]]))
+        return f"line {at + 1}: {how}"
+    how, content = next(mutations(seed, kind_of(path), content, 1))
+    path.write_bytes(content)
+    return how
+
+
+def run_case(lab: Lab, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
+    """Damage one file and run one command."""
+    case = lab.fresh(folder / asked["base"], asked["id"].replace("/", "-"))
+    how = damaged(case / asked["file"], asked["seed"])
+    done = call(asked["command"], case, LONGEST, Fault(memory=MEMORY))
+    found = []
+    if done.hung:
+        found.append(f"hang: longer than {LONGEST:.0f} s")
+    elif done.traced:
+        found.append(f"traceback: {done.last_line}")
+    elif done.code not in (0, 2, 3):
+        found.append(f"crash: ends with {done.code}: {done.last_line}")
+    written = [c.path for c in done.changes if not c.path.startswith((f"{OUT}", f".{OUT}"))]
+    found += [f"outside: {what}" for what in (*done.outside, *written)][:3]
+    shutil.rmtree(case, ignore_errors=True)
+    ended = "accepted" if done.code in (0, 3) else "refused" if done.code == 2 else "failed"
+    words = f"{asked['base']}: {asked['file']}: {how}; {typed(asked['command'])}"
+    return {"row": asked["row"], "ended": ended, "problems": found, "words": words}

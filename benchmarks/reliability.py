@@ -1,0 +1,152 @@
+"""Writes docs/RELIABILITY.md from the committed result of the fault campaign: no figure is typed by hand.
+
+python benchmarks/reliability.py          # rewrite docs/RELIABILITY.md
+python benchmarks/reliability.py --check  # exit 1 if it is not what the result says
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "RELIABILITY.md"
+RESULT = HERE / "results" / "faults.json"
+PROMISES = """# Reliability
+
+What Headwise promises when something goes wrong:
+
+- **Killed at any instant** (SIGKILL, power): run the same command again. It finishes and leaves the same files as a run
+  that was never disturbed, byte for byte. Temporary files of the killed one are gone.
+- **Nothing is lost.** The source model, the text and your own files in the run folder are never changed. A finished
+  model is there, the old or the new one, at every instant of building another. `--overwrite` keeps the old run until
+  the new one is finished.
+- **SIGTERM** ends in one line with exit code 143. The same command resumes.
+- **A full disk, too little memory**: one line with exit code 2. With space again, the same command resumes.
+- **Two processes** in one run folder: the second is refused in a line that names the first, which is not disturbed.
+- **Damaged files**: a command accepts them or refuses them in one line. No traceback, no endless work, no change
+  outside the run folder.
+"""
+METHOD = """## How it is tested
+
+`python benchmarks/faults.py --crashes {crashes} --mutations {mutations}` runs the campaign, `benchmarks/reliability.py`
+prints this page from its result. Every case follows from a seed. Models are tiny (two layers, random weights), so that
+a command takes about a second; commands, files and formats are those of any model.
+
+- A scenario is first run undisturbed, which gives the reference and the list of every change of a file that it makes:
+  files that are opened for writing, renamed, removed, linked, truncated, and folders that are made or removed.
+- A case runs the scenario again and kills the process just before one of these changes; or leaves half of the file that
+  was being written; or kills it twice; or at a random time. Most processes are forked from one that has imported
+  everything, some are started as a user starts them.
+- Then the same command runs again, and its folder is compared with the reference.
+- Damaged inputs are files of every kind that Headwise reads, with flipped, lost or added bytes, other values, deep
+  nesting and headers that lie, or with something else in their place (a folder, a pipe, a link to nowhere). Each is
+  read by a command under a limit of {longest} seconds, while every change of a file is watched.
+"""
+COLUMNS = {
+    "stuck": "the command cannot be finished",
+    "lost": "something that was whole before is gone or changed",
+    "different": "a file has other bytes",
+    "left": "a file that an undisturbed run does not have is still there",
+}
+NAMES = {
+    "term": "SIGTERM",
+    "file_size": "files may not grow beyond a limit",
+    "disk": "full disk (run folder or TMPDIR)",
+    "memory": "little memory",
+    "pair": "two processes in one folder",
+}
+LIMITS = """## What is not covered
+
+- The disk itself: a machine that loses power after a write but before the disk has stored it. Files and folders are
+  synced before a rename is relied on, but no power was cut.
+- Network file systems, several machines on one folder, systems other than Linux.
+- Kills inside one write are stood for by half of a file; other parts of a file were not tried.
+- Compiled code that gets no memory may end the process before anything can be said; it must still resume.
+- Models of real size, GPUs and several processes of one run (`torchrun`): the code that writes files is the same.
+- That a damaged file is *noticed*: a changed weight or a changed word of text is a legal input.
+"""
+
+
+def _table(titles: list[str], rows: list[list[Any]]) -> list[str]:
+    cells = [f"| {' | '.join(f'{c:,}' if isinstance(c, int) else str(c) for c in row)} |" for row in rows]
+    return [f"| {' | '.join(titles)} |", f"| --- |{' ---: |' * (len(titles) - 1)}", *cells, ""]
+
+
+def crashes(result: dict[str, Any]) -> list[str]:
+    """Kills by scenario."""
+    titles = ["scenario", "changes of files", "before a change or half a file", "twice", "random time", *COLUMNS]
+    kinds = ("crash", "twice")
+    rows = [
+        [name, row["changes"], *(row[kind] for kind in kinds), row["timed"] + row["real"], *(row[c] for c in COLUMNS)]
+        for name, row in result["scenarios"].items()
+    ]
+    total = result["crashes"]
+    many = [sum(row[kind] for row in result["scenarios"].values()) for kind in (*kinds, "timed", "real")]
+    changes = sum(row["changes"] for row in result["scenarios"].values())
+    rows.append(["**all**", changes, *many[:2], many[2] + many[3], *(total[c] for c in COLUMNS)])
+    told = "; ".join(f"{name}: {words}" for name, words in COLUMNS.items())
+    started = f"{many[3]} of them were started, not forked" if many[3] else "all were forked"
+    return [f"## Kills: {total['cases']:,}", "", f"{told}. Processes: {started}.", "", *_table(titles, rows)]
+
+
+def beside(result: dict[str, Any]) -> list[str]:
+    """Everything that is no kill and no damaged file."""
+    if not result["beside"]:
+        return []
+    titles = ["fault", "cases", "wrong end", *COLUMNS]
+    rows = [
+        [NAMES[kind], row["cases"] - row["impossible"], row["end"], *(row[c] for c in COLUMNS)]
+        for kind, row in result["beside"].items()
+    ]
+    note = "Wrong end: another exit code than promised, a traceback, or no line that says what happened."
+    return ["## Limits, signals, neighbours", "", note, "", *_table(titles, rows)]
+
+
+def files(result: dict[str, Any]) -> list[str]:
+    """Damaged inputs by file."""
+    total = result["mutations"]
+    columns = ["accepted", "refused", "traceback", "hang", "outside", "crash"]
+    titles = ["file", "cases", "accepted", "refused", "traceback", "hang", "written outside", "crash"]
+    rows = [[name, row["cases"], *(row[c] for c in columns)] for name, row in result["files"].items()]
+    counted = [sum(row[c] for row in result["files"].values()) for c in columns[:2]]
+    rows.append(["**all**", total["cases"], *counted, *(total[c] for c in columns[2:])])
+    return [f"## Damaged inputs: {total['cases']:,}", "", *_table(titles, rows)]
+
+
+def failures(result: dict[str, Any]) -> list[str]:
+    """What went wrong, in words."""
+    if not result["failures_in_all"]:
+        return ["Nothing went wrong.", ""]
+    told = f"{result['failures_in_all']:,} problems, of each kind in each row the first ones:"
+    return ["## What went wrong", "", told, "", *(f"- {' '.join(words.split())}" for words in result["failures"]), ""]
+
+
+def page(result: dict[str, Any]) -> str:
+    """The whole page."""
+    asked = result["settings"]
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
+    counts = f"{result['cases']:,} of {result['asked']:,} cases"
+    about = f"{counts} with seed {asked['seed']} on commit {result['commit']}, {result['date']}, {place}, {made}."
+    method = METHOD.format(crashes=asked["crashes"], mutations=asked["mutations"], longest=30)
+    same = ["Not compared byte for byte:", "", *(f"- {words}" for words in result["normalised"]), ""]
+    parts = [PROMISES, method, *same, about, "", *crashes(result), *beside(result), *files(result), *failures(result)]
+    return "\n".join([*parts, LIMITS])
+
+
+def main() -> None:
+    """Rewrite or check."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--check", action="store_true")
+    made = page(json.loads(RESULT.read_text()))
+    if parser.parse_args().check:
+        sys.exit(0 if PAGE.read_text() == made else "docs/RELIABILITY.md is stale; run benchmarks/reliability.py")
+    PAGE.write_text(made)
+
+
+if __name__ == "__main__":
+    main()
