@@ -30,7 +30,8 @@ from headwise.checks import quality, speed
 from headwise.cuts import Moments, reshape
 from headwise.probes._watch import silently
 from headwise.registry import find
-from headwise.runfolder import RunFolder, Settings, budgets_for
+from headwise.runfolder import RunFolder, budgets_for
+from headwise.settings import Settings
 from headwise.types import VERSION, Readings, write_atomically
 
 METHODS = ["refit", "blockwise", "blockwise side_by_side=2", "blockwise attention=0.1"]  # all but the first after it

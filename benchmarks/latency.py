@@ -31,7 +31,7 @@ from headwise.cuts import reshape
 from headwise.errors import HeadwiseError
 from headwise.probes import latency
 from headwise.probes._stacks import Stacks
-from headwise.runfolder import Settings
+from headwise.settings import Settings
 from headwise.types import (
     PHASES,
     LatencyTable,

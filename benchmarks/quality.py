@@ -45,7 +45,9 @@ from headwise.errors import HeadwiseError
 from headwise.heal import stages
 from headwise.heal._job import Job
 from headwise.probes._watch import silently
-from headwise.runfolder import POOLING, RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
+from headwise.strategies import POOLING
 from headwise.types import LayerShape, write_atomically
 
 PLANS: dict[str, dict[str, Any]] = {

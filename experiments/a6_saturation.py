@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from scipy.stats import kendalltau, spearmanr
 
-from headwise import data, families
+from headwise import data, families, own_text
 from headwise.errors import HeadwiseError
 from headwise.probes._watch import Track, batches, silently
 from headwise.probes.saturation import Rows, joined, lengths_up_to, mean_and_error, norms_at, rows_of, slopes
@@ -100,7 +100,7 @@ def open_subject(name: str, effort: Effort, device: str, assets: Path | None) ->
     length = min(effort.longest, int(model.config.max_position_embeddings))
     source = "stdlib" if name == "embedded" else text_of(assets, "stories" if name == "stories15M" else "wikitext")
     if source is None:
-        return Subject(model, data.written_by(model, effort.sequences, length), "its own text")
+        return Subject(model, own_text.written_by(model, effort.sequences, length), "its own text")
     tokens = data.blocks_of(data.documents(source), tokenizer, length, effort.sequences, source)
     return Subject(model, tokens, Path(source).name)
 

@@ -22,7 +22,9 @@ from test_report import HOSTILE, make_dossier, make_verdict
 from headwise import frontier
 from headwise.planning import allocate_in
 from headwise.report import compare, render
-from headwise.runfolder import RunFolder, Settings, write_report
+from headwise.reporting import write_report
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.types import Dossier, Plan
 
 sync_api = pytest.importorskip(

@@ -21,13 +21,14 @@ from safetensors import SafetensorError
 from test_keeping import build, finished, plan_for, run, tree, world  # noqa: F401
 from test_pipeline import folder  # noqa: F401
 
-from headwise import pipeline
+from headwise import disk, pipeline
 from headwise.errors import OutputError
-from headwise.keeping import aside, disk
+from headwise.keeping import aside
 from headwise.keeping.progress import Progress
 from headwise.probes import gram
 from headwise.probes.swap import Swapper
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 
 STRIDE = 3  # from one kill to the next; 1 tries all
 CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")

@@ -18,7 +18,7 @@ from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._text import escape
-from headwise.runfolder import Settings
+from headwise.settings import Settings
 from headwise.show import show_record
 from headwise.strategies import allocate
 from headwise.types import Dossier, ModelShape, Reading, Readings

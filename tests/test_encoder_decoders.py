@@ -11,7 +11,7 @@ import torch
 from test_families import FakeTokenizer, attending, cut, logits, random_plan, rows, tiny, written
 from typer.testing import CliRunner
 
-from headwise import cost, data
+from headwise import cost, data, own_text
 from headwise.checks import quality
 from headwise.checks.exactness import cache_bytes_per_token
 from headwise.cli import app
@@ -171,7 +171,7 @@ def test_targets_on_some_lines_only_are_refused(tmp_path):
     with pytest.raises(DataError, match='"target" must be a string'):
         list(data.documents(str(tmp_path / "wrong.jsonl")))
     with pytest.raises(DataError, match="reads a text before it writes one"):
-        data.written_by(tiny(t5, "t5", {}), 1, 8)
+        own_text.written_by(tiny(t5, "t5", {}), 1, 8)
 
 
 def test_texts_that_fit_are_rows_and_longer_ones_are_cut():

@@ -32,7 +32,7 @@ from headwise.heal._layer import attention_of, passage
 from headwise.heal._options import Options
 from headwise.probes import gram
 from headwise.registry import find, names
-from headwise.runfolder import Settings
+from headwise.settings import Settings
 from headwise.tasks import Prepared
 from headwise.types import GONE, LayerKeep
 

@@ -16,14 +16,16 @@ import pytest
 from conftest import Invented, invent
 from test_report import make_verdict
 
-from headwise import strategies
+from headwise import disk, strategies
 from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
-from headwise.keeping import aside, disk, fingerprint
+from headwise.keeping import aside, fingerprint
 from headwise.keeping.lock import locked
 from headwise.planning import allocate_in
 from headwise.report._commands import allocate_command, how_to_make
-from headwise.runfolder import RunFolder, Settings, write_report
+from headwise.reporting import write_report
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.train.claim import claim as claim_training
 from headwise.train.claim import held as training_in
 from headwise.train.settings import TrainSettings

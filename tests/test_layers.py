@@ -11,12 +11,21 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "headwise"
 
-CORE = {"errors", "files", "registry", "types", "cost", "theory", "budgets", "strategies"}
+CORE = {"errors", "files", "disk", "keeping", "registry", "types", "cost", "theory", "budgets", "strategies"}
 TORCH = {
     "linalg", "data", "images", "audio", "families", "runtime", "tasks", "probes", "cuts", "heal", "checks", "train",
-    "processes", "moments", "steps", "fast", "memory", "tensors",
+    "processes", "moments", "steps", "fast", "memory", "tensors", "devices", "own_text", "overlap", "bars",
 }  # fmt: skip
-RUN = {"rounds", "runfolder", "planning", "report", "frontier"}  # run folders, and what is done there without torch
+# Run folders, and what is done there without torch.
+RUN = {
+    "rounds",
+    "settings",
+    "runfolder",
+    "reporting",
+    "planning",
+    "report",
+    "frontier",
+}
 
 # Layer -> layers that its modules may import, beside their own. What is not listed here may not exist.
 ALLOWED: dict[str, set[str]] = {
@@ -26,13 +35,17 @@ ALLOWED: dict[str, set[str]] = {
     "tensors": {"errors", "files"},  # the one reader of safetensors
     "devices": {"errors"},
     "registry": {"errors"},
-    "types": {"errors", "files"},
+    "disk": {"errors"},  # files written whole or not at all
+    "keeping": {"errors", "files", "types", "disk"},  # locks, and records of what is finished
+    "types": {"errors", "files", "disk"},
     "cost": {"errors", "types"},
     "theory": {"errors", "types"},
     "linalg": {"errors"},
     "memory": set(),
     "processes": {"errors", "devices"},
     "data": {"errors"},
+    "own_text": {"errors"},  # that a model writes
+    "overlap": {"errors", "data"},  # lines of one text in another
     "images": {"errors", "data"},
     "audio": {"errors"},
     "runtime": set(),  # copied into saved models
@@ -42,41 +55,51 @@ ALLOWED: dict[str, set[str]] = {
     "tasks": {"errors", "files", "registry", "data", "images", "audio", "families"},  # what a model is for
     "steps": {"errors", "types", "families", "fast"},  # a model run for its time
     "probes": {"errors", "processes", "registry", "types", "cost", "families", "linalg", "theory", "data", "tasks"}
-    | {"runtime", "steps", "memory", "fast"},
+    | {"runtime", "steps", "memory", "fast", "keeping"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "theory", "budgets"},
-    "moments": {"errors", "types", "tensors", "cuts"},
-    "cuts": {"errors", "types", "families", "linalg", "runtime"},
+    "moments": {"errors", "disk", "types", "tensors", "cuts"},
+    "cuts": {"errors", "disk", "types", "families", "linalg", "runtime"},
     "search": CORE | {"families", "designs", "train", "data", "plots"},  # headwise search
     "heal": {"errors", "registry", "types", "families", "linalg", "data", "tasks", "processes", "train"}
     | {"files", "tensors"},
     "checks": {"errors", "types", "cost", "budgets", "memory", "data", "families", "tasks", "steps"}
-    | {"tensors", "runtime", "keeping"},
+    | {"tensors", "runtime", "disk"},
     "train": {"errors", "processes", "types", "cost", "families", "linalg", "data", "cuts", "runtime"}
-    | {"files", "tensors"},
+    | {"files", "tensors", "keeping", "disk"},
     "designs": CORE | {"families", "runtime", "cuts"},  # headwise design
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "rounds": {"errors", "types", "budgets", "strategies"},
     "frontier": CORE,  # the exact answer to many limits
-    "runfolder": CORE | {"report", "frontier"},
-    "planning": CORE | {"runfolder", "report"},
+    "settings": CORE,
+    "runfolder": CORE | {"settings", "frontier"},
+    "reporting": CORE | {"runfolder", "report", "frontier"},
+    "planning": CORE | {"settings", "runfolder", "report"},
     "workbench": CORE | TORCH | RUN,
     "latencies": CORE | TORCH | RUN,  # tables of measured times
     "stream": CORE | TORCH | RUN | {"workbench"},  # models larger than memory
-    "pipeline": CORE | TORCH | RUN | {"workbench", "latencies", "stream"},
+    "preflight": CORE | TORCH | RUN | {"workbench", "stream"},  # what can be checked before work begins
+    "probing": CORE | TORCH | RUN | {"workbench", "latencies"},
+    "pipeline": CORE | TORCH | RUN | {"workbench", "latencies", "stream", "preflight", "probing"},
     "api": CORE | TORCH | RUN | {"pipeline", "stream"},
     "redesign": {"errors", "families"},  # models of timm built anew
     "plots": {"errors", "types"},
     "figures": {"errors", "types", "report", "plots"},
     "calculators": {"errors", "types", "theory", "plots"},  # headwise theory
     "reproduce": {"errors", "files", "registry", "types", "plots", "probes", "checks"},  # headwise reproduce
-    "show": {"errors", "files", "types", "families", "runfolder", "report"},
+    "show": {"errors", "files", "types", "families", "strategies", "runfolder", "report"},
     "bars": set(),
+    "cli_options": {"settings", "types"},
     "cli": {
         "errors",
         "bars",
+        "cli_options",
+        "settings",
+        "heal",
+        "strategies",
         "types",
         "report",
+        "reporting",
         "pipeline",
         "api",
         "show",
@@ -96,7 +119,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }
 RELAXED = {("heal", "headwise.probes._watch"), ("checks", "headwise.probes._watch")}
-RELAXED |= {("runfolder", "headwise.heal._options")}  # which needs no torch
+RELAXED |= {("settings", "headwise.heal._options")}  # which needs no torch
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
 NO_TORCH = {"errors", "files", "machine", "registry", "types", "cost", "theory", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}

@@ -16,7 +16,8 @@ import torch
 from headwise import cli, families, pipeline
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.types import Plan, Readings
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "64", "--device", "cpu"]

@@ -20,7 +20,8 @@ from headwise.linalg import balanced
 from headwise.planning import allocate_in
 from headwise.probes import gram
 from headwise.report._commands import how_to_make
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.strategies._options import refuse
 from headwise.stream import line
 from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload

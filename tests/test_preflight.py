@@ -16,14 +16,28 @@ import torch
 from conftest import invent
 from transformers import AutoTokenizer
 
-from headwise import audio, bars, budgets, cli, data, families, frontier, heal, images, overlap, preflight, strategies
+from headwise import (
+    audio,
+    bars,
+    budgets,
+    cli,
+    families,
+    frontier,
+    heal,
+    images,
+    overlap,
+    own_text,
+    preflight,
+    strategies,
+)
 from headwise.errors import HeadwiseError, PlanError
 from headwise.families.llama import FAMILY as llama
 from headwise.heal._options import Options
 from headwise.planning import allocate_in
 from headwise.preflight import _disk
 from headwise.probes._watch import silently
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.strategies import _reach
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape, Readings
@@ -218,7 +232,7 @@ def test_a_name_with_self_in_it_is_a_file(model, texts):
     shutil.copyfile(texts / "one.txt", texts / "myself.txt")
     asked = {"heal": "blockwise", "heal_options": ("tokens=2048",)}
     assert len(texts_of(model, data=str(texts / "myself.txt"), **asked).more) == 16
-    assert [data.writes_itself(name) for name in ("self", "a.txt+self", "myself.txt", "self.txt")] == [1, 1, 0, 0]
+    assert [own_text.writes_itself(name) for name in ("self", "a.txt+self", "myself.txt", "self.txt")] == [1, 1, 0, 0]
 
 
 def test_text_that_is_calibrated_and_judged_on_is_told_and_kept(model, texts):
@@ -297,12 +311,12 @@ def test_readings_for_the_cache_alone_are_not_taken_for_all_there_is(tmp_path):
 def test_text_by_the_model_does_not_depend_on_how_many_rows_are_written_at_once(monkeypatch):
     torch.manual_seed(0)
     model = llama.tiny()
-    whole = data.written_by(model, 6, 20, seed=3)
-    assert torch.equal(data.written_by(model, 6, 20, seed=3, batch=1), whole)
-    assert torch.equal(data.written_by(model, 8, 20, seed=3, batch=5)[:6], whole), (
+    whole = own_text.written_by(model, 6, 20, seed=3)
+    assert torch.equal(own_text.written_by(model, 6, 20, seed=3, batch=1), whole)
+    assert torch.equal(own_text.written_by(model, 8, 20, seed=3, batch=5)[:6], whole), (
         "more rows leave the first as they are"
     )
-    assert not torch.equal(data.written_by(model, 6, 20, seed=4), whole)
+    assert not torch.equal(own_text.written_by(model, 6, 20, seed=4), whole)
     own = type(model).generate
 
     def crowded(self, prompt, **options):
@@ -311,7 +325,7 @@ def test_text_by_the_model_does_not_depend_on_how_many_rows_are_written_at_once(
         return own(self, prompt, **options)
 
     monkeypatch.setattr(type(model), "generate", crowded)
-    assert torch.equal(data.written_by(model, 6, 20, seed=3), whole), "halved until it fits"
+    assert torch.equal(own_text.written_by(model, 6, 20, seed=3), whole), "halved until it fits"
 
 
 def test_text_by_the_model_follows_its_probabilities():
@@ -320,7 +334,7 @@ def test_text_by_the_model_follows_its_probabilities():
     with torch.no_grad():
         logits = model(torch.tensor([[1]])).logits[0, -1].double()
     logits[model.config.eos_token_id] = -torch.inf
-    found = data.written_by(model, 4000, 2, batch=1000)[:, 1].bincount(minlength=97) / 4000
+    found = own_text.written_by(model, 4000, 2, batch=1000)[:, 1].bincount(minlength=97) / 4000
     error = (logits.softmax(0) / 4000).sqrt()
     assert ((found - logits.softmax(0)).abs() <= 5 * error).all()
 

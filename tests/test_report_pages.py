@@ -29,7 +29,9 @@ from headwise.report._draw import draw_loss
 from headwise.report._explore import explorer, heat, price_list
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
-from headwise.runfolder import RunFolder, Settings, write_report
+from headwise.reporting import write_report
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.show import show_record
 from headwise.types import GONE, Answer, Dossier, LayerShape, ModelShape, Plan, Readings, Sweep
 

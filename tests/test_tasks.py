@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, kl_div
 
-from headwise import budgets, cli, data, families, tasks
+from headwise import budgets, cli, data, families, own_text, tasks
 from headwise.checks import quality
 from headwise.cuts import reshape_layer
 from headwise.errors import DataError, ModelError
@@ -107,7 +107,7 @@ def test_too_little_text_is_said_with_its_size():
 
 def test_a_model_that_cannot_write_is_refused_its_own_text():
     with pytest.raises(DataError, match="BertForMaskedLM writes no text that it could be calibrated on; give --data"):
-        data.written_by(bert.tiny("bert"), 1, 8)
+        own_text.written_by(bert.tiny("bert"), 1, 8)
 
 
 # Inputs and labels.

@@ -16,8 +16,9 @@ import headwise
 from headwise import api, devices, families, machine
 from headwise.checks import exactness
 from headwise.errors import HeadwiseError, ModelError
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
 from headwise.runtime import foreign_code
+from headwise.settings import Settings
 
 SMALL = dict(tokens=512, eval_tokens=256, swap_tokens=0, length=32, device="cpu", heal="none")
 EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"

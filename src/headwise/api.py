@@ -15,7 +15,8 @@ from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
 from headwise.planning import allocate_in
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.stream import line as stream
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit

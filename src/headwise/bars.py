@@ -84,3 +84,12 @@ def _said(label: Label) -> str:
 def _print(text: str) -> None:
     if speaks():
         print(text, file=sys.stderr, flush=True)
+
+
+def keep_stdout_clean() -> None:
+    """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)

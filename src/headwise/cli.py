@@ -13,15 +13,43 @@ from typing import Annotated, Any
 import typer
 
 from headwise import calculators, reproduce, strategies
-from headwise.bars import Bars, speaks
+from headwise.bars import Bars, keep_stdout_clean, speaks
+from headwise.cli_options import (
+    ALLOW,
+    DEFAULT,
+    Allow,
+    Budgets,
+    Context,
+    Data,
+    Device,
+    Eval,
+    EvalTokens,
+    Folder,
+    Heal,
+    HealOptions,
+    Json,
+    Length,
+    MaxLoss,
+    Model,
+    Out,
+    Overwrite,
+    Pool,
+    Portable,
+    Remote,
+    Rounds,
+    Seed,
+    Strategy,
+    Stream,
+    SwapTokens,
+    Task,
+    Tokens,
+)
 from headwise.designs.command import command as design
 from headwise.errors import HeadwiseError
 from headwise.fast.command import command as kernels
-from headwise.runfolder import Settings
 from headwise.search.command import command as search
+from headwise.settings import Settings
 from headwise.train import command as training
-from headwise.types import UNITS
-from headwise.types.verdict import MAX_LOSS
 
 NOT_VERIFIED = 3  # exit code
 app = typer.Typer(
@@ -32,69 +60,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(calculators.app, name="theory")
-
-Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or 'embedded'.")]
-Folder = Annotated[Path, typer.Argument(help="A run folder.")]
-Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
-Budgets = Annotated[
-    list[str],
-    typer.Option(
-        "--budget",
-        help="kv=75%, kv=2GiB@32k, params=20M, flops=80%@8k, attention=85%, latency=80%@decode,32k,b8; repeatable.",
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Calibration: text or jsonl file, datasets name, 'stdlib', 'self'; of images: a folder, an .npz file, a "
-        "datasets name; of speech: a folder of .wav files, a jsonl file."
-    ),
-]
-Eval = Annotated[str | None, typer.Option(help="Evaluation text, images or speech; held out from --data if not given.")]
-Task = Annotated[
-    str | None,
-    typer.Option(
-        help="causal, seq2seq, speech, masked, embedding, classification, image_embedding or image_classification; "
-        "that of the model's head if not given."
-    ),
-]
-Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound, published, svd or magnitude.")]
-Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
-Heal = Annotated[
-    str, typer.Option(help="none, refit (closed form), blockwise (every layer learns) or distill (the whole model).")
-]
-HealOptions = Annotated[
-    list[str] | None,
-    typer.Option("--heal-option", help="Of a healing that learns: tokens=1e6, rate=3e-3, lora=16, blockwise=0.2, ..."),
-]
-Portable = Annotated[bool, typer.Option("--portable", help="One size for all layers; loads in stock transformers.")]
-Pool = Annotated[
-    str,
-    typer.Option(help="Key/value heads that share a cached row: all, or a number such as 2; more quality per byte."),
-]
-Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
-Tokens = Annotated[int, typer.Option(help="Calibration tokens; an image counts as many as it has patches.")]
-EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
-SwapTokens = Annotated[int, typer.Option(help="Tokens on which prices are measured; 0: predicted only.")]
-Length = Annotated[int, typer.Option(help="Tokens in a block of text.")]
-Context = Annotated[
-    int | None,
-    typer.Option(help="Tokens of context that will be served; the model's own if not given, at most 32k."),
-]
-MaxLoss = Annotated[
-    str | None, typer.Option(help=f"Most damage that counts as good: 2% of perplexity, 0.02 nats; default {MAX_LOSS}.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing run in --out.")]
-Stream = Annotated[
-    bool | None,
-    typer.Option("--stream/--no-stream", help="One layer in memory at a time; if not given, where a model needs it."),
-]
-Remote = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that a model repository brings.")]
-DEFAULT = Settings(model="")  # every default has its home there
-ALLOW = ",".join(DEFAULT.allow)
 
 
 @app.command()
@@ -267,7 +232,8 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Write report.html and report.md from what a run folder holds, or compare several."""
-    from headwise.runfolder import RunFolder, write_comparison, write_report
+    from headwise.reporting import write_comparison, write_report
+    from headwise.runfolder import RunFolder
 
     if len(folders) > 1:
         if out is None or figures is not None:
@@ -340,15 +306,6 @@ def _exit(verdict: Any) -> None:
         raise typer.Exit(NOT_VERIFIED)
 
 
-def _keep_stdout_clean() -> None:
-    """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout.flush()
-        own = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)
-
-
 class _Terminated(BaseException):
     """The system asked this process to end."""
 
@@ -360,7 +317,7 @@ def _terminate(*_: Any) -> None:
 
 def main() -> None:
     """Entry point: bad input ends in one line and code 2, what is not verified in 3, Ctrl-C in 130, SIGTERM in 143."""
-    _keep_stdout_clean()
+    keep_stdout_clean()
     if not speaks():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
     before = signal.signal(signal.SIGTERM, _terminate)

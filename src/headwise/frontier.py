@@ -11,9 +11,10 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headwise import budgets as prices
+from headwise import strategies
 from headwise.errors import HeadwiseError, PlanError
 from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Readings, Sweep
 
@@ -147,3 +148,21 @@ def coarse_first(texts: list[str]) -> list[str]:
                 halves += [(low, middle), (middle, high)]
         spans = halves
     return [texts[place] for place in places]
+
+
+def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+    """What other strategies would have predicted for the same budgets, where the same probe priced them."""
+    found: list[dict[str, Any]] = []
+    names = ["exact", "uniform", "taper"]
+    names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
+    names += ["depth"] if "depth" in allow and readings.curve("damage.depth") else []
+    pooled = any(layer.pooled > 1 for layer in plan.source.layers)
+    for name in names:
+        if (name == plan.strategy and not plan.portable) or (pooled and name not in strategies.POOLING):
+            continue
+        try:
+            other = strategies.allocate(readings, plan.budgets, name, allow, seed=plan.seed)
+        except HeadwiseError:
+            continue
+        found.append({"strategy": name, "predicted_damage": other.predicted_damage, "spent": other.spent})
+    return tuple(found)

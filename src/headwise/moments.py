@@ -10,8 +10,8 @@ from safetensors.torch import save_file
 
 from headwise import tensors
 from headwise.cuts import Moments
+from headwise.disk import write_file
 from headwise.errors import PlanError
-from headwise.keeping.disk import write_file
 from headwise.types import LayerShape
 
 AGAIN = "delete it and probe again"

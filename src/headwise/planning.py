@@ -9,7 +9,8 @@ from pathlib import Path
 from headwise import strategies
 from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.types import LayerShape, ModelShape, Plan, Readings
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headwise import frontier, strategies
+from headwise import disk, frontier
 from headwise.errors import (
     BudgetError,
     DataError,
@@ -22,29 +22,22 @@ from headwise.errors import (
     UnknownNameError,
 )
 from headwise.files import is_number, read_object, shortened
-from headwise.heal._options import Options
-from headwise.keeping import aside, disk, fingerprint
+from headwise.keeping import aside, fingerprint
 from headwise.keeping.finished import Ledger
 from headwise.keeping.lock import is_first, locked
-from headwise.registry import names
+from headwise.settings import Settings as Settings
 from headwise.types import (
-    DEFAULT_UNITS,
-    VERSION,
     Budget,
     Dossier,
     LatencyTable,
     ModelShape,
     Plan,
     Readings,
-    Record,
     Verdict,
     Workload,
     write_atomically,
 )
-from headwise.types.verdict import MAX_LOSS, damage_limit
 
-LONGEST_CONTEXT = 32_768  # unless a longer one is asked for
-POOLING = ("exact", "uniform", "depth")  # strategies that know rows which heads share
 OWN = (
     "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
     "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
@@ -53,103 +46,6 @@ OWN = (
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
 PLANNED = ("budgets", "strategy", "allow", "portable", "seed")  # settings that a plan follows
 HEALED = ("heal", "heal_options")  # settings that a healing follows
-
-
-@dataclass(frozen=True, slots=True)
-class Settings(Record):
-    """What a run was asked to do. A run that was killed goes on under the same settings (see `goes_on`)."""
-
-    model: str
-    budgets: tuple[str, ...] = ()
-    data: str | None = None  # None: the standard library for the embedded model, the model's own text for others
-    eval: str | None = None  # None: held out from `data`
-    task: str | None = None  # None: that of the model's head
-    strategy: str = "exact"
-    rounds: int = 1
-    heal: str = "refit"
-    heal_options: tuple[str, ...] = ()  # such as steps=200
-    portable: bool = False
-    allow: tuple[str, ...] = DEFAULT_UNITS
-    seed: int = 0
-    device: str = "auto"
-    tokens: int = 65_536  # calibration
-    eval_tokens: int = 32_768
-    swap_tokens: int = 4_096  # 0: prices are predicted, not measured
-    length: int = 512  # of a block of text, at most what the model takes
-    context: int | None = None  # tokens that will be served; None: what the model takes, at most LONGEST_CONTEXT
-    trust_remote_code: bool = False  # of this command alone: the value in a file is never believed
-    recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
-    stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
-    pool: str = "none"  # key/value heads that share a cached row: a number or all
-    max_loss: str | None = None  # most damage that counts as good: 2% of perplexity, or nats; None: MAX_LOSS
-
-    def __post_init__(self) -> None:
-        if lost := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
-            raise HeadwiseError(f"{lost[0]} contains a NUL character; give a name that a file can have.")
-        for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
-            if getattr(self, name) < least:
-                raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        if self.context is not None and self.context < 8:
-            raise HeadwiseError(f"context is {self.context}; it is the number of tokens served, at least 8.")
-        if self.heal not in (known := ("none", *names("headwise.heal"))):
-            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
-        Options.parse(self.heal_options)
-        damage_limit(self.max_loss or MAX_LOSS)
-        if self.pool not in ("none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
-            raise HeadwiseError(f"pool is '{self.pool}'; give none, all, or how many heads share a row, such as 2.")
-        if self.pool != "none":
-            self.refuse_to_pool()
-
-    def refuse_to_pool(self) -> None:
-        """What heads that share rows cannot have, and what to do instead."""
-        if {"heads", "kv_heads"} & set(self.allow):
-            raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")
-        if self.portable:
-            raise HeadwiseError("stock code has no rows that heads share; leave out --portable or --pool.")
-        if self.strategy not in POOLING:
-            raise HeadwiseError(f"pooled heads are allocated by {', '.join(POOLING)}; leave out --pool for others.")
-        if any(text.strip().startswith("latency") for text in self.budgets):
-            raise HeadwiseError("pooled layers are not timed yet; limit kv, params or flops, or leave out --pool.")
-
-    def goes_on(self, before: Settings) -> bool:
-        """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
-        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}  # trust is asked for every time
-        return ours == theirs and replace(self, **free) == replace(before, **free)
-
-    def served(self, longest: int) -> int:
-        """Tokens of context that the result must hold for; `longest` is what the model takes."""
-        if self.context is not None and self.context > longest:
-            raise HeadwiseError(
-                f"the context is {self.context:,} tokens and the model takes {longest:,}; lower --context."
-            )
-        return self.context or min(longest, LONGEST_CONTEXT)
-
-    def difference(self, before: Settings) -> str:
-        """The first setting that keeps a run from being resumed, in words."""
-        for name in (field.name for field in fields(self)):
-            now, then = getattr(self, name), getattr(before, name)
-            if now != then and not (name == "heal_options" and self.goes_on(replace(before, heal_options=now))):
-                return f"{name} was {_shown(then)} and is now {_shown(now)}"
-        return "the settings differ"
-
-    def asked(self, names: Sequence[str]) -> dict[str, str]:
-        """Some settings as text, for the record of what a stage followed."""
-        return {name: json.dumps(self.to_json()[name]) for name in names}
-
-    def inputs(self, source: str) -> dict[str, str]:
-        """Fingerprints of everything that is read: the model, found at `source`, and the text."""
-        data = self.data or ("stdlib" if self.model == "embedded" else None)
-        return {
-            **fingerprint.of_model(self.model, source),
-            **fingerprint.of_data(data),
-            **fingerprint.of_data(self.eval),
-        }
-
-    @property
-    def only_kv(self) -> bool:
-        """Whether nothing but the cache is limited, so that the MLP need not be looked at."""
-        return bool(self.budgets) and all(text.strip().startswith("kv") for text in self.budgets)
 
 
 class RunFolder:
@@ -382,7 +278,7 @@ class RunFolder:
         built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
         healing = read_healing(self.heal_file) if built else None
         verdict, unverified = self.verdict()
-        rivals = _baselines(readings, plan, settings) if readings and plan else ()
+        rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
         sweep = None
         if readings and plan:
             if ModelShape.from_json(readings.shape).layers != plan.source.layers:
@@ -416,10 +312,6 @@ def _is_record(path: Path) -> bool:
     return isinstance(found, dict) and "headwise" in found
 
 
-def _shown(value: Any) -> str:
-    return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
-
-
 HEALING: dict[str, type | tuple[type, ...]] = {"method": str, "layers": list, "rounds": list, "curve": list}
 HEALING_NUMBERS = ("rehearsed", "rehearsed_before", "tokens", "seconds", "rate", "tokens_per_second")
 
@@ -440,73 +332,11 @@ def read_healing(path: Path, *needed: str) -> dict[str, Any]:
     return found
 
 
-def _baselines(readings: Readings, plan: Plan, settings: Settings) -> tuple[dict[str, Any], ...]:
-    """What other strategies would have predicted for the same budgets, where the same probe priced them."""
-    found: list[dict[str, Any]] = []
-    names = ["exact", "uniform", "taper"]
-    names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
-    names += ["depth"] if "depth" in settings.allow and readings.curve("damage.depth") else []
-    pooled = any(layer.pooled > 1 for layer in plan.source.layers)
-    for name in names:
-        if (name == plan.strategy and not plan.portable) or (pooled and name not in POOLING):
-            continue
-        try:
-            other = strategies.allocate(readings, plan.budgets, name, settings.allow, seed=plan.seed)
-        except HeadwiseError:
-            continue
-        found.append({"strategy": name, "predicted_damage": other.predicted_damage, "spent": other.spent})
-    return tuple(found)
-
-
 def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
     """The settings' budgets, read against the source's shape."""
     from headwise.budgets import parse_all
 
     return parse_all(settings.budgets, shape, tables)
-
-
-def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html and report.md from whatever the folder holds; the frontier is solved where it is not there."""
-    from headwise.report import model_card, render
-
-    with folder.held("report"):
-        dossier = _with_sweep(folder, folder.dossier())
-        write_atomically(folder.card_file, model_card(dossier))
-        write_atomically(folder.report_file, render(dossier))
-        used = ("plan.json", "heal.json", *(["verdict.json"] if dossier.verdict else []))
-        folder.ledger.record("report", ("report.html", "report.md"), used)
-    return dossier
-
-
-def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False) -> None:
-    """Write one page that compares several runs."""
-    from headwise.report import compare
-
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
-    if len({path.resolve() for path in folders}) < len(folders):
-        raise HeadwiseError("a run folder was given twice; name every run once.")
-    names = [path.name for path in folders]
-    unique = [path.name if names.count(path.name) == 1 else str(path) for path in folders]
-    dossiers = [(name, RunFolder(path).dossier()) for name, path in zip(unique, folders, strict=True)]
-    try:
-        write_atomically(out, compare(dossiers))
-    except OSError as error:
-        raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
-
-
-def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:
-    """The dossier with its frontier: as stored, or solved and stored."""
-    readings, plan, known = dossier.readings, dossier.plan, dossier.sweep
-    if readings is None or plan is None or (known is not None and frontier.complete(known, plan)):
-        return dossier
-    try:
-        found = frontier.solve(readings, plan, folder.require().allow, known)
-    except HeadwiseError:  # readings of an older version that price too little: the page does without
-        return dossier
-    if found is not None:
-        folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **found.to_json()}, None)
-    return replace(dossier, sweep=found)
 
 
 def _versions() -> dict[str, str]:

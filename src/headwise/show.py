@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files import read_object
-from headwise.runfolder import POOLING
+from headwise.strategies import POOLING
 from headwise.types import Dossier, LayerKeep, LayerShape, Plan, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise import bars, data, families, overlap, processes, tasks
+from headwise import bars, data, families, overlap, own_text, processes, tasks
 from headwise.checks import _lengths as lengths
 from headwise.errors import DataError, PlanError
 from headwise.families import Family
@@ -16,7 +16,7 @@ from headwise.heal._job import Job
 from headwise.heal._options import Options
 from headwise.memory import fits
 from headwise.probes._watch import Track, silently, stage
-from headwise.runfolder import Settings
+from headwise.settings import Settings
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
 
@@ -178,7 +178,7 @@ def healing_tokens(settings: Settings, source: str, quick: bool) -> int:
     asked = Options.parse(settings.heal_options).tokens or 0
     if settings.heal not in ("blockwise", "distill") or asked <= settings.tokens:
         return 0
-    if data.writes_itself(source) and not quick:
+    if own_text.writes_itself(source) and not quick:
         bars.note(
             f"a CPU would write {asked:,} tokens of its own text for hours; the healing reads the calibration's again. "
             "Give --data FILE to let it read more."
@@ -225,9 +225,9 @@ def read_texts(
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
             return data.Rows(torch.cat((own, *more)))
         if name == "self" and model is None:
-            raise data.too_slow_to_write()
+            raise own_text.too_slow_to_write()
         if name == "self":
-            return data.Rows(processes.agreed(data.written_by(model, count, length, seed, track=track)))
+            return data.Rows(processes.agreed(own_text.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
         return found._replace(rows=task.complete(model, found.rows, seed, track))
 

@@ -306,10 +306,7 @@ class Family(Reader, ABC):
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """The keyword arguments (mask, positions) that the model hands each layer for unpadded rows.
-
-        Those of one row serve all, but where every row begins at a position of its own.
-        """
+        """The keyword arguments (mask, positions) that the model hands each layer: of one row, if all begin alike."""
         drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
         ids = ids if self.context else ids[:1]
         found = self._handed(model, ids, len(self.layers(model)))

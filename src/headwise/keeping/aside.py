@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from headwise import disk
 from headwise.errors import OutputError
-from headwise.keeping import disk
 from headwise.keeping.lock import NAME as LOCK
 
 PREVIOUS = ".previous"

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from headwise import disk
 from headwise.errors import OutputError, PlanError
-from headwise.keeping import disk
 from headwise.keeping.fingerprint import of_path
 from headwise.types._record import Record
 

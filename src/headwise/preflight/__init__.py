@@ -18,7 +18,8 @@ from headwise.errors import HeadwiseError, ModelError
 from headwise.families import Family
 from headwise.preflight import _disk, _texts
 from headwise.registry import find
-from headwise.runfolder import RunFolder, Settings
+from headwise.runfolder import RunFolder
+from headwise.settings import Settings
 from headwise.strategies import _reach
 from headwise.stream import line as stream
 from headwise.types import ModelShape

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headwise import audio, data, families, images, overlap
+from headwise import audio, data, families, images, overlap, own_text
 from headwise.families import Family
 from headwise.heal._options import Options
 from headwise.registry import find
-from headwise.runfolder import Settings
+from headwise.settings import Settings
 from headwise.workbench import calibration_source, one_row, shared_lines
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
@@ -21,10 +21,10 @@ def check(settings: Settings, family: Family, config: Any, task: str, length: in
     """Notes about the texts, images or recordings of a run; what cannot be read raises."""
     notes: list[str] = []
     for name in dict.fromkeys((calibration_source(settings), *([settings.eval] if settings.eval else []))):
-        if data.writes_itself(name):
-            data.refuse_to_write(family.class_name(config) or family.name, config, family.audio, task == "causal")
+        if own_text.writes_itself(name):
+            own_text.refuse_to_write(family.class_name(config) or family.name, config, family.audio, task == "causal")
             if streamed:
-                raise data.too_slow_to_write()
+                raise own_text.too_slow_to_write()
         if (source := name.removesuffix("+self")) == "self":
             continue
         if family.images:

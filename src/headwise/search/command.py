@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from headwise.designs.command import choose_device
-from headwise.keeping.disk import explained, recover
+from headwise.disk import explained, recover
 from headwise.keeping.lock import locked
 from headwise.search import front
 

@@ -10,9 +10,10 @@ from headwise.registry import find, names
 from headwise.strategies._options import keep_for, unpriced, ways
 from headwise.types import DEFAULT_UNITS, UNITS, Budget, ModelShape, Plan, Readings
 
-__all__ = ["allocate", "blind", "chosen", "cuts", "keep_for", "known", "unpriced", "ways"]
+__all__ = ["POOLING", "allocate", "blind", "chosen", "cuts", "keep_for", "known", "unpriced", "ways"]
 
 DEFAULT = "exact"
+POOLING = ("exact", "uniform", "depth")  # know rows that heads share
 INNER = tuple(unit for unit in UNITS if unit != "depth")  # what most strategies can cut
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from headwise import budgets as prices
-from headwise.errors import BudgetError
+from headwise.errors import BudgetError, PlanError
 from headwise.types import UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
 
 Order = dict[str, tuple[tuple[int, ...], ...]]
@@ -242,3 +242,15 @@ def refuse(
             )
     texts = " and ".join(budget.text for budget in budgets)
     return BudgetError(f"no plan meets {texts} together, though each alone can be met. Loosen one{hint}.")
+
+
+def nothing_portable(source: ModelShape) -> PlanError:
+    """The error for units of which stock code can follow none."""
+    return PlanError(
+        f"a portable plan has nothing to cut. {portable_limits(source)} Leave out --portable, or change --allow."
+    )
+
+
+def portable_limits(source: ModelShape) -> str:
+    possible = UNITS if source.grain.portable is None else source.grain.portable
+    return f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."

@@ -15,9 +15,8 @@ import numpy as np
 from headwise import budgets as prices
 from headwise.errors import BudgetError
 from headwise.strategies._equal import refuse_unequal
-from headwise.strategies._options import menus, refuse
+from headwise.strategies._options import menus, nothing_portable, refuse
 from headwise.strategies._program import Floats, Program, build
-from headwise.strategies.portable import nothing_portable
 from headwise.types import UNITS, Budget, LayerShape, ModelShape, Reading, Readings
 
 WEIGHTS = 33  # of two budgets against each other that are tried

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headwise.errors import BudgetError, PlanError
+from headwise.errors import BudgetError
 from headwise.strategies._equal import best_equal
-from headwise.strategies._options import finish, menus
+from headwise.strategies._options import finish, menus, nothing_portable, portable_limits
 from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "portable"
@@ -30,15 +30,5 @@ def allocate(
     except BudgetError as error:
         if source.grain.portable is None:
             raise
-        raise BudgetError(f"{error} {_limits(source)} Leave out --portable to cut more.") from None
+        raise BudgetError(f"{error} {portable_limits(source)} Leave out --portable to cut more.") from None
     return finish(source, readings, layers, damage, NAME, budgets, seed, pairs="qk_pairs_shared", portable=True)
-
-
-def nothing_portable(source: ModelShape) -> PlanError:
-    """The error for units of which stock code can follow none."""
-    return PlanError(f"a portable plan has nothing to cut. {_limits(source)} Leave out --portable, or change --allow.")
-
-
-def _limits(source: ModelShape) -> str:
-    possible = UNITS if source.grain.portable is None else source.grain.portable
-    return f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from headwise import tensors as stored
+from headwise.disk import sync, write_file
 from headwise.errors import PlanError
-from headwise.keeping.disk import sync, write_file
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"

@@ -20,10 +20,10 @@ from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
+from headwise.disk import explained, install, remove
 from headwise.errors import PlanError
 from headwise.files import read_object
 from headwise.heal.refit import LayerRefit
-from headwise.keeping.disk import explained, install, remove
 from headwise.moments import read_layer
 from headwise.probes._watch import Track, silently
 from headwise.stream._checkpoint import INDEX, header

@@ -16,7 +16,8 @@ from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.families._folder import check_tokenizer
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, Settings, budgets_for, read_healing
+from headwise.runfolder import RunFolder, budgets_for, read_healing
+from headwise.settings import Settings
 from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying

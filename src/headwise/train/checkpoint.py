@@ -12,9 +12,9 @@ from torch import nn
 
 from headwise import tensors as stored
 from headwise.cuts import write_folder
+from headwise.disk import recover, remove
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import is_number, read_object
-from headwise.keeping.disk import recover, remove
 from headwise.train import shards
 from headwise.train.loop import Point, State
 from headwise.types import VERSION

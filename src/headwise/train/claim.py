@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from headwise import disk
 from headwise.errors import HeadwiseError, OutputError
-from headwise.keeping import aside, disk, fingerprint
+from headwise.keeping import aside, fingerprint
 from headwise.keeping.finished import Ledger
 from headwise.keeping.lock import locked
 from headwise.train.settings import TrainSettings

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from headwise.data import documents
+from headwise.disk import explained, write_file
 from headwise.errors import DataError, OutputError
 from headwise.files import is_number, read_object
-from headwise.keeping.disk import explained, write_file
 from headwise.types import write_atomically
 
 AT_ONCE = 256  # texts handed to the tokenizer together
