@@ -3,7 +3,7 @@
 Pure Python; `tests/test_damaged_files.py` and `benchmarks/faults.py` share it.
 
 >>> [name for name, _ in mutations(0, "json", b'{"a": 1}', 3)]
-['nest a', 'repeat', 'add a field']
+['number at a', 'another kind at a', 'remove a']
 """
 
 from __future__ import annotations

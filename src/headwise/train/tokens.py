@@ -15,7 +15,7 @@ import torch
 from headwise.data import documents
 from headwise.disk import explained, write_file
 from headwise.errors import DataError, OutputError
-from headwise.files import is_number, read_object
+from headwise.files import is_number, read_object, regular
 from headwise.types import write_atomically
 
 AT_ONCE = 256  # texts handed to the tokenizer together
@@ -31,9 +31,7 @@ def token_file(source: str, tokenizer: Any, path: Path, seed: int = 0, between: 
     about, dtype = path.with_suffix(".json"), np.dtype(np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32)
     origin = {"source": source, "changed": _changed(source), "tokenizer": _print_of(tokenizer), "seed": seed}
     if about.exists():
-        known = read_object(about, OutputError, f"delete it and {path}, and run again")
-        if not is_number(known.get("tokens")) or path.stat().st_size != known["tokens"] * dtype.itemsize:
-            raise OutputError(f"{path} does not hold the tokens that {about.name} names; delete both and run again.")
+        known = _known(about, path, dtype, len(tokenizer))
         if {name: known.get(name) for name in origin} != origin:
             raise OutputError(
                 f"{source} or its tokenizer is not what {path} was made of; restore it, or choose another --out."
@@ -47,6 +45,18 @@ def token_file(source: str, tokenizer: Any, path: Path, seed: int = 0, between: 
         about.unlink()
         raise DataError(f"{source} holds no text; give --data a file with some.")
     return np.memmap(path, dtype=dtype, mode="c", shape=(known["tokens"],))
+
+
+def _known(about: Path, path: Path, dtype: np.dtype[Any], words: int) -> dict[str, Any]:
+    """What is written beside a token file, once the file is known to hold that."""
+    advice = f"delete {about} and run again"
+    found = read_object(about, OutputError, advice)
+    count, size = found.get("tokens"), regular(path, OutputError, advice)
+    if not is_number(count) or size != count * dtype.itemsize:
+        raise OutputError(f"{path} does not hold the tokens that {about.name} names; {advice}.")
+    if count and int(np.memmap(path, dtype=dtype, mode="r").max()) >= words:
+        raise OutputError(f"{path} holds tokens that the tokenizer does not know; {advice}.")
+    return found
 
 
 def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any], lead: list[int]) -> dict[str, int]:

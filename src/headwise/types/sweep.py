@@ -40,6 +40,8 @@ class Sweep(Record):
     done: bool  # whether nothing is left to solve
 
     def __post_init__(self) -> None:
+        if len(set(self.shapes)) < len(self.shapes):
+            raise PlanError("the frontier's table names a shape twice; delete frontier.json.")
         if len({len(answer.layers) for answer in self.answers}) > 1:
             raise PlanError("answers of the frontier have different numbers of layers; delete frontier.json.")
         if any(not 0 <= place < len(self.shapes) for answer in self.answers for place in answer.layers):
