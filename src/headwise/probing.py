@@ -56,17 +56,7 @@ def probe(
     moments = _moments(settings, bench, model, mlp, track, progress)
     told = progress.piece("diagnosed", lambda: _plain(_diagnosed(settings, bench, model, moments, track, diagnose)))
     seen = [Reading.from_json(reading) for reading in told]
-    rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, task.row_tokens))
-    some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
-    less = (settings.recompute, bench.spread)  # memory
-
-    def predicted() -> list[Any]:
-        found = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, task, *less)
-        return [_plain(found[0]), found[1]]
-
-    told, ordered = progress.piece("sensitivity", predicted)
-    curves = [Reading.from_json(reading) for reading in told]
-    orders: list[Orders] = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in ordered]
+    curves, orders = _predicted(settings, bench, model, moments, mlp, track, progress)
     shape = family.shape_of(model.config)
     few, others = data.measured_and_others(bench.calibration, settings.swap_tokens, HEALING_TOKENS, task.row_tokens)
     others = bench.inputs(others, settings.seed)
@@ -91,6 +81,30 @@ def probe(
         seconds=time.perf_counter() - start,
     )
     return readings, moments
+
+
+def _predicted(
+    settings: Settings,
+    bench: Workbench,
+    model: nn.Module,
+    moments: list[Moments],
+    mlp: bool,
+    track: Track,
+    progress: Progress,
+) -> tuple[list[Reading], list[Orders]]:
+    """Damage by gradients, and the order in which units go."""
+    family = bench.reader(settings.seed)
+    rows = max(1, SENSITIVITY_TOKENS // data.mean_length(bench.calibration, bench.task.row_tokens))
+    some = bench.calibration[:: max(1, len(bench.calibration) // rows)]
+    less = (settings.recompute, bench.spread)  # memory
+
+    def measured() -> list[Any]:
+        found = sensitivity.measure(family, model, some, moments, mlp, settings.seed, track, bench.task, *less)
+        return [_plain(found[0]), found[1]]
+
+    curves, orders = progress.piece("sensitivity", measured)
+    known = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in orders]
+    return [Reading.from_json(reading) for reading in curves], known
 
 
 def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:
