@@ -1,9 +1,8 @@
 """Commands in forked processes: imports are paid once, and faults are set before each command.
 
-`prepare` imports everything in a process that starts no threads. From then on `Command` forks a child that behaves as
-`python -m headwise ...` does, in a folder of its own. In the child an audit hook sees every change of a file (and the
-two compiled writers that Python does not audit, of safetensors and of tokenizers), numbers those inside the folder,
-and can end or stop the process just before one of them. Changes elsewhere are reported.
+`prepare` imports everything in a process without threads; then `Command` forks children that behave as `headwise` does.
+There an audit hook sees every change of a file (the compiled writers of safetensors and tokenizers are announced to
+it), numbers those inside the folder, can end or stop the process before one of them, and reports changes elsewhere.
 """
 
 from __future__ import annotations
