@@ -35,10 +35,6 @@ TRAIN = [
     *("train", SOURCE, "--data", TEXT, "--steps", "6", "--save-every", "2", "--eval-every", "3", "--batch-rows", "2"),
     *("--length", "16", "--eval-tokens", "64", "--device", "cpu", "--out", OUT),
 ]
-SEARCH = [
-    *("search", "--budget", "params=20k", "--tokenizer", SOURCE, "--data", TEXT, "--steps", "2", "--batch", "2"),
-    *("--length", "16", "--tokens", "500", "--trials", "2", "--depth", "1", "--device", "cpu", "--out", OUT),
-]
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,6 @@ SCENARIOS = (
     Scenario("run --overwrite", (OTHER,), (RUN,), foreign=True),
     Scenario("train", (TRAIN,)),
     Scenario("train --overwrite", ([*TRAIN, "--seed", "1", "--overwrite"],), (TRAIN,), foreign=True),
-    Scenario("search", (SEARCH,)),
 )
 
 

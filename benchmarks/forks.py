@@ -1,9 +1,8 @@
 """Commands in forked processes: imports are paid once, and faults are set before each command.
 
-`prepare` imports everything in a process that starts no threads. From then on `Command` forks a child that behaves as
-`python -m headwise ...` does, in a folder of its own. In the child an audit hook sees every change of a file (and the
-two compiled writers that Python does not audit, of safetensors and of tokenizers), numbers those inside the folder,
-and can end or stop the process just before one of them. Changes elsewhere are reported.
+`prepare` imports everything in a process without threads; then `Command` forks children that behave as `headwise` does.
+There an audit hook sees every change of a file (the compiled writers of safetensors and tokenizers are announced to
+it), numbers those inside the folder, can end or stop the process before one of them, and reports changes elsewhere.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from interpreters import finish, settle
 SOURCES = Path(__file__).resolve().parents[1] / "src"  # the tree that is tested is the one that this file lies in
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NATIVE = "native.write"  # a file that compiled code opens and writes
+MOST = 20_000  # changes that are reported
 SCRATCH = "tmp"  # TMPDIR of a command, in its folder; changes there are not counted
 
 
@@ -135,6 +135,8 @@ class Watch:
             return
         self.count += 1
         tears = bool(self.last) and os.path.isfile(self.last) and os.path.getsize(self.last) > 1
+        if self.count > MOST:  # a loop that tries again and again
+            return
         name = os.path.relpath(path, self.root)
         os.write(self.pipe, f"change\t{event}\t{name}\t{int(tears)}\n".encode(errors="replace"))
         if self.count == self.fault.point:

@@ -66,6 +66,7 @@ LIMITS = """## What is not covered
 - Network file systems, several machines on one folder, systems other than Linux.
 - Kills inside one write are stood for by half of a file; other parts of a file were not tried.
 - Compiled code that gets no memory may end the process before anything can be said; it must still resume.
+- `headwise search`: what a killed trial leaves is decided by Optuna's storage.
 - Models of real size, GPUs and several processes of one run (`torchrun`): the code that writes files is the same.
 - That a damaged file is *noticed*: a changed weight or a changed word of text is a legal input.
 """
