@@ -72,7 +72,8 @@ def in_rows(result: dict[str, Any]) -> str:
     """
     if "evaluation_length" in result:
         return f" in rows of {result['evaluation_length']:,}, the full context"
-    return f" in rows of {result['settings']['length']:,} (measured before position offsets: holds at that length only)"
+    most = result["settings"]["length"]
+    return f" in rows of at most {most:,} (measured before position offsets: not known to hold beyond that length)"
 
 
 def _cell(row: dict[str, Any], digits: int = 1) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from headwise.types import Dossier, Sweep
 
 FOLDER = "DIR"  # the run folder, which the dossier does not know
-PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length", "pool")
+PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length", "context", "pool")
 RUN_FLAGS = (
     "data",
     "eval",
@@ -22,7 +22,9 @@ RUN_FLAGS = (
     "eval_tokens",
     "swap_tokens",
     "length",
+    "context",
     "pool",
+    "max_loss",
 )
 
 

@@ -30,6 +30,7 @@ from headwise.types import ModelShape, Record
 LOOKS = 6  # times that a trial is judged
 HELD_OUT = 10  # every so many blocks one is for judging
 START_UP = 4  # trials that are never given up
+STALE = 10  # seconds until the journal's lock counts as left behind by a worker that was killed
 CAUSAL_FAMILIES = ("llama", "gpt2")
 
 
@@ -159,12 +160,13 @@ def storage_of(where: str | None, out: Path) -> Any:
     if where is not None and "://" in where:
         return where
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 
     path = out / "journal.log" if where is None else Path(where.removeprefix("journal:"))
     path.parent.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return JournalStorage(JournalFileBackend(str(path)))
+    lock = JournalFileOpenLock(str(path.resolve()), STALE)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
 
 
 def installed() -> Any:
