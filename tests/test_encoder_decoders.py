@@ -243,7 +243,7 @@ def test_the_command_line_from_a_folder_to_a_verified_model(family, tmp_path):
         text.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     else:
         text.write_text(Path(cost.__file__).read_text())
-    options = "--budget params=90% --tokens 512 --eval-tokens 256 --swap-tokens 64 --length 32 --allow qk,v,mlp,depth"
+    options = "--budget params=90% --tokens 512 --eval-tokens 256 --swap-tokens 64 --context 32 --allow qk,v,mlp,depth"
     arguments = ["run", str(tmp_path / "source"), *options.split(), "--data", str(text), "--out", str(tmp_path / "run")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output

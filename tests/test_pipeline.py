@@ -195,7 +195,7 @@ def test_dynamic_rope_works_tailored_and_is_refused_portable(folder, tmp_path, c
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters=rope).save_pretrained(source)
     assert call("run", source, *RUN, "--out", tmp_path / "run") == 0
-    assert "leave out --portable" in refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
+    assert "Leave out --portable" in refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
 
 
 def test_text_of_any_kind_calibrates(folder, tmp_path):

@@ -96,7 +96,7 @@ def test_copies_of_rows_are_handed_copies_of_their_positions():
 
 @pytest.mark.parametrize("pool", ["none", "all"])
 def test_a_cut_calibrated_on_short_rows_holds_at_the_full_context(pool):
-    settings = Settings("embedded", ("kv=75%",), length=128, tokens=4096, eval_tokens=4096, swap_tokens=0, pool=pool)
+    settings = Settings("embedded", ("kv=75%",), length=128, tokens=2048, eval_tokens=2048, swap_tokens=0, pool=pool)
     bench = pipeline.workbench(settings)
     readings, moments = pipeline.probe(settings, bench, bench.source, diagnose=False)
     shape = bench.family.shape_of(bench.source.config)

@@ -175,7 +175,7 @@ def test_every_option_is_read_by_some_healing_and_unread_ones_are_named():
 
 def test_units_that_stay_and_lengths_that_are_lowered_are_noted(model):
     assert notes(model) == []
-    assert notes(model, length=4096) == ["--length 4,096 is more than the model takes; blocks have 128 tokens."]
+    assert notes(model, length=4096) == ["--length 4,096 is more than the model takes; rows have 128 tokens."]
     found = notes(model, strategy="uniform", allow=("qk", "v", "depth"))
     assert found == ["depth will not be cut, though --allow names it: strategy uniform cannot for this model."]
     (found,) = notes(model, swap_tokens=1024)

@@ -14,7 +14,7 @@ from headwise import cli
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--length", "64", "--context", "256"]
+FEW = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--length", "64", "--context", "64"]
 
 
 def commands():
@@ -41,7 +41,7 @@ def test_every_command_runs(tmp_path, monkeypatch, capsys):
 def test_the_python_lines_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
-    few = 'out="runs/first", tokens=1024, eval_tokens=512, swap_tokens=128, length=64, context=256'
+    few = 'out="runs/first", tokens=1024, eval_tokens=512, swap_tokens=128, length=64, context=64'
     assert 'out="runs/first"' in code
     exec(compile(code.replace('out="runs/first"', few), "README.md", "exec"), {})
 

@@ -380,7 +380,7 @@ def test_hostile_readings_stay_text() -> None:
 def test_eighty_layers_stay_small() -> None:
     dossier = make_dossier(80)
     assert dossier.readings is not None
-    ticks = tuple(range(14336, 0, -64))
+    ticks = tuple(range(1024, 128, -4))
     long = Reading(
         "s",
         "damage.mlp",

@@ -15,7 +15,7 @@ import torch
 import headwise
 from headwise import api, devices, families, machine
 from headwise.checks import exactness
-from headwise.errors import HeadwiseError, ModelError
+from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.runfolder import RunFolder
 from headwise.runtime import foreign_code
 from headwise.settings import Settings
@@ -72,6 +72,9 @@ def failed_reload(verdict) -> str:
 def test_a_tampered_runtime_is_never_run(copy: Path, tmp_path: Path) -> None:
     code, mark = copy / "model" / "modeling_headwise.py", tmp_path / "ran"
     code.write_text(code.read_text() + EVIL.format(mark=str(mark)))
+    with pytest.raises(PlanError, match="model is not what Headwise wrote"):
+        api.verify(copy)
+    (copy / "finished.json").unlink()  # as a run of an earlier version, which has no fingerprints
     found = failed_reload(api.verify(copy))
     assert found == "model/modeling_headwise.py is not the file Headwise wrote; it was not run"
     headwise.load(copy / "model")
@@ -100,6 +103,7 @@ def test_trust_in_a_file_counts_for_nothing(hostile: tuple[Path, Path], copy: Pa
     folder, mark = hostile
     path = copy / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": str(folder), "trust_remote_code": True}))
+    (copy / "finished.json").unlink()  # which would tell that the model is another one
     for command in (api.reshape, api.verify):
         with pytest.raises(ModelError, match="--trust-remote-code"):
             command(copy)

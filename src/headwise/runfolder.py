@@ -254,8 +254,10 @@ class RunFolder:
             differs = None if there else "model"
         if differs == "plan.json":
             raise PlanError(f"{self.model} does not follow plan.json; run: headwise heal {self.path}")
-        if differs is not None:
+        if differs is not None and self.ledger.stage("model") is None:
             raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
+        if differs is not None:
+            raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
 
     def verdict(self) -> tuple[Verdict | None, str | None]:
         """The verdict on the plan and the model that are there, or why there is none (None: not verified yet)."""

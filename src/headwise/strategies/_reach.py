@@ -15,7 +15,7 @@ import numpy as np
 from headwise import budgets as prices
 from headwise.errors import BudgetError
 from headwise.strategies._equal import refuse_unequal
-from headwise.strategies._options import menus, nothing_portable, refuse
+from headwise.strategies._options import menus, nothing_portable, portable_limits, refuse
 from headwise.strategies._program import Floats, Program, build
 from headwise.types import UNITS, Budget, LayerShape, ModelShape, Reading, Readings
 
@@ -41,7 +41,10 @@ def check(
         cuts = tuple(unit for unit in cuts if unit in possible)
         if not cuts:
             raise nothing_portable(source)
-    if refused := _refusal(source, budgets, cuts, possible):
+    refused = _refusal(source, budgets, cuts, possible)
+    if refused and possible is source.grain.portable:
+        raise BudgetError(f"{refused} {portable_limits(source)} Leave out --portable to cut more.")
+    if refused:
         raise refused
 
 

@@ -70,6 +70,8 @@ class Readings(Record):
     depth: tuple[int, ...] = ()  # layers in the order in which whole layers would go, as far as that was measured
 
     def __post_init__(self) -> None:
+        if not self.shape:  # readings of no model, to be drawn alone
+            return
         layers = ModelShape.from_json(self.shape, "shape").layers
         for reading in self.curves:
             rows = 1 if reading.kind == "damage.depth" else len(layers)
