@@ -6,13 +6,22 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as some
 
+from headwise import frontier
 from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings
 
 settings.register_profile("headwise", max_examples=60, deadline=None, derandomize=True)
 settings.load_profile("headwise")
+
+
+@pytest.fixture(autouse=True)
+def _few_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A report's frontier of a few limits: forty take seconds, and a test that minds them asks for them."""
+    monkeypatch.setattr(frontier, "LEAST", 8)
+
 
 GRAIN = Grain(qk_step=2, v_step=2, mlp_step=8, qk_floor=2, v_floor=2, mlp_floor=8, rotary=True, projectable=True)
 

@@ -30,7 +30,7 @@ from headwise.probes.swap import Swapper
 from headwise.runfolder import RunFolder
 from headwise.settings import Settings
 
-STRIDE = 3  # from one kill to the next; 1 tries all
+STRIDE = 5  # from one kill to the next; 1 tries all
 CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
 Action = Callable[[], object]
 

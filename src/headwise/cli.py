@@ -116,8 +116,8 @@ def demo(
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
-    small: dict[str, Any] = dict(tokens=24_576, eval_tokens=12_288, swap_tokens=2_048, length=512, seed=0, pool="all")
-    healing: dict[str, Any] = dict(heal="blockwise", heal_options=("steps=72",))
+    small: dict[str, Any] = dict(tokens=12_288, eval_tokens=8_192, swap_tokens=1_024, length=512, seed=0, pool="all")
+    healing: dict[str, Any] = dict(heal="blockwise", heal_options=("steps=48",))
     with Bars() as track:
         dossier = api.run("embedded", "kv=50%", out, track=track, **small, **healing)
     _finish(dossier, out, as_json)
