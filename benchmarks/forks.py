@@ -34,6 +34,14 @@ MOST = 20_000  # changes that are reported
 SCRATCH = "tmp"  # TMPDIR of a command, in its folder; changes there are not counted
 
 
+def _bytes_of(path: str) -> int:
+    """The size of a file; 0 where another thread renamed it meanwhile."""
+    try:
+        return os.path.getsize(path)
+    except OSError:
+        return 0
+
+
 class Fault(NamedTuple):
     """What happens to a process: an action just before its change of a file number `point`, or limits."""
 
@@ -134,7 +142,7 @@ class Watch:
             os.write(self.pipe, f"outside\t{event} {path}\n".encode(errors="replace"))
             return
         self.count += 1
-        tears = bool(self.last) and os.path.isfile(self.last) and os.path.getsize(self.last) > 1
+        tears = bool(self.last) and _bytes_of(self.last) > 1
         if self.count > MOST:  # a loop that tries again and again
             return
         name = os.path.relpath(path, self.root)
