@@ -311,7 +311,8 @@ def disk(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, 
         what = f"{asked['bytes']:,} bytes left on the disk of {asked['where']}"
         found = [*_ends_well(done, what), *lost(case, reference)]
         subprocess.run(["mount", "-o", f"remount,size={2**27}", str(place)], check=True)
-        return [*found, *resumed(case, scenario, reference, 0)]
+        finished = done.code == reference.codes[0]  # it needed less
+        return [*found, *resumed(case, scenario, reference, int(finished))]
 
     return _small(place, asked["bytes"], act)
 
@@ -327,7 +328,8 @@ def real(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, 
     text = process.communicate(timeout=LIMIT)[0]
     found = lost(case, reference)
     early = not (case / OUT).exists()  # still importing: nothing of ours has begun
-    if number == signal.SIGTERM and not early and (process.returncode != 143 or "Traceback" in text):
+    late = process.returncode == -number and not compared(case, reference)  # done: the interpreter was ending
+    if number == signal.SIGTERM and not (early or late) and (process.returncode != 143 or "Traceback" in text):
         found.append(f"end: SIGTERM ends with {process.returncode}: {(text.strip().splitlines() or [''])[-1]}")
     again = subprocess.run(command, cwd=case, env=environment, stdout=-1, stderr=-2, text=True, timeout=LIMIT)
     if again.returncode != reference.codes[0] and compared(case, reference):

@@ -45,7 +45,7 @@ from headwise.cli_options import (
     Tokens,
 )
 from headwise.designs.command import command as design
-from headwise.errors import HeadwiseError
+from headwise.errors import NO_MEMORY, HeadwiseError, lacks_memory
 from headwise.fast.command import command as kernels
 from headwise.search.command import command as search
 from headwise.settings import Settings
@@ -325,6 +325,11 @@ def main() -> None:
         app()
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        sys.exit(2)
+    except (MemoryError, SystemError, RuntimeError) as error:
+        if not lacks_memory(error):
+            raise
+        typer.echo(f"error: {NO_MEMORY}", err=True)
         sys.exit(2)
     except _Terminated:
         _stop(128 + signal.SIGTERM)

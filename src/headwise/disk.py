@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError, OutputError
 
 UNFINISHED = ".headwise-tmp-"  # begins the name of whatever is being written or deleted; cleared at the next start
 WHOLE = ".headwise-new-"  # begins the name of a finished folder on its way to its place; put there at the next start
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync a folder
 # How earlier versions named unfinished files.
 EARLIER = re.compile(

@@ -198,9 +198,9 @@ def probed(
             folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
             if "" in folder.ledger.read().inputs.values():  # of a hub, known since it was fetched
                 folder.ledger.begin(settings.inputs(families.locate(settings.model)[0]))
-            disk.remove(folder.probing)
 
         processes.by_first(write)
+    processes.by_first(lambda: disk.remove(folder.probing))
     return Readings.read(folder.readings_file), read_moments(
         folder.moments_file, model.device, bench.family.shape_of(model.config).layers
     )

@@ -67,8 +67,8 @@ def claim(folder: Path, settings: TrainSettings, overwrite: bool) -> None:
         elif not _begun(folder) and not _same_data(folder, settings, inputs):
             aside.discard(folder, ("data", "tokenizer", "finished.json"))
     with disk.explained(folder):
+        settings.save(about)  # first: a folder without it is no training's
         Ledger(folder).begin(inputs)
-        settings.save(about)
 
 
 def _begun(folder: Path) -> bool:
