@@ -20,8 +20,9 @@ from headwise import api, cli, families, frontier, tensors
 from headwise.checks import exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.files import DEEPEST, read_json
+from headwise.healing import read_healing
 from headwise.moments import read_moments
-from headwise.runfolder import RunFolder, read_healing
+from headwise.runfolder import RunFolder
 from headwise.settings import Settings
 from headwise.train import checkpoint
 from headwise.types import Plan, Readings, Verdict

@@ -72,7 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "rounds": {"errors", "types", "budgets", "strategies"},
     "frontier": CORE,  # the exact answer to many limits
     "settings": CORE,
-    "runfolder": CORE | {"settings", "frontier"},
+    "healing": {"errors", "files"},  # the record of one
+    "runfolder": CORE | {"settings", "frontier", "healing"},
     "reporting": CORE | {"runfolder", "report", "frontier"},
     "planning": CORE | {"settings", "runfolder", "report"},
     "workbench": CORE | TORCH | RUN,

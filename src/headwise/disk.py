@@ -157,8 +157,9 @@ def explained(folder: Path) -> Iterator[None]:
             raise OutputError(
                 f"{folder} cannot be written ({reason}); free some space and run the same command again: it resumes."
             ) from None
-        if isinstance(error, OSError) and error.strerror:
-            raise OutputError(f"{error.filename or folder} cannot be read or written ({error.strerror}).") from None
+        if isinstance(error, OSError):
+            where, why = error.filename or folder, error.strerror or error
+            raise OutputError(f"{where} cannot be read or written ({why}).") from None
         raise
 
 

@@ -17,12 +17,13 @@ from headwise import data, disk, families, heal, latencies, preflight, processes
 from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, save
 from headwise.errors import BudgetError, PlanError
+from headwise.healing import read_healing
 from headwise.probes._watch import Track, silently, stage
 from headwise.probing import looked_at as looked_at
 from headwise.probing import probe as probe
 from headwise.probing import probed as probed
 from headwise.reporting import write_report
-from headwise.runfolder import RunFolder, budgets_for, read_healing
+from headwise.runfolder import RunFolder, budgets_for
 from headwise.settings import Settings
 from headwise.stream import line as stream
 from headwise.types import Budget, Dossier, Plan, Readings, Verdict

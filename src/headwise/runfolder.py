@@ -21,7 +21,7 @@ from headwise.errors import (
     ShapeError,
     UnknownNameError,
 )
-from headwise.files import is_number, read_object, shortened
+from headwise.healing import read_healing
 from headwise.keeping import aside, fingerprint
 from headwise.keeping.finished import Ledger
 from headwise.keeping.lock import is_first, locked
@@ -295,7 +295,10 @@ class RunFolder:
     def _followed(self) -> dict[str, Any]:
         """The settings that plan and model really follow, where stages were asked for others than the run."""
         stages = [stage for name in ("plan", "model") if (stage := self.ledger.stage(name))]
-        return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
+        try:
+            return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
+        except (ValueError, RecursionError):
+            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise verify {self.path}") from None
 
 
 UNVERIFIED = {
@@ -312,26 +315,6 @@ def _is_record(path: Path) -> bool:
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(found, dict) and "headwise" in found
-
-
-HEALING: dict[str, type | tuple[type, ...]] = {"method": str, "layers": list, "rounds": list, "curve": list}
-HEALING_NUMBERS = ("rehearsed", "rehearsed_before", "tokens", "seconds", "rate", "tokens_per_second")
-
-
-def read_healing(path: Path, *needed: str) -> dict[str, Any]:
-    """What a healing did, from heal.json. `needed` fields must be there; known ones must be of their kind."""
-    found = read_object(path, advice="run headwise heal again")
-    for name, kind in HEALING.items():
-        if name in found and not isinstance(found[name], kind):
-            raise PlanError(f"{path}: {name} is {shortened(found[name])}; run headwise heal again.")
-    for name in HEALING_NUMBERS:
-        if found.get(name) is not None and not is_number(found[name]):
-            raise PlanError(
-                f"{path}: {name} is {shortened(found[name])}, not a finite number; run headwise heal again."
-            )
-    if lost := [name for name in ("method", *needed) if found.get(name) is None]:
-        raise PlanError(f"{path} does not say {lost[0]}; run headwise heal again.")
-    return found
 
 
 def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:

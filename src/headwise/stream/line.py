@@ -14,9 +14,10 @@ from headwise import data, families, processes, strategies
 from headwise.checks import certificate, exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.families._folder import check_tokenizer
+from headwise.healing import read_healing
 from headwise.memory import HELD, SHARE, available_bytes, fits
 from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, budgets_for, read_healing
+from headwise.runfolder import RunFolder, budgets_for
 from headwise.settings import Settings
 from headwise.stream import build as building
 from headwise.stream import probe as probing
