@@ -19,6 +19,7 @@ TORCH = {
 # Run folders, and what is done there without torch.
 RUN = {
     "rounds",
+    "healing",
     "settings",
     "runfolder",
     "reporting",

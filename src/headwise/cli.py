@@ -219,7 +219,7 @@ def verify(folder: Folder, max_loss: MaxLoss = None, trust_remote_code: Remote =
 
     with Bars() as track:
         verdict = api.verify(folder, track, max_loss, trust_remote_code)
-    _say(verdict.to_json() if as_json else in_short(verdict), as_json)
+    _say(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}", as_json)
     _exit(verdict)
 
 

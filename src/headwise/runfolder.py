@@ -243,6 +243,8 @@ class RunFolder:
         used = tuple(name for name in ("plan.json", "model", "heal.json") if name not in more)
         if not self.ledger.complete:  # an earlier version's model, which was found to follow the plan
             self.ledger.record("model", used[1:], used[:1])
+        for stale in (self.report_file, self.card_file):
+            stale.unlink(missing_ok=True)
         verdict.save(self.verdict_file)
         self.ledger.record("verdict", ("verdict.json", *more), used, ends=("report",))
 
