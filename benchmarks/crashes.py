@@ -283,7 +283,7 @@ def _mounted(folder: Path, size: int) -> bool:
 
 def _small(folder: Path, size: int, act: Callable[[], list[str]]) -> list[str] | None:
     """Do something with a folder on a disk of its own with so many bytes; None where mounting is not allowed."""
-    aside = folder.with_name(f"{folder.name}.aside")
+    aside = folder.parent.parent / f"{folder.parent.name}-{folder.name}.aside"  # beside the case
     folder.rename(aside)
     folder.mkdir()
     if not _mounted(folder, 2**26):

@@ -160,6 +160,20 @@ def _refuse_unknown_tokens(rows: torch.Tensor, config: Any) -> None:
         )
 
 
+@torch.no_grad()
+def _refuse_other_images(rows: torch.Tensor, family: Family, model: Any) -> None:
+    """An image processor that belongs to another model makes images that this one may not take: one is tried."""
+    if not family.images or not len(rows):
+        return
+    try:
+        family.call(model, rows[:1].to(model.device))
+    except (ValueError, RuntimeError) as error:
+        raise DataError(
+            f"the model does not take images as its image processor makes them ({error}); put its own "
+            "preprocessor_config.json beside it."
+        ) from None
+
+
 def calibration_source(settings: Settings) -> str:
     """Where calibration text comes from, unless told otherwise."""
     return settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
@@ -260,6 +274,7 @@ def read_texts(
     left = more if len(more) else None
     for read_rows in (rows, evaluation.rows, more):
         _refuse_unknown_tokens(read_rows, config)
+    _refuse_other_images(rows, family, model)
     long = None if further is None else _in_one_piece(held, tokenizer)
     return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left, long)
 
