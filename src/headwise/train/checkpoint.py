@@ -15,6 +15,7 @@ from headwise.cuts import write_folder
 from headwise.disk import recover, remove
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import is_number, read_object
+from headwise.keeping.lock import is_first
 from headwise.train import shards
 from headwise.train.loop import Point, State
 from headwise.types import VERSION
@@ -58,6 +59,11 @@ def save(
 
     recover(folder)
     write_folder(folder / f"step-{state.step:08d}", write)
+    _forget_older(folder)
+
+
+def _forget_older(folder: Path) -> None:
+    """Delete all checkpoints but the newest."""
     for old in all_in(folder)[:-KEPT]:
         remove(old)
 
@@ -92,7 +98,7 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
         _check(newest, model, weights, tensors)
     except HeadwiseError as error:
         raise OutputError(
-            f"{newest} is damaged ({error}); delete it, and the run goes on from the one before."
+            f"{newest} is damaged ({error}); delete it, and the run resumes from the one before."
         ) from None
     with torch.no_grad():
         for name, tensor in _whole(model).items():
@@ -106,6 +112,8 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
     state.sums.copy_(tensors["sums"])
     state.step, state.summed, state.seconds = facts["step"], facts["summed"], facts["seconds"]
     state.curve[:] = facts["curve"]
+    if is_first():  # a kill may have come between saving and this
+        _forget_older(folder)
     return True
 
 
