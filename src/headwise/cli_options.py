@@ -13,7 +13,7 @@ from headwise.types.verdict import MAX_LOSS
 
 Model = Annotated[str, typer.Argument(help="Hub id, local folder, .gguf file, or 'embedded'.")]
 Folder = Annotated[Path, typer.Argument(help="A run folder.")]
-Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it goes on.")]
+Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it resumes.")]
 Budgets = Annotated[
     list[str],
     typer.Option(
@@ -51,7 +51,7 @@ Pool = Annotated[
     typer.Option(help="Key/value heads that share a cached row: all, or a number such as 2; more quality per byte."),
 ]
 Allow = Annotated[str, typer.Option(help=f"What may be cut, of: {','.join(UNITS)}.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda.")]
 Tokens = Annotated[int, typer.Option(help="Calibration tokens; an image counts as many as it has patches.")]
 EvalTokens = Annotated[int, typer.Option(help="Evaluation tokens.")]
