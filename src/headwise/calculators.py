@@ -40,7 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Plot = Annotated[Path | None, typer.Option(help="Draw it into this .svg or .png file.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 Draws = Annotated[int, typer.Option(help="Simulate with so many draws; 0: formulas only.")]
-Seed = Annotated[int, typer.Option(help="Seed of everything that is drawn.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 
 @app.command()

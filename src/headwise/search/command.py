@@ -34,7 +34,7 @@ def command(
     ] = None,
     study: Annotated[str, Option(help="Name of the study in the storage.")] = "headwise",
     minutes: Annotated[float | None, Option(help="Begin no further trial after so long.")] = None,
-    seed: Annotated[int, Option(help="Seed of everything that is drawn.")] = 0,
+    seed: Annotated[int, Option(help="Random seed.")] = 0,
     device: Annotated[str, Option(help="auto, cpu, cuda.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

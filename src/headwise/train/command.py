@@ -31,7 +31,7 @@ def command(
     data: Annotated[
         str, Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled .jsonl, .tsv, .npz.")
     ],
-    out: Annotated[Path, Option(help="Folder to write; an unfinished run in it goes on.")],
+    out: Annotated[Path, Option(help="Folder to write; an unfinished run in it resumes.")],
     eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,
     task: Annotated[
         str | None, Option(help="causal, masked, classification or image_classification; by data and model.")
@@ -55,7 +55,7 @@ def command(
     clip: Annotated[float, Option(help="Largest norm of a gradient; 0: any.")] = DEFAULT.clip,
     augment: Annotated[bool, Option(help="Images: random crops and flips.")] = DEFAULT.augment,
     fresh: Annotated[bool, Option("--fresh", help="Begin with random weights even where CONFIG has some.")] = False,
-    seed: Annotated[int, Option(help="Seed of everything that is drawn.")] = DEFAULT.seed,
+    seed: Annotated[int, Option(help="Random seed.")] = DEFAULT.seed,
     device: Annotated[str, Option(help="auto, cpu, cuda.")] = DEFAULT.device,
     bf16: Annotated[bool | None, Option(help="Compute in bfloat16; on CUDA if not given.")] = None,
     compile: Annotated[bool, Option("--compile", help="Compile the model: a slow start, then faster.")] = False,
