@@ -331,7 +331,8 @@ def real(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, 
     text = process.communicate(timeout=LIMIT)[0]
     found = lost(case, reference)
     early = not (case / OUT).exists()  # still importing: nothing of ours has begun
-    late = process.returncode == -number and not compared(case, reference)  # done: the interpreter was ending
+    done = process.returncode in (-number, reference.codes[0])
+    late = done and not compared(case, reference)  # the work was finished: the interpreter was ending
     if number == signal.SIGTERM and not (early or late) and (process.returncode != 143 or "Traceback" in text):
         found.append(f"end: SIGTERM ends with {process.returncode}: {(text.strip().splitlines() or [''])[-1]}")
     again = subprocess.run(command, cwd=case, env=environment, stdout=-1, stderr=-2, text=True, timeout=LIMIT)

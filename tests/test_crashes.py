@@ -235,3 +235,10 @@ def test_pieces_of_other_work_do_not_count(tmp_path: Path) -> None:
     assert Progress(tmp_path, "a").piece("x", lambda: [1.5, float("inf")]) == [1.5, float("inf")]
     assert Progress(tmp_path, "a").piece("x", lambda: pytest.fail("made again")) == [1.5, float("inf")]
     assert Progress(tmp_path, "b").piece("x", lambda: 2) == 2
+
+
+def test_a_pipe_in_the_place_of_a_record_is_no_record_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    os.mkfifo(folder.settings_file)
+    assert not folder.is_ours()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -21,6 +21,7 @@ from headwise.errors import (
     ShapeError,
     UnknownNameError,
 )
+from headwise.files import read_bytes, read_object
 from headwise.healing import read_healing
 from headwise.keeping import aside, fingerprint
 from headwise.keeping.finished import Ledger
@@ -211,7 +212,8 @@ class RunFolder:
     def write_plan(self, plan: Plan, settings: Settings | None = None) -> None:
         """Write the plan, made under these settings; an older one is kept beside it."""
         if self.plan_file.exists() and not self._holds(plan):
-            write_atomically(self.path / "plan.previous.json", self.plan_file.read_bytes())
+            with suppress(PlanError):  # what is no file cannot be kept
+                write_atomically(self.path / "plan.previous.json", read_bytes(self.plan_file))
         plan.save(self.plan_file)
         self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(PLANNED) if settings else {})
 
@@ -313,10 +315,9 @@ UNVERIFIED = {
 
 def _is_record(path: Path) -> bool:
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError):
+        return "headwise" in read_object(path)
+    except HeadwiseError:
         return False
-    return isinstance(found, dict) and "headwise" in found
 
 
 def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:

@@ -21,7 +21,7 @@ class Progress:
     def __init__(self, folder: Path | None = None, key: str = "") -> None:
         self.folder, self.key, self.known = folder, key, dict[str, Any]()
         for path in sorted(folder.glob("pieces-*.jsonl")) if folder else ():
-            for line in path.read_bytes().splitlines():
+            for line in path.read_bytes().splitlines() if path.is_file() else ():
                 self._learn(line)
 
     def _learn(self, line: bytes) -> None:
