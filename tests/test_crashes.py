@@ -238,7 +238,7 @@ def test_pieces_of_other_work_do_not_count(tmp_path: Path) -> None:
 
 
 def test_a_pipe_in_the_place_of_a_record_is_no_record_and_nothing_waits_for_it(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.path.mkdir()
-    os.mkfifo(folder.settings_file)
-    assert not folder.is_ours()
+    at = RunFolder(tmp_path / "run")
+    at.path.mkdir()
+    os.mkfifo(at.settings_file)
+    assert not at.is_ours()
