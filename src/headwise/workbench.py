@@ -161,16 +161,16 @@ def _refuse_unknown_tokens(rows: torch.Tensor, config: Any) -> None:
 
 
 @torch.no_grad()
-def _refuse_other_images(rows: torch.Tensor, family: Family, model: Any) -> None:
-    """An image processor that belongs to another model makes images that this one may not take: one is tried."""
-    if not family.images or not len(rows):
+def _refuse_other_inputs(rows: torch.Tensor, family: Family, task: tasks.Task, model: Any) -> None:
+    """A processor of another model makes images or recordings that this one may not take: one is tried."""
+    if not (family.images or family.audio) or not len(rows):
         return
     try:
-        family.call(model, rows[:1].to(model.device))
+        family.call(model, data.batches(rows[:1], row=task.row_tokens)[0].to(model.device))
     except (ValueError, RuntimeError) as error:
         raise DataError(
-            f"the model does not take images as its image processor makes them ({error}); put its own "
-            "preprocessor_config.json beside it."
+            f"the model does not take inputs as its processor makes them ({error}); put the model's own processor "
+            "configuration beside it."
         ) from None
 
 
@@ -274,7 +274,7 @@ def read_texts(
     left = more if len(more) else None
     for read_rows in (rows, evaluation.rows, more):
         _refuse_unknown_tokens(read_rows, config)
-    _refuse_other_images(rows, family, model)
+    _refuse_other_inputs(rows, family, task, model)
     long = None if further is None else _in_one_piece(held, tokenizer)
     return Texts(rows[kept], rehearsal, evaluation.rows, described, evaluation.truth, left, long)
 
