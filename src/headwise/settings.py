@@ -49,7 +49,14 @@ class Settings(Record):
     def __post_init__(self) -> None:
         if lost := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
             raise HeadwiseError(f"{lost[0]} contains a NUL character; give a name that a file can have.")
-        for name, least in (("rounds", 1), ("tokens", 1), ("eval_tokens", 1), ("length", 8), ("swap_tokens", 0)):
+        for name, least in (
+            ("rounds", 1),
+            ("tokens", 1),
+            ("eval_tokens", 1),
+            ("length", 8),
+            ("swap_tokens", 0),
+            ("seed", 0),
+        ):
             if getattr(self, name) < least:
                 raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
         if self.context is not None and self.context < 8:
