@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -92,10 +91,10 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
     """On what, where, when and by which code."""
     import torch
     import transformers
+    from quality import commit
 
     from headwise.checks import speed
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
     return {
         "name": asked.name or Path(asked.model).stem,
         "length": bench.calibration.shape[1],
@@ -104,7 +103,7 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
         "eval_tokens": settings.eval_tokens,
         "hardware": speed.machine(bench.source.device) + (", shared with other work" if asked.shared else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
-        "commit": asked.commit or commit.strip(),
+        "commit": commit(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -209,7 +208,6 @@ def main() -> None:
     parser.add_argument("--swap-tokens", type=int, default=8_192)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--commit", help="of the code, where there is no repository")
     parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--print", action="store_true")

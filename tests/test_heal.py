@@ -440,7 +440,10 @@ def test_the_curve_lands_in_the_folder_and_in_the_report(run, capsys):
     found = json.loads((run / "heal.json").read_text())
     assert found["method"] == "blockwise" and len(found["curve"]) > 2 and len(found["rounds"]) == 1
     assert found["rounds"][0]["method"] == "blockwise", "models are healed between rounds as well"
-    assert "stream" in found["layers"][0], "what every layer gained"
+    refit, learned = found["stages"]
+    assert (refit["method"], learned["method"]) == ("refit", "blockwise")
+    gains = {"stream"} | ({"attention", "mlp"} if refit["kept"] else set())  # of a stage that did harm there are none
+    assert gains <= set(found["layers"][0]), "what every layer gained by the stages that were kept"
     assert len(found["layers"][0]["stream"]["curve"]) == len(found["curve"]), "every layer's own curve is kept"
     assert found["rehearsed_before"] > 0
     page = (run / "report.html").read_text()
