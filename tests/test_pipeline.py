@@ -147,8 +147,19 @@ def test_a_killed_run_goes_on_and_ends_the_same(folder, finished, tmp_path, monk
 
 
 def test_rounds_meet_the_budget_and_compose(folder, tmp_path):
-    assert call("run", folder, *RUN, "--rounds", "2", "--out", tmp_path / "rounds") == 0
-    plan = Plan.read(tmp_path / "rounds" / "plan.json")
+    out, record = tmp_path / "rounds", RunFolder.record_probe
+
+    def killed_in_the_second(run):
+        if run.path.name == "2":
+            raise KeyboardInterrupt
+        record(run)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RunFolder, "record_probe", killed_in_the_second)
+        assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 130
+    assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 0
+    assert (out / "rounds" / "2" / "finished.json").exists(), "as if it had never been killed"
+    plan = Plan.read(out / "plan.json")
     assert plan.source == llama.shape_of(families.load(str(folder))[0].config), "the plan starts at the source"
     assert plan.spent["kv"] <= plan.budgets[0].limit
 

@@ -121,6 +121,13 @@ def test_other_sample_widths_are_refused(tmp_path):
         audio.wav(tmp_path / "deep.wav", RATE)
 
 
+def test_an_extractor_that_gives_absurd_numbers_is_refused(folder):
+    extractor = processor().feature_extractor
+    extractor.padding_value = 1e30
+    with pytest.raises(DataError, match="numbers that no spectrogram holds"):
+        audio.read(str(folder), extractor, 4, 0)
+
+
 def test_targets_on_some_lines_only_are_refused(folder, tmp_path):
     lines = [{"audio": "wavs/part0/0.wav", "target": "a"}, {"audio": "wavs/part1/1.wav"}]
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -22,6 +22,7 @@ from headwise.errors import DataError
 
 FRAMES = 2  # of a spectrogram that make one token
 BATCH = 16  # recordings that are prepared together
+LOUDEST = 1e4  # far above every number of a sound spectrogram, which lie between about -1 and 2
 WAV = "*.[wW][aA][vV]"
 MEANING = (
     'a folder of .wav files, or a jsonl file with {"audio": "FILE.wav"} on every line, and a "target" beside it on all '
@@ -75,6 +76,11 @@ def prepare(sounds: Sequence[np.ndarray], extractor: Any, what: str = "these rec
     except Exception as error:  # extractors raise their own kinds
         reason = " ".join(str(error).split())[:200]
         raise DataError(f"{what} cannot be prepared by the model's feature extractor ({reason}).") from None
+    if not float(features.abs().max()) < LOUDEST:
+        raise DataError(
+            f"{what}: the model's feature extractor gives numbers that no spectrogram holds; restore the model's "
+            "preprocessor_config.json or processor_config.json, or remove recordings that are damaged."
+        )
     return sounding(features)
 
 

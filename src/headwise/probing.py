@@ -195,11 +195,13 @@ def probed(
         def write() -> None:
             readings.save(folder.readings_file)
             os.replace(folder.probing / MOMENTS, folder.moments_file)
-            folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
+            folder.record_probe()
             if "" in folder.ledger.read().inputs.values():  # of a hub, known since it was fetched
                 folder.ledger.begin(settings.inputs(families.locate(settings.model)[0]))
 
         processes.by_first(write)
+    elif folder.ledger.stage("probe") is None:  # killed between the last file and its record
+        processes.by_first(folder.record_probe)
     processes.by_first(lambda: disk.remove(folder.probing))
     return Readings.read(folder.readings_file), read_moments(
         folder.moments_file, model.device, bench.family.shape_of(model.config).layers

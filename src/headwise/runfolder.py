@@ -229,6 +229,10 @@ class RunFolder:
             return self.ledger.current("probe")
         return self.readings_file.exists() and (self.moments_file.exists() or self.streaming.exists())
 
+    def record_probe(self) -> None:
+        """Commit readings and moments that are written."""
+        self.ledger.record("probe", ("readings.json", "moments.safetensors"))
+
     def has_built(self, settings: Settings) -> bool:
         """Whether plan and model are finished, and are those that these settings ask for."""
         planned = self.ledger.current("plan", settings.asked(PLANNED))

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from headwise.data import NOTHING, WRITTEN, marks_of
+from headwise.errors import DataError
 from headwise.families import Family
 from headwise.tasks._task import Answers, Prepared, Task, divergence_of
 
@@ -82,7 +83,10 @@ class Target(Task):
         for step in range(most):
             out = model(decoder_input_ids=tokens[:, -1:] if step else tokens, use_cache=True, **told)
             told["past_key_values"] = out.past_key_values
-            drawn = torch.multinomial(out.logits[:, -1].softmax(-1), 1, generator=random)
+            chances = out.logits[:, -1].softmax(-1)
+            if not chances.isfinite().all():
+                raise DataError("the model's answers to this input are not numbers; check the input and the weights.")
+            drawn = torch.multinomial(chances, 1, generator=random)
             tokens = torch.cat((tokens, drawn), 1)
             open_ended &= drawn[:, 0] != (NOTHING if self.end is None else self.end)
             if not open_ended.any():
