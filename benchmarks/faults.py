@@ -43,6 +43,7 @@ import tiny_inputs
 from crashes import SCENARIOS, Lab, Scenario
 from fault_cases import Case, beside_cases, crash_cases, kinds_of, named, summary, words_of
 from folders import SOURCE, TEXT, Reference
+from provenance import commit
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
 STOP = 0.5  # seconds between looks at the clock
@@ -214,17 +215,6 @@ def progress(journal: Journal, count: int, seconds: float, row: Case | None) -> 
     told = ", ".join(f"{name} {number}" for name, number in sorted(found.items())) or "no problems"
     more = f"\n    {row.get('words')}: {row['problems'][0]}" if row and row["problems"] else ""
     return f"{seconds:.0f} s: {len(journal.done)} of {count} cases; {told}{more}"
-
-
-def commit() -> str:
-    """The commit of this tree, with a plus where files differ from it."""
-    here = Path(__file__).parent
-
-    def ask(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=here, stdout=-1, stderr=-3, text=True, check=False).stdout.strip()
-
-    changed = any("results/" not in line for line in ask("status", "--porcelain", "-uno").splitlines())
-    return ask("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
 def machine() -> Case:

@@ -91,7 +91,7 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
     """On what, where, when and by which code."""
     import torch
     import transformers
-    from quality import commit
+    from provenance import commit
 
     from headwise.checks import speed
 

@@ -20,8 +20,6 @@ import argparse
 import hashlib
 import json
 import math
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -33,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 import transformers
 from join import SHARED, joined
+from provenance import commit
 from safetensors.torch import load_file, save
 from torch import nn
 from zero_shot import Scores, all_tasks, exams
@@ -246,13 +245,6 @@ def _about(bench: pipeline.Workbench, evaluation: torch.Tensor, seconds: float, 
             "transformers": transformers.__version__,
         },
     }
-
-
-def commit() -> str:
-    """Of the code that measures: `HEADWISE_COMMIT` where there is no repository."""
-    told = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(told, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
-    return os.environ.get("HEADWISE_COMMIT") or found.stdout.strip()
 
 
 def _row(
