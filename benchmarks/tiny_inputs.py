@@ -101,8 +101,8 @@ def gguf_model(path: Path) -> None:
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list([*sorted(words, key=words.__getitem__)[:-1], "th"])
-    writer.add_token_merges(["t h"])
+    writer.add_token_list([*sorted(words, key=words.__getitem__)[:-2], "th", "er"])
+    writer.add_token_merges(["t h", "e r"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)
     names = {"model.embed_tokens": "token_embd", "model.norm": "output_norm"}
