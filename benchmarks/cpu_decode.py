@@ -26,8 +26,8 @@ import transformers
 from solve import hardware
 
 from headwise import cuts, families, pipeline, strategies
-from headwise.runfolder import budgets_for
-from headwise.settings import Settings
+from headwise.runs.folder import budgets_for
+from headwise.runs.settings import Settings
 from headwise.types import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "cpu_decode.json"

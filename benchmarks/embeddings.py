@@ -29,7 +29,7 @@ from scipy.stats import spearmanr
 
 from headwise import budgets, pipeline
 from headwise.checks import quality, speed
-from headwise.settings import Settings
+from headwise.runs.settings import Settings
 from headwise.types import ModelShape
 
 COLUMNS = {"SST-2": (0,), "CoLA": (3,), "MRPC": (3, 4), "RTE": (1, 2)}  # where the sentences are

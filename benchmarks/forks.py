@@ -222,7 +222,7 @@ class Command:
             sys.argv = ["headwise", *arguments]
             _watch = Watch(str(folder), fault, noted)
             sys.addaudithook(_watch)
-            from headwise.cli import main
+            from headwise.cli.commands import main
         except BaseException:
             traceback.print_exc()
             os._exit(70)
@@ -332,7 +332,7 @@ def prepare(place: Path) -> None:
         importlib.import_module(name)
     interpreters.start(str(place / "python"))
     _announce_writers()
-    importlib.import_module("headwise.cli")
+    importlib.import_module("headwise.cli.commands")
     gc.freeze()  # what is shared by all children is not looked at again by any
 
 

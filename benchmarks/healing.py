@@ -28,10 +28,10 @@ from torch import nn
 from headwise import pipeline, strategies
 from headwise.checks import quality, speed
 from headwise.cuts import Moments, reshape
-from headwise.probes._watch import silently
+from headwise.progress import silently
 from headwise.registry import find
-from headwise.runfolder import RunFolder, budgets_for
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder, budgets_for
+from headwise.runs.settings import Settings
 from headwise.types import VERSION, Readings, write_atomically
 
 METHODS = ["refit", "blockwise", "blockwise side_by_side=2", "blockwise attention=0.1"]  # all but the first after it

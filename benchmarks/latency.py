@@ -25,13 +25,14 @@ from typing import Any
 import torch
 import transformers
 
-from headwise import budgets, families, latencies, pipeline, steps, strategies
+from headwise import budgets, families, pipeline, strategies
 from headwise.checks import speed
 from headwise.cuts import reshape
 from headwise.errors import HeadwiseError
-from headwise.probes import latency
-from headwise.probes._stacks import Stacks
-from headwise.settings import Settings
+from headwise.latency import measured, measuring
+from headwise.latency import probe as latency
+from headwise.latency.stacks import Stacks
+from headwise.runs.settings import Settings
 from headwise.types import (
     PHASES,
     LatencyTable,
@@ -106,7 +107,7 @@ def invented(shape: ModelShape, seed: int = 0) -> Readings:
 def table_of(family: Any, source: Any, shape: ModelShape, work: Workload) -> tuple[LatencyTable, float]:
     """Layers timed afresh, and how many seconds that took, with choosing kernels."""
     start, clock = time.perf_counter(), Stacks(family, source, work)
-    name, runtime = steps.device_name(clock.device), steps.runtime_of(source)
+    name, runtime = measuring.device_name(clock.device), measuring.runtime_of(source)
     table = latency.measure(clock, shape, work, ALLOW, clock.chain, name, runtime=runtime)
     return replace(table, captured=clock.captured), time.perf_counter() - start
 
@@ -130,11 +131,11 @@ def rows_of(device: str, asked: dict[str, tuple[int, ...]], tiny: bool = False) 
             start = time.perf_counter()
             limit = budgets.parse(f"latency={share}%@{text}", shape, (table,))
             try:
-                plan = latencies.confirmed(
+                plan = measured.confirmed(
                     lambda limits: strategies.allocate(readings, limits, allow=ALLOW),
                     (limit,),
                     shape,
-                    latencies.clock_of(family, source),
+                    measured.clock_of(family, source),
                 )
             except HeadwiseError as error:
                 print(error, flush=True)
@@ -198,7 +199,7 @@ def section(result: dict[str, Any]) -> str:
                 f"{took['before']:.3g} → {took['after']:.3g} ({took['after_low']:.3g} to {took['after_high']:.3g})"
             )
             both = f"{row['predicted_ratio']:.1%}, {row['measured_ratio']:.1%}"
-            run = "optimise=True" if row.get("runtime") == steps.FAST else "as it is"
+            run = "optimise=True" if row.get("runtime") == measuring.FAST else "as it is"
             cells = (row["budget"], run, f"{predicted['before']:.3g} → {predicted['after']:.3g}", measured, both)
             lines.append(f"| {' | '.join(cells)} | {'yes' if row['met'] else 'no'} |")
     return "\n".join(lines) + "\n"
@@ -222,7 +223,7 @@ def main() -> None:
 
 def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
     """The result with one row more, or in place of an older one, in its file."""
-    name = steps.device_name(torch.device(device))
+    name = measuring.device_name(torch.device(device))
     here: dict[str, Any] = {
         "device": name,
         "dtype": "bfloat16" if device == "cuda" else "float32",

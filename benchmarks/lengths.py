@@ -36,7 +36,7 @@ distance to it. `whole context` is the default, `calibrated length` is the same 
 def measure(asked: argparse.Namespace) -> None:
     """Every pooling, way, budget and healing that is not in the result yet."""
     from headwise import pipeline
-    from headwise.settings import Settings
+    from headwise.runs.settings import Settings
 
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
     settings = Settings(

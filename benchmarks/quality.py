@@ -43,9 +43,9 @@ from headwise.cost import parameters
 from headwise.errors import HeadwiseError
 from headwise.heal import stages
 from headwise.heal._job import Job
-from headwise.probes._watch import silently
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.progress import silently
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
 from headwise.strategies import POOLING
 from headwise.types import LayerShape, write_atomically
 

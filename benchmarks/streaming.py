@@ -78,8 +78,8 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     import resource
 
     from headwise import strategies
-    from headwise.runfolder import RunFolder, budgets_for
-    from headwise.settings import Settings
+    from headwise.runs.folder import RunFolder, budgets_for
+    from headwise.runs.settings import Settings
     from headwise.stream import line
 
     asked, folder = (
@@ -158,8 +158,8 @@ def small(work: Path) -> dict[str, Any]:
     from headwise.cuts import reshape, save
     from headwise.heal.refit import refit
     from headwise.probes import gram
-    from headwise.runfolder import RunFolder
-    from headwise.settings import Settings
+    from headwise.runs.folder import RunFolder
+    from headwise.runs.settings import Settings
     from headwise.stream import line
     from headwise.stream._shelf import read_tensors
     from headwise.stream.probe import moments_file
@@ -198,8 +198,8 @@ def prices(work: Path) -> dict[str, Any]:
     from headwise.budgets import parse
     from headwise.checks import quality
     from headwise.cuts import reshape
-    from headwise.runfolder import RunFolder
-    from headwise.settings import Settings
+    from headwise.runs.folder import RunFolder
+    from headwise.runs.settings import Settings
     from headwise.stream import line
 
     asked = Settings(model="embedded", budgets=("kv=75%",), device="cpu", data="stdlib", heal="none", **EMBEDDED)

@@ -22,8 +22,9 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError
+from headwise.families._watch import batches, watching
 from headwise.linalg import balanced, fast_products, value_directions
-from headwise.probes._watch import Track, batches, silently, watching
+from headwise.progress import Track, silently
 from headwise.runtime.modeling_headwise import _signed, _turned
 
 WARM_UP = 0.05  # share of the steps during which the rate rises

@@ -33,7 +33,7 @@ from headwise.errors import HeadwiseError, OutputError, UnknownNameError
 from headwise.types import write_atomically
 
 if TYPE_CHECKING:
-    from headwise.probes._watch import Track
+    from headwise.progress import Track
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"

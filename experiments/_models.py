@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from headwise.runfolder import Settings
+from headwise.runs.folder import Settings
 
 LABELS = {
     "embedded": "embedded (6.6M, Python code)",

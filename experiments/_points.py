@@ -11,8 +11,8 @@ import numpy as np
 from scipy import stats
 
 from headwise.errors import HeadwiseError
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
 
 LEVEL = 0.95
 

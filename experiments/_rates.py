@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments import _points
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 Found = dict[str, Any]  # of one model at one rate; `tried` is the held-out loss by which rates are compared
 HOPELESS = 1e9  # nats

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headwise.plots import PALETTE
+from headwise.report.plots import PALETTE
 
 DRAWS = 10_000
 ENDS = (0.025, 0.975)  # of intervals

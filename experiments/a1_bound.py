@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headwise.theory import profiles
-from headwise.theory.allocation import allocate
-from headwise.theory.bound import HEADS_CONSTANT, HEADS_GROWTH, Floats, dimension_term, heads_term, terms
+from headwise.research.theory import profiles
+from headwise.research.theory.allocation import allocate
+from headwise.research.theory.bound import HEADS_CONSTANT, HEADS_GROWTH, Floats, dimension_term, heads_term, terms
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.probes._watch import Track
+    from headwise.progress import Track
 
 CLAIM = "A1"
 TITLE = "The error bound of one attention layer"
@@ -241,7 +241,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
     """Left the heads term against the truth for two lags; right the dimension term against random tokens."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     left, right = figure.subplots(1, 2)
     heads = result["heads"]

@@ -15,14 +15,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.theory import profiles
-from headwise.theory.allocation import allocate
-from headwise.theory.bound import Group, Weights, bound
+from headwise.research.theory import profiles
+from headwise.research.theory.allocation import allocate
+from headwise.research.theory.bound import Group, Weights, bound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.probes._watch import Track
+    from headwise.progress import Track
 
 CLAIM = "A2"
 TITLE = "The best groups of heads for a budget"

@@ -11,14 +11,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.theory import profiles
-from headwise.theory.allocation import allocate, best_point, curve_over_heads
-from headwise.theory.bound import Group, bound
+from headwise.research.theory import profiles
+from headwise.research.theory.allocation import allocate, best_point, curve_over_heads
+from headwise.research.theory.bound import Group, bound
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.probes._watch import Track
+    from headwise.progress import Track
 
 CLAIM = "A3"
 TITLE = "The bound over the number of heads"
@@ -99,7 +99,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
     """Both forms, every head count as a line and the equal divisions as points."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     axes = figure.subplots()
     for row, colour in zip(result["forms"], PALETTE, strict=False):

@@ -25,10 +25,10 @@ import torch
 
 from experiments import _sweep
 from experiments._ngram import TOKEN_DIM, Effort, Point, Task, measure, solved
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
-from headwise.theory.allocation import allocate
-from headwise.theory.bound import Group, bound
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
+from headwise.research.theory.allocation import allocate
+from headwise.research.theory.bound import Group, bound
 
 CLAIM = "A4"
 TITLE = "A 4-gram learned with 256 dimensions"

@@ -24,10 +24,10 @@ import torch
 
 from experiments import _sweep
 from experiments._ngram import TOKEN_DIM, Effort, Point, Task, measure
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
-from headwise.theory.allocation import allocate
-from headwise.theory.bound import Group, bound
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
+from headwise.research.theory.allocation import allocate
+from headwise.research.theory.bound import Group, bound
 
 CLAIM = "A5"
 TITLE = "Induction's first step and a nonlinear target"

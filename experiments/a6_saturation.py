@@ -27,10 +27,12 @@ import numpy as np
 import torch
 from scipy.stats import kendalltau, spearmanr
 
-from headwise import data, families, own_text
+from headwise import data, families
+from headwise.data import own_text
 from headwise.errors import HeadwiseError
-from headwise.probes._watch import Track, batches, silently
+from headwise.families._watch import batches
 from headwise.probes.saturation import Rows, joined, lengths_up_to, mean_and_error, norms_at, rows_of, slopes
+from headwise.progress import Track, silently
 
 CLAIM = "A6"
 TITLE = "Softmax saturation"

@@ -33,7 +33,7 @@ from experiments._finetune import (
 from experiments._models import available, settings_for
 from headwise import pipeline
 from headwise.errors import ModelError
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 CLAIM = "A7"
 TITLE = "Four-dimensional heads"

@@ -27,8 +27,8 @@ from headwise.checks import quality
 from headwise.cuts import Moments, reshape
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
-from headwise.probes._watch import Track
-from headwise.runfolder import Settings
+from headwise.progress import Track
+from headwise.runs.folder import Settings
 from headwise.strategies import taper
 from headwise.strategies._options import finish, menus, ways
 from headwise.types import ModelShape, Plan, Readings
@@ -246,7 +246,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """Damage after healing by budget, one panel per model."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     models = result["models"]
     axes = figure.subplots(1, len(models), squeeze=False)[0]

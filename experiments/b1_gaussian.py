@@ -14,9 +14,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
-from headwise.theory.conditioning import gaussian, simulate
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
+from headwise.research.theory.conditioning import gaussian, simulate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,8 +23,8 @@ from scipy import stats
 from experiments import _data, _points
 from experiments._stack import Layer, Member, Net, conditioning, stacked, train
 from experiments._tasks import Pictures, facts
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,7 +24,7 @@ import torch
 from experiments import _data, _points, _rates
 from experiments._stack import Member, Net, conditioning, even, stacked
 from experiments._tasks import Pictures, facts, learn_at, times
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

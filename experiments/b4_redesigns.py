@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from headwise.probes._watch import Track
-    from headwise.redesign import Row
+    from headwise.progress import Track
+    from headwise.research.redesign import Row
 
 CLAIM = "B4"
 TITLE = "Redesigned vision models, counted and timed"
@@ -35,7 +35,7 @@ SIDES = ("before", "after")
 
 def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, Any]:
     """Counts of the paper's redesigns, and times where there is a GPU."""
-    from headwise.redesign import TABLE
+    from headwise.research.redesign import TABLE
 
     rows = [counted(row) for row in TABLE[: ROWS[size]]]
     if size == "full" and device == "cuda":
@@ -46,7 +46,7 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
 
 def counted(row: Row) -> dict[str, Any]:
     """Parameters in millions, ours and the paper's; where they differ, the depth that would come nearest."""
-    from headwise.redesign import count
+    from headwise.research.redesign import count
 
     found = count(row)
     near = None if found.agrees in (True, None) else nearest(row)
@@ -65,7 +65,7 @@ def counted(row: Row) -> dict[str, Any]:
 
 def nearest(row: Row) -> dict[str, Any]:
     """The depth (of the deepest stage) at which the redesign's count comes nearest to the paper's."""
-    from headwise.redesign import build_of, parameters, redesign, stock
+    from headwise.research.redesign import build_of, parameters, redesign, stock
 
     depths = build_of(stock(row.name)).depth
     deepest = depths.index(max(depths))
@@ -84,7 +84,7 @@ def compared(row: Row, device: str, batch: int = BATCH) -> dict[str, Any]:
     """Original and redesign side by side, at the largest batch that both can train with."""
     import torch
 
-    from headwise.redesign import redesign
+    from headwise.research.redesign import redesign
 
     torch.manual_seed(0)
     models = {
@@ -212,7 +212,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
     """Parameters of originals and redesigns, the paper's marked; beside them, times where there are any."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     rows = result["rows"]
     fast = [row for row in rows if row.get("speed")]

@@ -25,7 +25,7 @@ import torch
 from experiments import _data, _points, _rates
 from experiments._stack import Member, Net, Run, even, named, train, working
 from experiments._tasks import TUNING_SEED, Masked, Sentences, facts, learn_at
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

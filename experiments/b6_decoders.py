@@ -23,7 +23,7 @@ import torch
 from experiments import _data, _points, _rates
 from experiments._stack import Net, even
 from experiments._tasks import NextToken, facts, learn_at, times
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

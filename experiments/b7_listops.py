@@ -20,8 +20,8 @@ import torch
 from experiments import _listops, _points
 from experiments._stack import even
 from experiments._tasks import Effort, Sentences, best_rate, facts, learn
-from headwise.plots import PALETTE
-from headwise.probes._watch import Track
+from headwise.progress import Track
+from headwise.report.plots import PALETTE
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -23,8 +23,8 @@ from experiments import _data, _points, _rates
 from experiments._stack import Layer, Net
 from experiments._tasks import NextToken, facts, learn_at, times
 from headwise import budgets, cost
-from headwise.designs import configs, shapes
-from headwise.probes._watch import Track
+from headwise.progress import Track
+from headwise.research.designs import configs, shapes
 from headwise.types import ModelShape
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from headwise.checks import quality
 from headwise.cuts import Moments, reshape
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
-from headwise.probes._watch import Track
+from headwise.progress import Track
 from headwise.strategies import _program
 from headwise.strategies._options import finish, menus, with_choices
 from headwise.types import LayerShape, ModelShape, Plan, Readings
@@ -284,7 +284,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """What each plan keeps of every layer's cache and MLP."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     axes = figure.subplots(1, 2)
     for colour, (length, plan) in zip(PALETTE, result["plans"].items(), strict=False):

@@ -22,7 +22,7 @@ import numpy as np
 from experiments._models import LABELS, available, settings_for
 from headwise import data, pipeline
 from headwise.checks import quality
-from headwise.probes._watch import Track
+from headwise.progress import Track
 
 CLAIM = "Robustness"
 TITLE = "Typos, shuffled words, unfamiliar text"
@@ -181,7 +181,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """Damage by kind of text, bars with 95% intervals, one panel per model."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     axes = figure.subplots(1, len(result["models"]), squeeze=False)[0]
     for axis, model in zip(axes, result["models"].values(), strict=True):

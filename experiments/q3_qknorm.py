@@ -20,8 +20,8 @@ import torch
 
 from headwise import data, families, pipeline
 from headwise.checks import quality
-from headwise.probes._watch import Track
-from headwise.runfolder import Settings
+from headwise.progress import Track
+from headwise.runs.folder import Settings
 
 CLAIM = "Norms"
 TITLE = "Norms of queries and keys"
@@ -191,7 +191,7 @@ def verdict(result: dict[str, Any]) -> str:
 
 def draw(result: dict[str, Any], figure: Any) -> None:
     """Damage of every seed, side by side."""
-    from headwise.plots import PALETTE
+    from headwise.report.plots import PALETTE
 
     axis = figure.subplots()
     for number, (kind, colour) in enumerate(zip(MODELS, PALETTE, strict=False)):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as some
 
-from headwise import frontier
+from headwise.stages import frontier
 from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings
 
 settings.register_profile("headwise", max_examples=60, deadline=None, derandomize=True)

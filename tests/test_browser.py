@@ -19,12 +19,12 @@ import pytest
 from conftest import Invented, invent
 from test_report import HOSTILE, make_dossier, make_verdict
 
-from headwise import frontier
-from headwise.planning import allocate_in
 from headwise.report import compare, render
-from headwise.reporting import write_report
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.stages import frontier
+from headwise.stages.allocate import allocate_in
+from headwise.stages.report import write_report
 from headwise.types import Dossier, Plan
 
 sync_api = pytest.importorskip(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from headwise import plots
-from headwise.calculators import app
 from headwise.errors import HeadwiseError
+from headwise.report import plots
+from headwise.research.theory.command import app
 
 
 def run(*words: str) -> str:
@@ -170,7 +170,7 @@ def test_errors_say_what_to_type(words: tuple[str, ...], says: str) -> None:
 
 def test_help_loads_no_numbers_and_no_drawing() -> None:
     code = (
-        "import sys; from headwise.calculators import app\n"
+        "import sys; from headwise.research.theory.command import app\n"
         "heavy = {'numpy', 'scipy', 'matplotlib', 'torch'} & set(sys.modules); assert not heavy, heavy"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)

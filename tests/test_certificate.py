@@ -23,11 +23,11 @@ from headwise.families.gemma import FAMILY as gemma
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import refit
 from headwise.heal._job import Job
-from headwise.runfolder import RunFolder
+from headwise.runs.folder import RunFolder
+from headwise.stages.source import LongText
 from headwise.tasks.causal import Causal
 from headwise.types import Budget, Check, LayerKeep, LengthQuality, Plan, Retrieval, Verdict
 from headwise.types.verdict import damage_limit
-from headwise.workbench import LongText
 
 ENDS = ("before", "after", "after_low", "after_high")
 QUALITY = dict(zip((f"perplexity_{end}" for end in ENDS), (8.0, 8.1, 8.0, 8.2), strict=True))

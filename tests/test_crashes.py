@@ -21,14 +21,15 @@ from safetensors import SafetensorError
 from test_keeping import build, finished, plan_for, run, tree, world  # noqa: F401
 from test_pipeline import folder  # noqa: F401
 
-from headwise import disk, pipeline
+from headwise import pipeline
 from headwise.errors import OutputError
-from headwise.keeping import aside
-from headwise.keeping.progress import Progress
+from headwise.files import disk
 from headwise.probes import gram
 from headwise.probes.swap import Swapper
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs import aside
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.runs.unfinished import Progress
 
 STRIDE = 5  # from one kill to the next; 1 tries all
 CHANGES = ("rename", "replace", "unlink", "rmdir", "mkdir", "fsync")
@@ -168,11 +169,12 @@ def test_short_lived_files_lie_on_the_disk_of_the_run(tmp_path: Path) -> None:
 
 WAIT = """
 import sys, time
-from headwise import cli, planning
+from headwise import cli
+from headwise.stages import allocate
 def wait(*_):
     print("waiting", flush=True)
     time.sleep(60)
-planning._allocated = wait
+allocate._allocated = wait
 sys.argv = ["headwise", "allocate", sys.argv[1], "--budget", "kv=60%"]
 cli.main()
 """

@@ -16,15 +16,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from headwise import api, cli, families, frontier, tensors
+from headwise import api, cli, families
 from headwise.checks import exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
-from headwise.files import DEEPEST, read_json
-from headwise.healing import read_healing
-from headwise.moments import read_moments
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
-from headwise.train import checkpoint
+from headwise.files import tensors
+from headwise.files.json import DEEPEST, read_json
+from headwise.runs.folder import RunFolder
+from headwise.runs.healing import read_healing
+from headwise.runs.moments import read_moments
+from headwise.runs.settings import Settings
+from headwise.stages import frontier
+from headwise.training import checkpoint
 from headwise.types import Plan, Readings, Verdict
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))

@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 import headwise
 from headwise import budgets, cost
-from headwise.cli import app
-from headwise.designs import configs, proposals, shapes
+from headwise.cli.commands import app
 from headwise.errors import BudgetError, HeadwiseError, ModelError
 from headwise.registry import names
+from headwise.research.designs import configs, proposals, shapes
 
 FAMILIES = ("llama", "gpt2", "bert")
 

@@ -12,14 +12,14 @@ from test_report import HOSTILE, check_page
 
 from headwise import pipeline
 from headwise.budgets import parse
+from headwise.cli.show import show_record
 from headwise.families.llama import FAMILY as llama
 from headwise.probes import conditioning, gram, lags, saturation, spectrum
 from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._text import escape
-from headwise.settings import Settings
-from headwise.show import show_record
+from headwise.runs.settings import Settings
 from headwise.strategies import allocate
 from headwise.types import Dossier, ModelShape, Reading, Readings
 
@@ -397,7 +397,7 @@ class TestConditioning:
             assert few.ratio <= exact.ratio * 1.001, "and few steps never promise too much"
 
     def test_a_recorder_follows_training(self, found):
-        from headwise.train.loop import FitSettings, fit
+        from headwise.training.loop import FitSettings, fit
 
         family, model, rows = found
         if family.name == "bert":

@@ -32,8 +32,8 @@ from headwise.heal._balance import balance
 from headwise.heal._course import divided
 from headwise.heal._job import Job
 from headwise.heal._lesson import Lesson, Part
-from headwise.heal._options import Options
 from headwise.probes import gram
+from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
 from headwise.types import LayerKeep, Plan

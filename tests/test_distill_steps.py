@@ -13,9 +13,9 @@ from torch import nn
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import _lora, _rate, _replay, distill
 from headwise.heal._adam import RelativeAdam, sizes_of
-from headwise.heal._options import Options
+from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
-from headwise.train.loop import FitSettings, State, fit
+from headwise.training.loop import FitSettings, State, fit
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
 

@@ -11,11 +11,12 @@ import torch
 from test_families import FakeTokenizer, attending, cut, logits, random_plan, rows, tiny, written
 from typer.testing import CliRunner
 
-from headwise import cost, data, own_text
+from headwise import cost, data
 from headwise.checks import quality
 from headwise.checks.exactness import cache_bytes_per_token
-from headwise.cli import app
+from headwise.cli.commands import app
 from headwise.cuts import reshape, save
+from headwise.data import own_text
 from headwise.errors import DataError, ModelError
 from headwise.families import auto_class_of
 from headwise.families.bart import FAMILY as bart

@@ -20,9 +20,10 @@ if str(ROOT) not in sys.path:  # experiments live beside the package
 
 from experiments import _lab, _ngram, _sweep, a4_ngram  # noqa: E402
 
-from headwise import plots, reproduce  # noqa: E402
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError  # noqa: E402
-from headwise.probes._watch import silently  # noqa: E402
+from headwise.progress import silently  # noqa: E402
+from headwise.report import plots  # noqa: E402
+from headwise.research import reproduce  # noqa: E402
 
 NAMES = _lab.experiments()
 app = typer.Typer()
@@ -300,5 +301,5 @@ def _logit(w: dict[str, Any], positions: str, head: int, q: Any, k: Any, t: int,
 
 
 def test_the_command_line_offers_it() -> None:
-    cli = importlib.import_module("headwise.cli")
+    cli = importlib.import_module("headwise.cli.commands")
     assert "reproduce" in CliRunner().invoke(cli.app, ["--help"]).stdout

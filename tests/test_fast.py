@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 import headwise
 from headwise import families
-from headwise.cli import app
+from headwise.cli.commands import app
 from headwise.errors import ModelError
 from headwise.fast import choice
 from headwise.fast.cache import FastCache

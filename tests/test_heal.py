@@ -29,10 +29,10 @@ from headwise.families.vit import FAMILY as vit
 from headwise.heal import _replay, blockwise, refit
 from headwise.heal._job import Job
 from headwise.heal._layer import attention_of, passage
-from headwise.heal._options import Options
 from headwise.probes import gram
 from headwise.registry import find, names
-from headwise.settings import Settings
+from headwise.runs.heal_options import Options
+from headwise.runs.settings import Settings
 from headwise.tasks import Prepared
 from headwise.types import GONE, LayerKeep
 

@@ -25,8 +25,8 @@ from headwise.data import NOTHING
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import distill
-from headwise.heal._options import Options
 from headwise.probes import gram
+from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
 from headwise.types import LayerKeep, Plan

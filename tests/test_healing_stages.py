@@ -13,7 +13,7 @@ from test_distill import damaged, held_out, job_of
 from headwise import heal
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
-from headwise.heal._options import Options
+from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
 
 ASKED = Options(tokens=5120, batch=256, rate=1e-3, micro=512)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from test_tasks import call, refused
 
-from headwise import families, images, tasks
+from headwise import families, tasks
 from headwise.checks import quality
+from headwise.data import images
 from headwise.errors import DataError, ModelError
 from headwise.families.clip import FAMILY as clip
 from headwise.families.clip import PROJECTED

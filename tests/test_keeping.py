@@ -16,19 +16,20 @@ import pytest
 from conftest import Invented, invent
 from test_report import make_verdict
 
-from headwise import disk, strategies
+from headwise import strategies
 from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
-from headwise.keeping import aside, fingerprint
-from headwise.keeping.lock import locked
-from headwise.planning import allocate_in
+from headwise.files import disk
 from headwise.report._commands import allocate_command, how_to_make
-from headwise.reporting import write_report
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
-from headwise.train.claim import claim as claim_training
-from headwise.train.claim import held as training_in
-from headwise.train.settings import TrainSettings
+from headwise.research.train.claim import claim as claim_training
+from headwise.research.train.claim import held as training_in
+from headwise.research.train.settings import TrainSettings
+from headwise.runs import aside, fingerprint
+from headwise.runs.folder import RunFolder
+from headwise.runs.lock import locked
+from headwise.runs.settings import Settings
+from headwise.stages.allocate import allocate_in
+from headwise.stages.report import write_report
 from headwise.types import ModelShape, Plan, Readings, Sweep
 
 ALLOW = ("qk", "v")
@@ -289,7 +290,7 @@ def test_large_files_are_told_apart_by_size_ends_and_parts(tmp_path: Path) -> No
 HOLD = """
 import sys, time
 from pathlib import Path
-from headwise.keeping.lock import locked
+from headwise.runs.lock import locked
 with locked(Path(sys.argv[1]), "heal"):
     print("held", flush=True)
     time.sleep(60)

@@ -12,15 +12,17 @@ import torch
 from conftest import Invented, invent
 from test_pipeline import SMALL, call, folder, refused  # noqa: F401  # a fixture
 
-from headwise import budgets, families, frontier, latencies, processes, steps, strategies
+from headwise import budgets, families, processes, strategies
 from headwise.checks import speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
 from headwise.fast import choice, decode
-from headwise.probes import latency
-from headwise.probes._stacks import Stacks
+from headwise.latency import measured, measuring
+from headwise.latency import probe as latency
+from headwise.latency.stacks import Stacks
 from headwise.report import certificate
-from headwise.runfolder import RunFolder
+from headwise.runs.folder import RunFolder
+from headwise.stages import frontier
 from headwise.types import (
     GONE,
     Grain,
@@ -307,7 +309,7 @@ def confirm(seed, ms, told=costly):
         asked.append(limits[0].limit)
         return strategies.allocate(readings, limits)
 
-    plan = latencies.confirmed(
+    plan = measured.confirmed(
         plan_for, (limit,), source, lambda work: lambda stacks: [[ms(stack)] * 3 for stack in stacks], kept.append
     )
     assert plan.budgets == (limit,), "the plan states what the user asked for"
@@ -362,33 +364,33 @@ def here(tmp_path, monkeypatch):
         made = SimpleNamespace(shape=shape, chain=2, device=torch.device("cpu"), dtype=torch.float32, captured=True)
         return type("Clock", (), {"__call__": lambda self, asked: clock(asked), **vars(made)})()
 
-    monkeypatch.setattr(latencies, "Stacks", stacks)
+    monkeypatch.setattr(measured, "Stacks", stacks)
     return llama.tailor(llama.tiny()), clock, tmp_path / "cache"
 
 
 TINY = Workload("decode", 64, 2)
 
 
-def measured(model, run=None, allow=("qk", "v")):
-    return latencies.tables((TINY,), llama, model, allow, run)[0]
+def timed(model, run=None, allow=("qk", "v")):
+    return measured.tables((TINY,), llama, model, allow, run)[0]
 
 
 def test_what_was_measured_once_is_not_measured_again(here, tmp_path):
     model, clock, cache = here
-    first = measured(model, RunFolder(tmp_path / "a"))
+    first = timed(model, RunFolder(tmp_path / "a"))
     (file,) = cache.glob("latency-*.json")
     count = len(clock.asked)
     assert (tmp_path / "a" / "latency-decode-64-b2.json").is_file() and count > 10
-    again = measured(model, RunFolder(tmp_path / "a"))
+    again = timed(model, RunFolder(tmp_path / "a"))
     assert again == first and len(clock.asked) == count, "the run's own file"
-    other = measured(model, RunFolder(tmp_path / "b"))
+    other = timed(model, RunFolder(tmp_path / "b"))
     assert other.times == first.times and len(clock.asked) - count <= 2 * latency.HELD_OUT, "the cache: only checks"
     count = len(clock.asked)
-    wider = measured(model, RunFolder(tmp_path / "a"), ("qk", "v", "mlp"))
+    wider = timed(model, RunFolder(tmp_path / "a"), ("qk", "v", "mlp"))
     assert len(wider.mlp) > 1 and len(clock.asked) > count, "what was lacking is added"
     file.write_text(file.read_text()[:100])
     count = len(clock.asked)
-    assert measured(model, RunFolder(tmp_path / "c")).times == first.times
+    assert timed(model, RunFolder(tmp_path / "c")).times == first.times
     assert len(clock.asked) - count > 2 * latency.HELD_OUT, "a broken file is measured over"
     assert LatencyTable.read(file).workload == TINY
 
@@ -406,12 +408,12 @@ def test_measuring_goes_on_where_it_was_killed(here, monkeypatch):
 
     clock.ms = killed
     with pytest.raises(KeyboardInterrupt):
-        measured(model)
+        timed(model)
     (file,) = cache.glob("latency-*.json")
     known = {time.shape for time in LatencyTable.read(file).times}
     assert len(known) > 2
     clock.ms, clock.asked = real, []
-    measured(model)
+    timed(model)
     fresh = {stack[0] for stack in clock.asked if len(set(stack)) == 1}
     assert not (fresh & known) - {latency.base_of(llama.shape_of(model.config))}
 
@@ -419,39 +421,39 @@ def test_measuring_goes_on_where_it_was_killed(here, monkeypatch):
 def test_a_process_waits_for_the_first_one_though_its_table_is_there_already(here, tmp_path, monkeypatch):
     model, _, _ = here
     run, waited = RunFolder(tmp_path / "run"), []
-    table = measured(model, run)  # the first process was quick
+    table = timed(model, run)  # the first process was quick
     monkeypatch.setattr(processes, "agrees", lambda said: True)  # it found no table when it looked
     monkeypatch.setattr(processes, "by_first", waited.append)
-    assert measured(model, run) == table and len(waited) == 1, "it would wait for this one for hours"
+    assert timed(model, run) == table and len(waited) == 1, "it would wait for this one for hours"
 
 
 def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
     monkeypatch.delenv("HEADWISE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert latencies.cache_folder() == tmp_path / "headwise"
+    assert measured.cache_folder() == tmp_path / "headwise"
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "own"))
-    assert latencies.cache_folder() == tmp_path / "own"
+    assert measured.cache_folder() == tmp_path / "own"
 
 
 def test_a_table_of_another_device_is_refused(here, tmp_path):
     model, _, _ = here
     run = RunFolder(tmp_path / "run")
-    replace(measured(model), device="NVIDIA H200").save(run.table_file(TINY))
+    replace(timed(model), device="NVIDIA H200").save(run.table_file(TINY))
     with pytest.raises(
         BudgetError, match="was measured on NVIDIA H200, this is .*; delete .*latency-decode-64-b2.json"
     ):
-        measured(model, run)
+        timed(model, run)
 
 
 def test_tables_of_another_runtime_are_not_used(here, tmp_path, monkeypatch):
     model, clock, cache = here
     run = RunFolder(tmp_path / "run")
-    fast = measured(model, run)
+    fast = timed(model, run)
     assert fast.runtime == fast.facts["runtime"] == "fast" and fast.captured
     assert LatencyTable.read(run.table_file(TINY)) == fast
-    monkeypatch.setattr(steps, "runtime_of", lambda model: "plain")
+    monkeypatch.setattr(measuring, "runtime_of", lambda model: "plain")
     clock.ms, clock.asked = (lambda layer: 2 * (smooth(layer) + layer.mlp_width)), []
-    plain = measured(model, run)
+    plain = timed(model, run)
     assert plain.runtime == "plain" and len(clock.asked) > 10, "neither the run's nor the cache's"
     assert plain.times != fast.times and len(list(cache.glob("latency-*.json"))) == 2
     old = {name: value for name, value in fast.to_json().items() if name not in ("runtime", "captured")}
@@ -460,26 +462,26 @@ def test_tables_of_another_runtime_are_not_used(here, tmp_path, monkeypatch):
 
 def test_steps_that_were_not_captured_are_on_record(here, monkeypatch):
     model, _, _ = here
-    stacks = latencies.Stacks
+    stacks = measured.Stacks
 
     def uncaptured(family, model, work, repeats=5):
         made = stacks(family, model, work, repeats)
         made.captured, made.device = False, torch.device("cuda")
         return made
 
-    monkeypatch.setattr(latencies, "Stacks", uncaptured)
-    monkeypatch.setattr(steps, "device_name", lambda device: "a GPU")
+    monkeypatch.setattr(measured, "Stacks", uncaptured)
+    monkeypatch.setattr(measuring, "device_name", lambda device: "a GPU")
     with pytest.warns(UserWarning, match="decode,64,b2: steps were not captured but launched one by one"):
-        assert not measured(model).captured
+        assert not timed(model).captured
 
 
 def test_what_the_model_cannot_do_is_not_timed(here):
     model, _, _ = here
     with pytest.raises(BudgetError, match="longer than the 128 tokens that the model takes; use decode,128,b2"):
-        latencies.tables((Workload("decode", 4096, 2),), llama, model, ("qk",), None)
+        measured.tables((Workload("decode", 4096, 2),), llama, model, ("qk",), None)
     t5 = families.family_of(SimpleNamespace(model_type="t5"))
     with pytest.raises(BudgetError, match="two stacks, which are not timed yet"):
-        latencies.tables((TINY,), t5, t5.tailor(t5.tiny("t5")), ("qk",), None)
+        measured.tables((TINY,), t5, t5.tailor(t5.tiny("t5")), ("qk",), None)
 
 
 # The certificate.
@@ -506,8 +508,8 @@ def test_speed_is_compared_on_one_runtime(monkeypatch):
     source = llama.tailor(llama.tiny())
     assert speed.runtime(source, source) == "plain", "on a CPU as they are"
     twins = []
-    monkeypatch.setattr(speed, "fast_twin", lambda model: twins.append(steps.fast_twin(model)) or twins[-1])
-    for name, count in ((steps.PLAIN, 0), (steps.FAST, 2)):
+    monkeypatch.setattr(speed, "fast_twin", lambda model: twins.append(measuring.fast_twin(model)) or twins[-1])
+    for name, count in ((measuring.PLAIN, 0), (measuring.FAST, 2)):
         found = speed.measure(source, source, prompt=16, steps=4, repeats=1, runtime=name)
         assert found["decode_ms_per_token_after"] > 0 and found["prompt_tokens"] == 16 and len(twins) == count
     assert all(twin.headwise_fast.pool is not None and twin.headwise_fast.ordinary == 0 for twin in twins)
@@ -515,7 +517,7 @@ def test_speed_is_compared_on_one_runtime(monkeypatch):
 
 
 def test_the_certificate_shows_predicted_beside_measured(monkeypatch):
-    device = steps.device_name(torch.device("cpu"))
+    device = measuring.device_name(torch.device("cpu"))
     took = {"before": 10.0, "before_low": 9.0, "before_high": 11.0, "after": 8.0, "after_low": 7.5, "after_high": 8.5}
     monkeypatch.setattr(speed, "side_by_side", lambda source, cut, work: took)
     model, plan = llama.tailor(llama.tiny()), plan_at(80, device)
@@ -559,7 +561,7 @@ def test_stacks_of_every_family_run_with_the_sizes_they_should_have(family, kind
         assert not any(t.is_meta for t in (*built.parameters(), *built.buffers()))
         with torch.no_grad():
             before = [weight.data_ptr() for weight in built.parameters()]
-            step = steps.prepare(family, built, clock.work)
+            step = measuring.prepare(family, built, clock.work)
             assert step() is not None and not step.captured
         assert step.runtime == ("fast" if shape.cached else "plain"), "decoders as `optimise=True` makes them"
         assert not hasattr(built, "headwise_fast") and [w.data_ptr() for w in built.parameters()] == before
@@ -573,14 +575,14 @@ def test_a_step_at_the_end_of_a_full_cache_is_the_models_own():
     model = Stacks(llama, llama.tailor(llama.tiny()), Workload("decode", 9, 2)).model((cut, cut))
     rows, own = llama.example(model.config, 2, 9), DynamicCache()
     model(input_ids=rows[:, :8], past_key_values=own, use_cache=True)
-    cache = steps.filled_cache(llama, model, Workload("decode", 9, 2))
+    cache = measuring.filled_cache(llama, model, Workload("decode", 9, 2))
     for full, layer in zip(cache.layers, own.layers, strict=True):
         full.keys[:, :, :8], full.values[:, :, :8] = layer.keys, layer.values
     wanted = model(input_ids=rows).logits[:, -1:]
     for _ in range(2):  # again and again
         found = model(input_ids=rows[:, 8:], past_key_values=cache, use_cache=True).logits
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
-    fast, ids = steps.fast_twin(model), rows[:, 8:]
+    fast, ids = measuring.fast_twin(model), rows[:, 8:]
     cache = decode.filled(fast, 2, 9)
     for full, layer in zip(cache.layers, own.layers, strict=True):
         full.keys[:, :, :8], full.values[:, :, :8] = layer.keys, layer.values

@@ -16,8 +16,8 @@ import torch
 from headwise import cli, families, pipeline
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
 from headwise.types import Plan, Readings
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "64", "--device", "cpu"]
@@ -326,7 +326,7 @@ def test_help_and_allocate_never_import_torch(finished, tmp_path):
         ["report", str(out)],
         ["show", str(out / "plan.json")],
     ):
-        script = f"import sys; sys.argv = ['headwise', *{arguments!r}]\nfrom headwise.cli import main\n"
+        script = f"import sys; sys.argv = ['headwise', *{arguments!r}]\nfrom headwise.cli.commands import main\n"
         script += (
             "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\nassert 'torch' not in sys.modules"
         )

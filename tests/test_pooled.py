@@ -15,17 +15,17 @@ from headwise.cuts import reshape
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.heal._balance import balance
-from headwise.latencies import tables
+from headwise.latency.measured import tables
 from headwise.linalg import balanced
-from headwise.planning import allocate_in
 from headwise.probes import gram
 from headwise.report._commands import how_to_make
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.stages.allocate import allocate_in
+from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.stream import line
 from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload
-from headwise.workbench import pooled_heads
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
 

@@ -12,7 +12,7 @@ from headwise.checks import quality
 from headwise.cuts import reshape
 from headwise.errors import HeadwiseError
 from headwise.families import repeated
-from headwise.settings import Settings
+from headwise.runs.settings import Settings
 
 ROTARY = [(family, kind) for family in families.known() if family.relative for kind in family.model_types]
 LEARNED = ("gpt2", "opt", "bert", "t5", "bart")

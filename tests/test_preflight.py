@@ -16,32 +16,22 @@ import torch
 from conftest import invent
 from transformers import AutoTokenizer
 
-from headwise import (
-    audio,
-    bars,
-    budgets,
-    cli,
-    families,
-    frontier,
-    heal,
-    images,
-    overlap,
-    own_text,
-    preflight,
-    strategies,
-)
+from headwise import budgets, cli, families, heal, preflight, strategies
+from headwise.cli import progress
+from headwise.data import audio, images, overlap, own_text
 from headwise.errors import HeadwiseError, PlanError
 from headwise.families.llama import FAMILY as llama
-from headwise.heal._options import Options
-from headwise.planning import allocate_in
 from headwise.preflight import _disk
-from headwise.probes._watch import silently
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.progress import silently
+from headwise.runs.folder import RunFolder
+from headwise.runs.heal_options import Options
+from headwise.runs.settings import Settings
+from headwise.stages import frontier
+from headwise.stages.allocate import allocate_in
+from headwise.stages.source import read_texts
 from headwise.strategies import _reach
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape, Readings
-from headwise.workbench import read_texts
 
 SMALL = {"tokens": 1024, "eval_tokens": 512, "swap_tokens": 128, "length": 64, "device": "cpu"}
 TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(4000))
@@ -341,8 +331,8 @@ def test_text_by_the_model_follows_its_probabilities():
 
 def test_progress_without_a_terminal_is_plain_lines(monkeypatch):
     clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr(bars.time, "monotonic", lambda: next(clock))
-    with redirect_stderr(io.StringIO()) as shown, bars.Bars() as track:
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    with redirect_stderr(io.StringIO()) as shown, progress.Bars() as track:
         assert list(track(range(4), "moments")) == [0, 1, 2, 3]
     assert shown.getvalue().splitlines() == [
         "moments",

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from headwise import families
+from headwise.families._watch import watching
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
 from headwise.probes import gram, sensitivity
 from headwise.probes._products import Gram
-from headwise.probes._watch import watching
 from headwise.runtime.modeling_headwise import _signed, _turned
 from headwise.tasks.causal import Causal
 

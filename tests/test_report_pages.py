@@ -16,12 +16,11 @@ import pytest
 from conftest import Invented, invent
 from test_report import HOSTILE, Stack, check_page, curve, data_of, make_dossier, make_plan, make_readings, make_verdict
 
-from headwise import cli, frontier, strategies
+from headwise import cli, strategies
 from headwise.budgets import parse
+from headwise.cli.show import show_record
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError, OutputError
-from headwise.figures import save_figures
-from headwise.planning import allocate_in
 from headwise.report import compare, render
 from headwise.report._checked import damage_marks, held_out_curve, loss_curve, price_pairs
 from headwise.report._compare import best, read_runs
@@ -29,10 +28,12 @@ from headwise.report._draw import draw_loss
 from headwise.report._explore import explorer, heat, price_list
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
-from headwise.reporting import write_report
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
-from headwise.show import show_record
+from headwise.report.figures import save_figures
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.stages import frontier
+from headwise.stages.allocate import allocate_in
+from headwise.stages.report import write_report
 from headwise.types import GONE, Answer, Dossier, LayerShape, ModelShape, Plan, Readings, Sweep
 
 ALLOW = ("qk", "v", "mlp", "heads", "depth")

@@ -11,10 +11,10 @@ import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from headwise.cli import app
-from headwise.designs import configs
+from headwise.cli.commands import app
 from headwise.errors import BudgetError, HeadwiseError
-from headwise.search import front, space, study
+from headwise.research.designs import configs
+from headwise.research.search import front, space, study
 
 pytest.importorskip("optuna")
 SMALL = dict(family="llama", budget=("params=800k",), steps=6, batch=2, length=32, tokens=2_000)

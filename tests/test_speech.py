@@ -13,8 +13,9 @@ from test_families import cut, logits, random_plan, rows, tiny
 from test_tasks import refused
 from typer.testing import CliRunner
 
-from headwise import audio, data, families, tasks
-from headwise.cli import app
+from headwise import data, families, tasks
+from headwise.cli.commands import app
+from headwise.data import audio
 from headwise.errors import DataError, ModelError
 from headwise.families.whisper import FAMILY as whisper
 from headwise.tasks.speech import Speech

@@ -17,10 +17,10 @@ from headwise.budgets import parse
 from headwise.cuts import reshape, save
 from headwise.errors import DataError, HeadwiseError, ModelError
 from headwise.heal.refit import refit
-from headwise.moments import read_moments, write_moments
 from headwise.probes import gram
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder
+from headwise.runs.moments import read_moments, write_moments
+from headwise.runs.settings import Settings
 from headwise.stream import line, probe
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed

@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch.nn.functional import cosine_similarity, kl_div
 
-from headwise import budgets, cli, data, families, own_text, tasks
+from headwise import budgets, cli, data, families, tasks
 from headwise.checks import quality
 from headwise.cuts import reshape_layer
+from headwise.data import own_text
 from headwise.errors import DataError, ModelError
 from headwise.families.bert import FAMILY as bert
 from headwise.families.distilbert import FAMILY as distilbert

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from headwise.errors import BudgetError, HeadwiseError, ShapeError
-from headwise.theory import conditioning, profiles, saturation
-from headwise.theory.allocation import allocate, best_point, curve_over_heads
-from headwise.theory.bound import Group, below_lag, bound, terms
+from headwise.research.theory import conditioning, profiles, saturation
+from headwise.research.theory.allocation import allocate, best_point, curve_over_heads
+from headwise.research.theory.bound import Group, below_lag, bound, terms
 from headwise.types import Reading, Readings
 
 weights = some.lists(some.floats(0, 4, allow_nan=False), min_size=1, max_size=6)

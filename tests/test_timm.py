@@ -18,7 +18,7 @@ except Exception as error:  # torchvision beside another torch raises more than 
 from test_families import load_elsewhere, logits, masked, random_plan
 
 import headwise
-from headwise import families, redesign, tasks
+from headwise import families, tasks
 from headwise.cost import parameters
 from headwise.cuts import reshape, reshape_layer
 from headwise.cuts._dims import cut_values
@@ -26,6 +26,7 @@ from headwise.errors import ModelError, ShapeError
 from headwise.families.timm import FAMILY as family
 from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity
+from headwise.research import redesign
 from headwise.types import GONE, LayerKeep, Plan
 
 EVEN = {"mlp_ratio": 2.0}  # a width at which a fused product and its two halves take the same path to the last bit

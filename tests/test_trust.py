@@ -16,9 +16,9 @@ import headwise
 from headwise import api, devices, families, machine
 from headwise.checks import exactness
 from headwise.errors import HeadwiseError, ModelError, PlanError
-from headwise.runfolder import RunFolder
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
 from headwise.runtime import foreign_code
-from headwise.settings import Settings
 
 SMALL = dict(tokens=512, eval_tokens=256, swap_tokens=0, length=32, device="cpu", heal="none")
 EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"
@@ -120,7 +120,7 @@ def test_nothing_asks_on_standard_input(hostile: tuple[Path, Path], tmp_path: Pa
         ["search", "--budget", "params=1M", "--tokenizer", str(folder), "--out", str(tmp_path / "s"), "--trials", "1"],
         ["run", str(folder), "--budget", "kv=75%", "--out", str(tmp_path / "r")],
     ]
-    code = "import sys; from headwise.cli import main\nfor words in {0!r}:\n    sys.argv[1:] = words\n"
+    code = "import sys; from headwise.cli.commands import main\nfor words in {0!r}:\n    sys.argv[1:] = words\n"
     code += "    try: main()\n    except SystemExit as end: print(end.code)"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
@@ -143,7 +143,7 @@ def test_pickled_weights_are_refused_and_never_replaced_by_random_ones(source: P
         if how == "load":
             headwise.load(folder)
         else:
-            headwise.train(str(folder), str(tmp_path / "text.txt"), tmp_path / "out", steps=1, device="cpu")
+            headwise.research.train(str(folder), str(tmp_path / "text.txt"), tmp_path / "out", steps=1, device="cpu")
 
 
 @pytest.mark.parametrize("path", ["../../outside", "/tmp", "a/b", 7])

@@ -15,7 +15,7 @@ from headwise import api
 from headwise.errors import HeadwiseError
 from headwise.report import headline, model_card, render, status
 from headwise.report._judged import by_length
-from headwise.settings import Settings
+from headwise.runs.settings import Settings
 from headwise.types import Verdict
 from headwise.types.verdict import damage_limit
 

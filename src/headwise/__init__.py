@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
-    from headwise import train
     from headwise.api import allocate, load, probe, reshape, run, verify
-    from headwise.designs.proposals import design
+    from headwise.research.designs.proposals import design
+    from headwise.research.train.run import train
 
 __all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
 
@@ -29,9 +29,9 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("headwise")
     if name == "design":
-        return import_module("headwise.designs.proposals").design
-    if name == "train":  # a package that can be called
-        return import_module("headwise.train")
+        return import_module("headwise.research.designs.proposals").design
+    if name == "train":
+        return import_module("headwise.research.train.run").train
     if name in __all__:
         return getattr(import_module("headwise.api"), name)
     raise AttributeError(f"module 'headwise' has no attribute '{name}'")

@@ -1,6 +1,6 @@
 """`python -m headwise`."""
 
-from headwise.cli import main
+from headwise.cli.commands import main
 
 if __name__ == "__main__":
     main()

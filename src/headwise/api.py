@@ -13,10 +13,10 @@ from torch import nn
 from headwise import families, pipeline, processes
 from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
-from headwise.planning import allocate_in
-from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.progress import Track, silently
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.stages.allocate import allocate_in
 from headwise.stream import line as stream
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
@@ -34,7 +34,7 @@ def run(
     track: Track = silently,
     **settings: Any,
 ) -> Dossier:
-    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runfolder.Settings`."""
+    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.folder.Settings`."""
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 

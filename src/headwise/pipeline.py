@@ -13,23 +13,26 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import data, disk, families, heal, latencies, preflight, processes, rounds, strategies
+from headwise import data, families, heal, preflight, processes, strategies
 from headwise.checks import certificate, exactness, quality, speed
 from headwise.cuts import Moments, blind_moments, reshape, save
 from headwise.errors import BudgetError, PlanError
-from headwise.healing import read_healing
-from headwise.probes._watch import Track, silently, stage
-from headwise.probing import looked_at as looked_at
-from headwise.probing import probe as probe
-from headwise.probing import probed as probed
-from headwise.reporting import write_report
-from headwise.runfolder import RunFolder, budgets_for
-from headwise.settings import Settings
+from headwise.files import disk
+from headwise.latency import measured
+from headwise.progress import Track, silently, stage
+from headwise.runs import rounds
+from headwise.runs.folder import RunFolder, budgets_for
+from headwise.runs.healing import read_healing
+from headwise.runs.settings import Settings
+from headwise.stages.probe import looked_at as looked_at
+from headwise.stages.probe import probe as probe
+from headwise.stages.probe import probed as probed
+from headwise.stages.report import write_report
+from headwise.stages.source import Workbench as Workbench
+from headwise.stages.source import workbench as workbench
 from headwise.stream import line as stream
 from headwise.types import Budget, Dossier, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
-from headwise.workbench import Workbench as Workbench
-from headwise.workbench import workbench as workbench
 
 
 def run(settings: Settings, out: Path | str, track: Track = silently, overwrite: bool = False) -> Dossier:
@@ -112,7 +115,7 @@ def fit(
     budgets: tuple[Budget, ...] = ()
     if plan is None:
         works = prices.workloads(settings.budgets, shape)
-        times = latencies.tables(works, bench.family, bench.source, settings.allow, folder, track)
+        times = measured.tables(works, bench.family, bench.source, settings.allow, folder, track)
         budgets = budgets_for(settings, shape, times)
     model, total, healings = bench.source, plan, []
     for number in range(1, (settings.rounds if plan is None else 1) + 1):
@@ -161,8 +164,8 @@ def _allocated(
     limits = rounds.budgets_of_round(budgets, shape, number, settings.rounds)
     if number < settings.rounds or processes.index() > 0:
         return plan_for(limits)
-    clock_for = latencies.clock_of(bench.family, bench.source)
-    return latencies.confirmed(plan_for, limits, shape, clock_for, latencies.keep_in(folder))
+    clock_for = measured.clock_of(bench.family, bench.source)
+    return measured.confirmed(plan_for, limits, shape, clock_for, measured.keep_in(folder))
 
 
 def build(

@@ -18,7 +18,7 @@ from headwise import memory
 from headwise.checks._interval import interval
 from headwise.data import batches
 from headwise.families import Family
-from headwise.probes._watch import Track
+from headwise.progress import Track
 from headwise.types import LengthQuality
 from headwise.types.verdict import LEAST_ROWS
 

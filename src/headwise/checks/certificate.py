@@ -11,7 +11,7 @@ from torch import nn
 from headwise.checks import _lengths as lengths
 from headwise.checks import _retrieval as retrieval
 from headwise.families import Family
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
 from headwise.types import LengthQuality, Retrieval
 from headwise.types.verdict import LEAST_ROWS
 

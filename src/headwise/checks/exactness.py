@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import families, tensors
+from headwise import families
 from headwise.cost import kv_bytes_per_token, parameters
-from headwise.disk import UNFINISHED
 from headwise.errors import OutputError, PlanError
+from headwise.files import tensors
+from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from headwise.checks._interval import interval as interval
 from headwise.families import Family, explained, family_of, quietly
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import Sample

@@ -14,21 +14,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise import families, steps
-from headwise.steps import FAST, fast_twin
+from headwise import families
+from headwise.latency import measuring
+from headwise.latency.measuring import FAST, fast_twin
 from headwise.types import Budget, Check, Plan, Workload
 
 
 def runtime(source: nn.Module, cut: nn.Module) -> str:
     """How both models are run: decoders on CUDA as `optimise=True` makes them, if there is room for joined weights."""
     device: Any = source.device
-    if device.type != "cuda" or steps.PLAIN in (steps.runtime_of(source), steps.runtime_of(cut)):
-        return steps.PLAIN
+    if device.type != "cuda" or measuring.PLAIN in (measuring.runtime_of(source), measuring.runtime_of(cut)):
+        return measuring.PLAIN
     gc.collect()  # models that were timed before
     free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     free -= torch.cuda.memory_allocated(device)
     joined = sum(tensor.nbytes for model in (source, cut) for tensor in model.parameters())
-    return steps.FAST if 1.2 * joined < free else steps.PLAIN
+    return measuring.FAST if 1.2 * joined < free else measuring.PLAIN
 
 
 @torch.no_grad()
@@ -38,7 +39,7 @@ def measure(
     prompt: int = 256,
     steps: int = 24,
     repeats: int = 3,
-    runtime: str = steps.PLAIN,
+    runtime: str = measuring.PLAIN,
 ) -> dict[str, float]:
     """Median milliseconds per token of prefill and decode; the models take turns, so that both see the same machine.
 
@@ -55,11 +56,11 @@ def measure(
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            prefill, decode = _one(family, model, prompt, steps)
+            prefill, decode = _one(family, model, prompt, measuring)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
     read = family.read_tokens(family.example(source.config, 1, prompt))
-    return {**_summary(times), "prompt_tokens": float(read), "decoded_tokens": float(steps)}
+    return {**_summary(times), "prompt_tokens": float(read), "decoded_tokens": float(measuring)}
 
 
 def _reading(
@@ -87,13 +88,13 @@ def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> 
     rows = family.example(model.config, 1, prompt).to(device)
     given: dict[str, Any] = {"use_cache": True}
     if hasattr(model, "headwise_fast"):
-        given["past_key_values"] = model.headwise_fast.cache(model, 1, prompt + steps)
+        given["past_key_values"] = model.headwise_fast.cache(model, 1, prompt + measuring)
     out, prefill = _timed(lambda: model(**family.first_step(rows), **given), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
         nonlocal token
-        for _ in range(steps):
+        for _ in range(measuring):
             found = model(**family.next_step(token, out), past_key_values=cache, use_cache=True)
             token = found.logits[:, -1:].argmax(-1)
 
@@ -111,7 +112,7 @@ def _timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def machine(device: torch.device, runtime: str = steps.PLAIN) -> str:
+def machine(device: torch.device, runtime: str = measuring.PLAIN) -> str:
     """The hardware in words, and how models are run there if not as they are."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device) + (", with optimise=True" if runtime == FAST else "")
@@ -126,7 +127,7 @@ def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, 
     found: dict[str, float] = {}
     checks = []
     for budget in (b for b in plan.budgets if b.workload is not None):
-        here = steps.device_name(source.device)
+        here = measuring.device_name(source.device)
         if budget.device != here:
             seen = f"planned on {budget.device}, this is {here}: verify there"
             checks.append(Check(f"measured {budget.text}", False, seen, f"at most {budget.limit:.4g} ms"))
@@ -143,7 +144,7 @@ def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, 
             predicted = {"after": budget.table.model_ms(plan.target), "before": budget.table.model_ms(plan.source)}
         found |= {f"{stem}_predicted_{end}": value for end, value in predicted.items()}
         found |= {f"{stem}_{end}": value for end, value in took.items()}
-        checks.append(kept(budget, took, steps.runtime_of(source)))
+        checks.append(kept(budget, took, measuring.runtime_of(source)))
     return found, checks
 
 
@@ -162,9 +163,13 @@ def side_by_side(source: nn.Module, cut: nn.Module, work: Workload, repeats: int
     family = families.family_of(source.config)
     ready = []
     for model in (source, cut):
-        copied = copy.deepcopy(model).to(steps.timed_dtype(model)) if steps.timed_dtype(model) != model.dtype else model
-        ready.append(steps.prepare(family, copied, work))
-    found = steps.timed(ready, source.device, repeats)
-    spreads = {name: steps.spread(times) for name, times in zip(("before", "after"), found, strict=True)}
+        copied = (
+            copy.deepcopy(model).to(measuring.timed_dtype(model))
+            if measuring.timed_dtype(model) != model.dtype
+            else model
+        )
+        ready.append(measuring.prepare(family, copied, work))
+    found = measuring.timed(ready, source.device, repeats)
+    spreads = {name: measuring.spread(times) for name, times in zip(("before", "after"), found, strict=True)}
     ends = ("", "_low", "_high")
     return {f"{name}{end}": value for name, row in spreads.items() for end, value in zip(ends, row, strict=True)}

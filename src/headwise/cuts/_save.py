@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.disk import write_folder as write_folder
 from headwise.errors import ModelError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
+from headwise.files.disk import write_folder as write_folder
 from headwise.runtime import modeling_headwise
 
 TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32

@@ -23,7 +23,7 @@ from headwise.families._folder import (
     check_weights,
     is_plain,
 )
-from headwise.files import read_json, shortened
+from headwise.files.json import read_json, shortened
 from headwise.registry import find, names
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import (

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headwise.errors import ModelError
-from headwise.files import shortened
+from headwise.files.json import shortened
 from headwise.types import Grain, LayerShape
 from headwise.types.shape import MOST_LAYERS
 

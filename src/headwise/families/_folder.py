@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from headwise import tensors
 from headwise.cost import parameters
 from headwise.errors import ModelError
-from headwise.files import read_object, regular, shortened
+from headwise.files import tensors
+from headwise.files.json import read_object, regular, shortened
 from headwise.types import ModelShape
 from headwise.types.shape import MOST_LAYERS, MOST_TOKENS, WIDEST
 

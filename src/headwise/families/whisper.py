@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.audio import FRAMES, features_of, sounding, with_tokens
 from headwise.data import GIVEN, marks_of
+from headwise.data.audio import FRAMES, features_of, sounding, with_tokens
 from headwise.families._block import Norm
 from headwise.families._encoder_decoder import EncoderDecoder, inputs_of
 from headwise.families._family import Tensors

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError
-from headwise.files import read_object
+from headwise.files.json import read_object
 from headwise.types import write_atomically
 
 VERSION = 2  # of kernels and their names: what was measured of others says nothing

@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from headwise.errors import HeadwiseError
-from headwise.heal._options import Options
 from headwise.registry import find, names
+from headwise.runs.heal_options import Options
 
 if TYPE_CHECKING:  # asking for a name must not take the seconds that torch takes
     from torch import nn

@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.heal._lora import LowRank
-from headwise.train import shards
+from headwise.training import shards
 
 TINY = 1e-12  # gradients of a lightly damaged model are small
 AT_ONCE = 1 << 27  # numbers, for whose steps there is room

@@ -15,11 +15,11 @@ from safetensors.torch import save_file
 
 from headwise import processes
 from headwise.errors import HeadwiseError
+from headwise.files.tensors import header
 from headwise.heal._job import rows_of
 from headwise.heal._lesson import Known, Lesson
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
 from headwise.tasks import Prepared
-from headwise.tensors import header
 
 ROWS = 64  # of a shard
 

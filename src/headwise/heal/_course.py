@@ -19,10 +19,10 @@ from headwise.heal._lesson import Lesson, Part
 from headwise.heal._replay import WORTH, Replay
 from headwise.linalg import exact_products
 from headwise.tasks import Prepared
-from headwise.train import shards
-from headwise.train.accelerator import accelerator_for
-from headwise.train.loop import Evaluate, FitSettings, Loss, State, fit
-from headwise.train.order import Order
+from headwise.training import shards
+from headwise.training.accelerator import accelerator_for
+from headwise.training.loop import Evaluate, FitSettings, Loss, State, fit
+from headwise.training.order import Order
 
 WHOLE = 1 << 40  # rows of a length are one batch
 WATCHED = {"cuda": 32_768, "cpu": 4_096}  # tokens to choose by, at most

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from headwise.families import Family
-from headwise.heal._options import Options
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
+from headwise.runs.heal_options import Options
 from headwise.tasks import Prepared, Task
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 from headwise.families import Block
+from headwise.families._watch import capped
 from headwise.heal._adam import RelativeAdam
 from headwise.heal._job import Job
-from headwise.probes._watch import capped
 from headwise.tasks import Prepared
-from headwise.train.loop import FitSettings, Move, State, move
+from headwise.training.loop import FitSettings, Move, State, move
 
 CHECKS = 5  # on held-out rows, evenly spaced
 MIDDLE = 0.3  # weight of the stream after attention beside that after the layer

@@ -19,7 +19,7 @@ from headwise.families import Family
 from headwise.heal._job import origins
 from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
-from headwise.train import shards
+from headwise.training import shards
 
 AT_ONCE = {"cuda": 1 << 29, "cpu": 1 << 24}  # logits of one piece
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError, PlanError
-from headwise.files import is_number, read_object
+from headwise.files.json import is_number, read_object
 from headwise.heal._course import Course
-from headwise.train.loop import FitSettings
+from headwise.training.loop import FitSettings
 
 RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 STEPS = (4, 50)  # of a trial, at least and at most

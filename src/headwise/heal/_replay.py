@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from headwise.heal._adam import RelativeAdam
-from headwise.train.loop import Batches, FitSettings, Loss, State, move
+from headwise.training.loop import Batches, FitSettings, Loss, State, move
 
 WARM_UP = 3  # steps before a capture: libraries set themselves up
 WORTH = 16  # steps below which a capture costs more than it saves

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import save
 from torch import nn
 
-from headwise import tensors as stored
 from headwise.errors import HeadwiseError
-from headwise.files import parse_json
+from headwise.files import tensors as stored
+from headwise.files.json import parse_json
 from headwise.types import write_atomically
 
 

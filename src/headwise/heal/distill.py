@@ -28,11 +28,11 @@ from headwise.heal._balance import balance
 from headwise.heal._course import Course, divided
 from headwise.heal._job import Job, together
 from headwise.heal._lesson import Lesson
-from headwise.heal._options import Options
+from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
-from headwise.train import checkpoint
-from headwise.train.logs import Logs
-from headwise.train.loop import FitSettings, State
+from headwise.training import checkpoint
+from headwise.training.logs import Logs
+from headwise.training.loop import FitSettings, State
 from headwise.types import write_atomically
 
 NAME = "distill"

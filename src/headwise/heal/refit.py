@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from headwise.families import Block, Family
+from headwise.families._watch import batches, places
 from headwise.heal._job import Job, origins
 from headwise.linalg import balanced, ridge, value_basis
-from headwise.probes._watch import Track, batches, places, silently
+from headwise.progress import Track, silently
 
 NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"

@@ -13,17 +13,17 @@ from typing import Any
 
 from headwise import budgets as prices
 from headwise import devices, families, heal, strategies
-from headwise.bars import note
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families import Family
 from headwise.preflight import _disk, _texts
+from headwise.progress import note
 from headwise.registry import find
-from headwise.runfolder import RunFolder
-from headwise.settings import Settings
+from headwise.runs.folder import RunFolder
+from headwise.runs.settings import Settings
+from headwise.stages.source import heads_to_pool, refuse_bound, refuse_units
 from headwise.strategies import _reach
 from headwise.stream import line as stream
 from headwise.types import ModelShape
-from headwise.workbench import heads_to_pool, refuse_bound, refuse_units
 
 __all__ = ["check", "told"]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from headwise import budgets as prices
 from headwise import cost
 from headwise.errors import OutputError
-from headwise.heal._options import Options
-from headwise.settings import Settings
+from headwise.runs.heal_options import Options
+from headwise.runs.settings import Settings
 from headwise.types import Budget, ModelShape
 
 KEPT = {"distill": 12, "blockwise": 4}  # bytes of unfinished healing for every parameter: weights and their averages

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from headwise import audio, data, families, images, overlap, own_text
+from headwise import data, families
+from headwise.data import audio, images, overlap, own_text
 from headwise.families import Family
-from headwise.heal._options import Options
 from headwise.registry import find
-from headwise.settings import Settings
-from headwise.workbench import calibration_source, one_row, shared_lines
+from headwise.runs.heal_options import Options
+from headwise.runs.settings import Settings
+from headwise.stages.source import calibration_source, one_row, shared_lines
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
 PACKED = 10  # bytes of text for a byte of a compressed file, at most

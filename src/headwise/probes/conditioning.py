@@ -21,7 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise.data import NOTHING
 from headwise.families import Family
-from headwise.probes._watch import Track, batches, silently, spaced, watching
+from headwise.families._watch import batches, spaced, watching
+from headwise.progress import Track, silently
 from headwise.types import Reading
 
 NAME = "conditioning"
@@ -212,7 +213,7 @@ def _reading(name: str, counts: list[tuple[int, ...]], table: list[list[Tensor]]
 class Recorder:
     """Called after every step of a training, keeps the outputs' condition numbers every so many steps.
 
-    `recorder.curve` holds (step, one value per layer); give it to `headwise.train.loop.fit` as `on_step`.
+    `recorder.curve` holds (step, one value per layer); give it to `headwise.training.loop.fit` as `on_step`.
     """
 
     def __init__(self, family: Family, rows: Tensor, every: int = 100) -> None:

@@ -15,8 +15,8 @@ from torch import nn
 
 from headwise.data import places
 from headwise.families import Family
-from headwise.keeping.progress import Progress
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
+from headwise.runs.unfinished import Progress
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import GONE, Reading

@@ -8,8 +8,9 @@ from torch import nn
 from headwise import processes
 from headwise.data import batches, places
 from headwise.families import Family
+from headwise.families._watch import watching
 from headwise.probes._products import Gram
-from headwise.probes._watch import Track, silently, watching
+from headwise.progress import Track, silently
 
 NAME = "gram"
 MEANING = "second moments of queries, keys, head outputs and MLP channels"

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from headwise.families import Family
-from headwise.probes._watch import Track, batches, capped, silently, spaced, watching
+from headwise.families._watch import batches, capped, spaced, watching
+from headwise.progress import Track, silently
 from headwise.types import Reading
 
 NAME = "lags"

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import nn
 
 from headwise.families import Family
-from headwise.probes._watch import Track, batches, capped, silently, spaced, watching
-from headwise.theory.saturation import jacobian_norm
+from headwise.families._watch import batches, capped, spaced, watching
+from headwise.progress import Track, silently
+from headwise.research.theory.saturation import jacobian_norm
 from headwise.types import Reading
 
 NAME = "saturation"

@@ -18,11 +18,12 @@ from torch import nn
 from headwise import processes
 from headwise.data import places
 from headwise.families import Block, Family
+from headwise.families._watch import watching
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.memory import available_bytes, recomputing, spread
 from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes._products import Gram
-from headwise.probes._watch import Track, silently, watching
+from headwise.progress import Track, silently
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading

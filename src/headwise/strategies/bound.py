@@ -66,7 +66,7 @@ def design(
 
     Nothing is measured yet, so energy is taken as spread evenly over dimensions and logits as at most 1.
     """
-    from headwise.theory.saturation import norm_bound
+    from headwise.research.theory.saturation import norm_bound
 
     def facts(index: int, shape: LayerShape) -> Facts:
         qk = {size: 1 - size / shape.qk_dim for size in source.grain.qk_sizes(shape.qk_dim)}
@@ -173,6 +173,6 @@ def dimension_error(facts: Facts, name: str, size: int, full: int) -> float:
 @lru_cache(maxsize=4096)
 def heads_error(rho: tuple[float, ...], heads: int) -> float:
     """The part of the bound that heads decide, at the best split of `heads` heads over lags; other lags go unserved."""
-    from headwise.theory.allocation import allocate as split
+    from headwise.research.theory.allocation import allocate as split
 
     return float(split(rho, heads, 1, exact_spend=False, any_lags=True).error)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from headwise import tensors
 from headwise.errors import ModelError
-from headwise.files import read_object
-from headwise.tensors import Entry
+from headwise.files import tensors
+from headwise.files.json import read_object
+from headwise.files.tensors import Entry
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch it again"

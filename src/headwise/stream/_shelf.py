@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from headwise import tensors as stored
-from headwise.disk import sync, write_file
 from headwise.errors import PlanError
+from headwise.files import tensors as stored
+from headwise.files.disk import sync, write_file
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"

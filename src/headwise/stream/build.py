@@ -20,12 +20,12 @@ from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
-from headwise.disk import explained, install, remove
 from headwise.errors import PlanError
-from headwise.files import read_object
+from headwise.files.disk import explained, install, remove
+from headwise.files.json import read_object
 from headwise.heal.refit import LayerRefit
-from headwise.moments import read_layer
-from headwise.probes._watch import Track, silently
+from headwise.progress import Track, silently
+from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
 from headwise.stream._shelf import AGAIN, Shelf, checksum, read_stream, write_tensors

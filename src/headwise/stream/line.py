@@ -14,11 +14,12 @@ from headwise import data, families, processes, strategies
 from headwise.checks import certificate, exactness, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.families._folder import check_tokenizer
-from headwise.healing import read_healing
 from headwise.memory import HELD, SHARE, available_bytes, fits
-from headwise.probes._watch import Track, silently
-from headwise.runfolder import RunFolder, budgets_for
-from headwise.settings import Settings
+from headwise.progress import Track, silently
+from headwise.runs.folder import RunFolder, budgets_for
+from headwise.runs.healing import read_healing
+from headwise.runs.settings import Settings
+from headwise.stages.source import Texts, read_texts
 from headwise.stream import build as building
 from headwise.stream import probe as probing
 from headwise.stream import verify as verifying
@@ -27,7 +28,6 @@ from headwise.stream._model import Streamed, refuse_config
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
-from headwise.workbench import Texts, read_texts
 
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
 log = logging.getLogger("headwise")

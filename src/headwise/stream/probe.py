@@ -17,11 +17,12 @@ from torch import nn
 from headwise.data import batches, count_tokens, places
 from headwise.errors import PlanError
 from headwise.families import repeated
-from headwise.files import read_object
+from headwise.families._watch import spaced, watching
+from headwise.files.json import read_object
 from headwise.probes._magnitude import Orders
-from headwise.probes._watch import Track, silently, spaced, watching
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
+from headwise.progress import Track, silently
 from headwise.stream._model import Streamed
 from headwise.stream._shelf import AGAIN, Shelf, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from headwise import images
-from headwise.data import Rows
+from headwise.data import Rows, images
 from headwise.families import family_of
 from headwise.tasks._task import Task
 

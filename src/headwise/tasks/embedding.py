@@ -6,7 +6,7 @@ from typing import Any, Self
 
 from headwise.errors import ModelError
 from headwise.families import companions
-from headwise.files import read_object
+from headwise.files.json import read_object
 from headwise.tasks._vectors import Vectors
 
 POOLING = "1_Pooling/config.json"  # as sentence-transformers writes it

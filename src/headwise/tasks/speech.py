@@ -11,8 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from headwise import audio
-from headwise.data import GIVEN, NOTHING, WRITTEN, Rows, marks_of
+from headwise.data import GIVEN, NOTHING, WRITTEN, Rows, audio, marks_of
 from headwise.errors import ModelError
 from headwise.families import quietly
 from headwise.tasks._target import Target, padded

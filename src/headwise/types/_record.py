@@ -10,9 +10,9 @@ import typing
 from pathlib import Path
 from typing import Any, Self
 
-from headwise.disk import write_atomically as write_atomically
 from headwise.errors import HeadwiseError, PlanError
-from headwise.files import INTEGER, read_json, shortened
+from headwise.files.disk import write_atomically as write_atomically
+from headwise.files.json import INTEGER, read_json, shortened
 
 VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
 

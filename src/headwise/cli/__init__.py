@@ -1,0 +1,3 @@
+"""The command line."""
+
+from headwise.cli.commands import main as main

@@ -1,0 +1,83 @@
+"""Progress with the time left, on standard error: bars in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from headwise.progress import Label, is_main_process
+
+SECONDS = 30.0  # between two lines of one stage
+
+
+class Bars:
+    """Wraps any loop of the library."""
+
+    def __enter__(self) -> Any:
+        from rich.console import Console
+        from rich.progress import Progress, TimeElapsedColumn
+
+        console = Console(stderr=True, quiet=not is_main_process())
+        if not console.is_terminal:
+            return lines
+        self.progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
+        self.progress.start()
+        return self.track
+
+    def track(self, items: Sequence[Any], label: Label) -> Iterator[Any]:
+        """The items one by one, with a bar that counts them."""
+        bar = self.progress.add_task(_said(label), total=len(items))
+        for item in items:
+            yield item
+            self.progress.update(bar, advance=1, description=_said(label))
+
+    def __exit__(self, *_: object) -> None:
+        if hasattr(self, "progress"):
+            self.progress.stop()
+
+
+def lines(items: Sequence[Any], label: Label) -> Iterator[Any]:
+    """The items one by one, with a line when the first begins, when the last is done, and between them now and then."""
+    start = last = time.monotonic()
+    _print(_said(label))
+    for done, item in enumerate(items, 1):
+        yield item
+        now = time.monotonic()
+        if now - last >= SECONDS and done < len(items):
+            last, left = now, (now - start) * (len(items) - done) / done
+            _print(f"{_said(label)}: {done / len(items):.0%}, about {in_time(left)} left")
+    if (took := time.monotonic() - start) >= 1:
+        _print(f"{_said(label)}: done in {in_time(took)}")
+
+
+def in_time(seconds: float) -> str:
+    """Seconds as people say them.
+
+    >>> [in_time(seconds) for seconds in (3.4, 200, 7300)]
+    ['3 s', '3 min 20 s', '2 h 1 min']
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def _said(label: Label) -> str:
+    return label if isinstance(label, str) else label()
+
+
+def _print(text: str) -> None:
+    if is_main_process():
+        print(text, file=sys.stderr, flush=True)
+
+
+def keep_stdout_clean() -> None:
+    """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        sys.stdout.flush()
+        own = os.dup(1)
+        os.dup2(2, 1)
+        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)

@@ -1,0 +1,305 @@
+"""Plans, readings and verdicts in the terminal. Only the command line calls this."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from headwise.errors import HeadwiseError, PlanError
+from headwise.files.json import read_object
+from headwise.strategies import POOLING
+from headwise.types import Dossier, LayerKeep, LayerShape, Plan, Readings, Verdict
+from headwise.types.verdict import FAILED, PARTLY, VERIFIED
+
+KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
+
+
+def show_file(path: Path) -> None:
+    """Draw whatever headwise wrote into a file."""
+    kind = read_object(path, advice="give plan.json, readings.json or verdict.json").get("headwise")
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise PlanError(f"{path} holds no {', '.join(KINDS)}; give plan.json, readings.json or verdict.json.")
+    show_record(KINDS[kind].read(path))
+
+
+def show_record(record: Plan | Readings | Verdict) -> None:
+    """Draw one record."""
+    draw: dict[type, Any] = {Plan: _plan, Readings: _readings, Verdict: _verdict}
+    draw[type(record)](record, Console(highlight=False))
+
+
+LEVELS = "▁▂▃▄▅▆▇█"
+QK, V, MLP, BAD, FAINT = "blue", "yellow", "green", "red", "bright_black"
+
+
+def _level(part: float) -> str:
+    """A block as high as the part, of one."""
+    return LEVELS[max(0, min(len(LEVELS) - 1, round(part * len(LEVELS)) - 1))]
+
+
+def _bar(after: int, before: int, colour: str, width: int = 6) -> Text:
+    """A bar of what is left, and the numbers; what did not change is faint."""
+    full = round(width * after / before) if before else 0
+    bar = Text("█" * full, style=colour) + Text("░" * (width - full if before else 0), style=FAINT)
+    return bar + Text(f" {after}", style="bold" if after != before else FAINT) + Text(f"/{before}", style=FAINT)
+
+
+def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, room: int) -> Text:
+    """A column per query head, or two: as high as its query/key and its value dimension; a dot where it is gone."""
+    kept = set(range(new.query_heads) if keep.query_heads is None else keep.query_heads)
+    group = max(1, old.queries_per_group)
+    both = 2 * old.query_heads + old.kv_heads <= room
+    out = Text()
+    for head in range(old.query_heads):
+        if head and head % group == 0 and (1 + both) * old.query_heads + old.kv_heads <= room:
+            out += Text(" ")
+        sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V))[: 2 if both else 1]
+        for after, before, colour in sizes:
+            out += Text(_level(after / before), style=colour) if head in kept else Text("·", style=FAINT)
+    return out
+
+
+def _plan(plan: Plan, console: Console) -> None:
+    """Layers down: heads across, then each size as a bar; removed layers say so."""
+    most = max(layer.query_heads for layer in plan.source.layers)
+    room = console.width - _others(plan)
+    shown, both = most <= room, 2 * most + max(layer.kv_heads for layer in plan.source.layers) <= room
+    title = Text(f"{plan.model}: {plan.strategy}", style="bold")
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    table.add_column("layer", justify="right", min_width=5)
+    for name in ("heads (qk, v)" if both else "heads", "qk", "v", "MLP"):
+        table.add_column(name, no_wrap=True)
+    for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
+        if new.gone and not old.gone:
+            table.add_row(f"{index} {old.role}".strip(), Text("removed", style=BAD))
+            continue
+        heads = f"{new.query_heads}/{old.query_heads}"
+        heads += f" on {new.kv_heads}" if new.kv_heads != old.kv_heads else ""
+        count = Text(heads, style=FAINT if new.query_heads == old.query_heads else "bold")
+        table.add_row(
+            f"{index} {old.role}".strip(),
+            (_heads(old, new, keep, room) + Text(" ") + count) if shown else count,
+            _bar(new.qk_dim, old.qk_dim, QK),
+            _bar(new.v_dim, old.v_dim, V),
+            _bar(new.mlp_width, old.mlp_width, MLP),
+        )
+    console.print(table)
+    _plan_words(plan, console)
+
+
+def _others(plan: Plan) -> int:
+    """Columns that a plan's table needs beside its heads."""
+    pairs = zip(plan.source.layers, plan.target.layers, strict=True)
+    lost = any(new.kv_heads < old.kv_heads and not new.gone for old, new in pairs)
+    digits = [
+        max(len(str(getattr(s, n))) for s in plan.source.layers)
+        for n in ("query_heads", "qk_dim", "v_dim", "mlp_width")
+    ]
+    return 8 + sum(2 * wide + 1 for wide in digits) + 3 * 9 + 5 + (6 if lost else 0)
+
+
+def _plan_words(plan: Plan, console: Console) -> None:
+    """Budgets, damage, and the frontier as a line of blocks."""
+    for budget in plan.budgets:
+        spent, form = plan.spent[budget.key], ",.0f" if budget.limit >= 1000 else ".4g"
+        met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
+        console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
+    gap = f"gap to the proven bound {plan.gap:.1e}"
+    console.print(Text(f"predicted damage {plan.predicted_damage:.4f}, {gap}"))
+    if len(plan.frontier) > 1:
+        points = sorted(plan.frontier, key=lambda point: point.share)
+        ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
+        console.print(Text(f"frontier: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+
+
+def _spark(values: Sequence[float], log: bool) -> str:
+    """A line of blocks; logarithmic over at most five decades."""
+    if not values:
+        return ""
+    if log and max(values) > 0:
+        floor = max(max(values) * 1e-5, min((v for v in values if v > 0), default=1e-12))
+        values = [math.log10(max(value, floor)) for value in values]
+    low, high = min(values), max(values)
+    return "".join(_level((value - low) / (high - low) if high > low else 0.5) for value in values)
+
+
+COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
+
+
+def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
+    """Which sizes to print: all, or some with both ends; of lags mostly the near ones."""
+    if len(ticks) <= COLUMNS:
+        return ticks
+    last, parts = len(ticks) - 1, [i / (COLUMNS - 1) for i in range(COLUMNS)]
+    places = [round((last + 1) ** part) - 1 if axis == "lag" else round(last * part) for part in parts]
+    return tuple(ticks[i] for i in dict.fromkeys(places))
+
+
+def _readings(readings: Readings, console: Console) -> None:
+    for reading in sorted(readings.curves, key=lambda r: not r.kind.startswith("damage.")):
+        shown = _columns(max(reading.ticks, key=len), reading.axis)
+        damage = reading.kind.startswith("damage.")
+        title = Text(reading.kind, style="bold") + Text(
+            f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
+        )
+        console.print(title)
+        fits = 10 * len(shown) + 10 <= console.width  # every number, and a block each
+        table = Table("layer", *map(str, shown), *[""] * fits, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        every = [value for row in reading.values for value in row]
+        form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
+        for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
+            cells = dict(zip(ticks, values, strict=True))
+            line = _spark([cells[t] for t in shown if t in cells], damage)
+            numbers = (format(cells[t], form) if t in cells else "" for t in shown)
+            table.add_row(str(layer), *numbers, *[Text(line, style=QK)] * fits)
+        console.print(table)
+
+
+def _verdict(verdict: Verdict, console: Console) -> None:
+    """What was measured, before beside after; then the checks, loud where one failed."""
+    from headwise.report import certificate, headline, not_measured, status
+
+    colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
+    console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("quantity", "before", "after", "change", "interval of after"):
+        table.add_column(name, justify="left" if name == "quantity" else "right")
+    for row in certificate(verdict):
+        table.add_row(*row)
+    console.print(table)
+    _lengths(verdict, console)
+    for name, value in verdict.damage.items():
+        console.print(Text(f"damage, {name.replace('_', ' ')}: {value:.5g}"))
+    for check in verdict.checks:
+        words = Text("✓ pass  ", style=MLP) if check.passed else Text("✗ FAIL  ", style=f"bold {BAD}")
+        console.print(words + Text(f"{check.name}: {check.observed} (expected {check.expected})"))
+    for left_out in not_measured(verdict):
+        console.print(Text(f"not measured: {left_out}", style=FAINT))
+    console.print(
+        Text(f"{verdict.evaluation}, {verdict.tokens:,} tokens, {verdict.machine}, {verdict.date}", style=FAINT)
+    )
+
+
+def _lengths(verdict: Verdict, console: Console) -> None:
+    """Quality by length and retrieval by distance, where they were measured."""
+    from headwise.report._judged import LENGTH_HEADS, RETRIEVAL_HEADS, length_rows, retrieval_rows
+
+    for heads, rows in ((LENGTH_HEADS, length_rows(verdict)), (RETRIEVAL_HEADS, retrieval_rows(verdict))):
+        if rows:
+            table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            for row in rows:
+                table.add_row(*row)
+            console.print(table)
+
+
+TESTED = "transformers 5.17 and 5.22"  # with which the contract tests of every family were run
+
+
+def family_rows() -> list[dict[str, Any]]:
+    """What can be done with every family."""
+    try:
+        from headwise import families
+    except ImportError as error:
+        raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
+    return [
+        {
+            "family": family.name,
+            "models": family.summary,
+            "model_types": list(family.model_types),
+            "units": [*family.units, "depth"],
+            "portable": _portable(family),
+            "tested": TESTED,
+        }
+        for family in families.known()
+    ]
+
+
+def _portable(family: Any) -> list[str]:
+    """What a portable plan may cut, by model type where they differ; asked of tiny models, as it depends on sizes."""
+    if not family.portable:
+        return []
+    grains = {kind: family.shape_of(family.tiny(kind).config).grain for kind in family.model_types}
+    cuts = {kind: family.units if grain.portable is None else grain.portable for kind, grain in grains.items()}
+    if len(set(cuts.values())) == 1:
+        return list(next(iter(cuts.values())))
+    return [f"{kind}: {' '.join(units)}" for kind, units in cuts.items()]
+
+
+def show_families(as_json: bool, markdown: bool = False) -> None:
+    """The table of families: types, units that can be cut, what is portable, tested versions."""
+    rows = family_rows()
+    if as_json:
+        print(json.dumps(rows, indent=1))
+        return
+    heads = ("family", "models", "model types", "can be cut", "portable cuts", "tested with")
+    cells = [
+        [", ".join(value) or "none" if isinstance(value, list) else value for value in row.values()] for row in rows
+    ]
+    if markdown:
+        lines = [heads, ("---",) * len(heads), *cells]
+        print("\n".join(f"| {' | '.join(line)} |" for line in lines))
+        return
+    table = Table(*heads)
+    for line in cells:
+        table.add_row(*line)
+    Console().print(table)
+
+
+def in_short(verdict: Verdict) -> str:
+    """What is left of the sizes, quality at the calibrated length, and the verdict: a line each."""
+    from headwise.report import headline, status
+
+    size, names = verdict.size, {"kv_bytes_per_token": "cache", "parameters": "parameters"}
+    shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
+    kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
+    at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
+    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.quality)} on {verdict.evaluation}{at}"]
+    return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
+
+
+def finished(dossier: Dossier, out: Path) -> str:
+    """What a run found, in a few lines, and where its report lies."""
+    from headwise.report._checked import recovery_in_words
+
+    lines = [in_short(dossier.verdict)] if dossier.verdict else []
+    if gained := recovery_in_words(dossier.healing):
+        lines.append(f"{gained}, on text that nothing was fitted to")
+    if _could_pool(dossier):
+        lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
+    return "\n".join([*lines, f"{out / 'report.html'}"])
+
+
+def _could_pool(dossier: Dossier) -> bool:
+    """Whether only the cache was limited, of a decoder with several key/value heads that keep rows of their own."""
+    plan = dossier.plan
+    if plan is None or plan.strategy not in POOLING:
+        return False
+    apart = all(layer.kv_heads > 1 and layer.pooled == 1 and not layer.role for layer in plan.source.layers)
+    only_kv = bool(plan.budgets) and all(budget.name == "kv" for budget in plan.budgets)
+    return apart and only_kv and plan.source.cached and not dossier.settings.get("portable")
+
+
+def _quality_of(quality: dict[str, float]) -> str:
+    """Perplexity, or what else the task has: the loss, the cosine of embeddings, the KL."""
+    for name in ("perplexity", "loss"):
+        if f"{name}_after_low" in quality:
+            before, after, low, high = (quality[f"{name}_{e}"] for e in ("before", "after", "after_low", "after_high"))
+            change = (after / before - 1) * 100
+            return f"{name} {before:.3f} -> {after:.3f} ({change:+.2f}%; 95% interval {low:.3f} to {high:.3f})"
+    name = "cosine" if "cosine" in quality else "kl"
+    label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
+    low, high = quality[f"{name}_low"], quality[f"{name}_high"]
+    form = ".4f" if name == "cosine" else ".3g"
+    said = f"{label} {quality[name]:{form}} (95% interval {low:{form}} to {high:{form}})"
+    if "accuracy_after" not in quality:
+        return said
+    before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
+    return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"

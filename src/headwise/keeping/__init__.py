@@ -1,1 +1,0 @@
-"""What keeps a run folder whole: its lock, its record of finished stages, and writing that a kill cannot harm."""

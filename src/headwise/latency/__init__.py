@@ -1,0 +1,1 @@
+"""Measured times: workloads run on this device, and the tables that price plans."""

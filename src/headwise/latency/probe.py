@@ -1,0 +1,262 @@
+"""How long layers take on this device: of every size that a plan may choose, or of enough to tell the others.
+
+What is timed are stacks of equal layers in a whole model, against a stack of the base's layers beside them, so that a
+machine that slows down slows both. Attention and MLP are measured apart. Where all combinations of attention sizes
+are too many, a lattice of them is; where a size between measured ones is off the line between them, more is measured
+there, as times move in steps. Mixed stacks are predicted and measured at the end: the table says how far it is off.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from math import prod
+
+from headwise.latency.measuring import spread
+from headwise.latency.stacks import Stack
+from headwise.progress import Track, silently
+from headwise.types import HeldOut, LatencyTable, Lattice, LayerShape, LayerTime, ModelShape, Workload
+from headwise.types.latency import bracket
+
+Clock = Callable[[Sequence[Stack]], list[list[float]]]  # milliseconds of models with these layers, once per repeat
+Keep = Callable[[LatencyTable], None]
+
+EVERY = 400  # combinations of attention sizes that are all measured
+MOST = 600  # that a lattice may have in place of more
+WIDTHS, MOST_WIDTHS = 20, 40  # of MLPs, likewise
+TOLERANCE = 0.02  # of the base layer's time, by which a size may lie off the line
+GROUP = 4  # stacks that take turns with the base
+HELD_OUT = 6  # mixed stacks that are predicted and measured
+
+
+def measure(
+    clock: Clock,
+    source: ModelShape,
+    work: Workload,
+    allow: Iterable[str],
+    chain: int,
+    device: str = "",
+    facts: dict[str, str] | None = None,
+    known: LatencyTable | None = None,
+    keep: Keep = lambda table: None,
+    track: Track = silently,
+    runtime: str = "plain",
+) -> LatencyTable:
+    """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
+    base, allowed = base_of(source), frozenset(allow)
+    start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
+    book = Book(clock, start, known, keep, track)
+    wanted = lattices(source, allowed)
+    if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
+        wanted = [_thinned(book, lattice, MOST // len(wanted)) for lattice in wanted]
+    book.need([shape for lattice in wanted for shape in lattice.shapes(base)], f"timing attention, {work}")
+    widths = _widths(book, mlp_sizes(source, allowed))
+    table = replace(book.table(), lattices=tuple(wanted), mlp=widths)
+    table = replace(table, held_out=(*book.checks, *_mixed(book, table, source)))
+    keep(table)
+    return table
+
+
+def again(clock: Clock, table: LatencyTable, layers: Iterable[LayerShape], source: ModelShape) -> LatencyTable:
+    """The table with the times of these layers measured once more, those of the source's sizes left as they are.
+
+    Of many times a solver chooses those that came out too short: a second look is not chosen.
+    """
+    base, left = table.base, {part for layer in source.layers for part in parts(layer, table.base)}
+    shapes = [part for layer in layers if not layer.gone for part in parts(layer, base) if part not in left]
+    book = Book(clock, table, table)
+    for shape in shapes:
+        book.times.pop(shape, None)
+    book.need(shapes, "")
+    return book.table()
+
+
+def parts(layer: LayerShape, base: LayerShape) -> tuple[LayerShape, LayerShape]:
+    """What is timed of a layer: its attention beside the base's MLP, and its MLP beside the base's attention."""
+    return replace(layer, mlp_width=base.mlp_width), replace(base, mlp_width=layer.mlp_width)
+
+
+def base_of(source: ModelShape) -> LayerShape:
+    """The layer that all others are measured beside: the largest of every size."""
+    most = {n: max(getattr(layer, n) for layer in source.layers) for n in ("qk_dim", "v_dim", "mlp_width", "qk_width")}
+    groups, sharing = (max(getattr(x, n) for x in source.layers) for n in ("kv_heads", "queries_per_group"))
+    return LayerShape(query_heads=groups * sharing, kv_heads=groups, **most)
+
+
+def lattices(source: ModelShape, allow: frozenset[str]) -> list[Lattice]:
+    """All attention sizes that a plan may choose: those of the source, and what `allow` adds."""
+    layers, grain = [layer for layer in source.layers if not layer.gone], source.grain
+    kv = {layer.kv_heads for layer in layers}
+    sharing = {layer.queries_per_group for layer in layers}
+    kv = set(range(1, max(kv) + 1)) if "kv_heads" in allow else kv
+    sharing = set(range(1, max(sharing) + 1)) if "heads" in allow else sharing
+    v = {size for x in layers for size in (grain.v_sizes(x.v_dim) if "v" in allow else (x.v_dim,))}
+    found = []
+    for width in (0, *sorted({layer.qk_width for layer in layers})):
+        qk = {x.qk_dim for x in layers if width in (0, x.qk_width) and x.projected == bool(width)}
+        if "qk" in allow and not width and (grain.rotary or grain.folds):
+            qk |= {size for x in layers for size in grain.qk_sizes(x.qk_width)}
+        if "qk" in allow and width and grain.projectable and not grain.folds:
+            qk |= set(grain.qk_sizes(width)[1:])
+        if qk:
+            found.append(Lattice(width, *(tuple(sorted(axis)) for axis in (kv, sharing, qk, v))))
+    return found
+
+
+def mlp_sizes(source: ModelShape, allow: frozenset[str]) -> list[int]:
+    """All MLP widths that a plan may choose, rising."""
+    own = {layer.mlp_width for layer in source.layers if not layer.gone}
+    legal = {size for width in own for size in source.grain.mlp_sizes(width)} if "mlp" in allow else set()
+    return sorted(own | legal)
+
+
+class Book:
+    """Times of layers, each measured once."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        start: LatencyTable,
+        known: LatencyTable | None,
+        keep: Keep = lambda table: None,
+        track: Track = silently,
+    ) -> None:
+        self.clock, self.start, self.base, self.chain = clock, start, start.base, start.chain
+        self.keep, self.track = keep, track
+        self.checks: list[HeldOut] = []
+        self.rest = known.rest_ms if known else 0.0
+        self.times = {time.shape: time for time in known.times} if known else {}
+        if self.base not in self.times:
+            self._begin()
+        self.whole = self.rest + self.chain * self.times[self.base].ms
+
+    def _begin(self) -> None:
+        """The base's time and that of all but layers, from a short and a long stack of it."""
+        few = max(1, self.chain // 4)
+        if few == self.chain:
+            self.rest, long = 0.0, self.clock([(self.base,) * few])[0]
+        else:
+            stacks = [(self.base,) * few, (self.base,) * self.chain]
+            short, long = (once + again for once, again in zip(self.clock(stacks), self.clock(stacks), strict=True))
+            low, high = statistics.median(short), statistics.median(long)
+            self.rest = min(low, max(0.0, (low * self.chain - high * few) / (self.chain - few)))
+        self._note(self.base, long)
+
+    def _note(self, shape: LayerShape, times: Sequence[float]) -> None:
+        """The time of a layer, from those of a stack of it."""
+        self.times[shape] = LayerTime(shape, *spread([max(0.0, time - self.rest) / self.chain for time in times]))
+
+    def need(self, shapes: Iterable[LayerShape], label: str) -> dict[LayerShape, float]:
+        """Times of these layers, measured where they are not known."""
+        wanted = list(dict.fromkeys(shapes))
+        missing = [shape for shape in wanted if shape not in self.times]
+        if hasattr(self.clock, "ahead"):
+            self.clock.ahead(missing)
+        groups = [missing[at : at + GROUP] for at in range(0, len(missing), GROUP)]
+        for group in self.track(groups, label) if groups else ():
+            for shape, times in zip(group, self.beside_base([(s,) * self.chain for s in group]), strict=True):
+                self._note(shape, times)
+            self.keep(self.table())
+        return {shape: self.times[shape].ms for shape in wanted}
+
+    def beside_base(self, stacks: Sequence[Stack]) -> list[list[float]]:
+        """Times of stacks, each by its ratio to the base's stack in the same turn."""
+        base, *others = self.clock([(self.base,) * self.chain, *stacks])
+        return [[time / beside * self.whole for time, beside in zip(times, base, strict=True)] for times in others]
+
+    def table(self) -> LatencyTable:
+        """What is known so far."""
+        return replace(self.start, rest_ms=self.rest, times=tuple(self.times.values()))
+
+
+def settle(
+    book: Book, sizes: Sequence[int], ticks: Sequence[int], shape: Callable[[int], LayerShape], what: str, most: int
+) -> tuple[list[int], list[int]]:
+    """Sizes to add to `ticks` so that the others lie on lines between them, and all that were measured for that.
+
+    Between two neighbours the middle is measured; where it is off the line, both halves are looked at again.
+    """
+    settled, seen = set(ticks), set(ticks)
+    spans = list(zip(ticks, ticks[1:], strict=False))
+    allowed = TOLERANCE * book.times[book.base].ms
+    while spans and len(settled) < most:
+        middles = {span: _middle(sizes, span) for span in spans}
+        asked = [size for span, size in middles.items() if size is not None for size in (*span, size)]
+        times = book.need(map(shape, asked), f"timing {what}, {book.start.workload}")
+        spans = []
+        for (low, high), size in middles.items():
+            if size is None:
+                continue
+            line = sum(part * times[shape(end)] for end, part in bracket((low, high), size) or ())
+            off = abs(line - times[shape(size)]) > allowed
+            book.checks.append(HeldOut(f"{what} {size}", line, times[shape(size)], off))
+            seen.add(size)
+            if off:
+                settled.add(size)
+                spans += [(low, size), (size, high)]
+    return sorted(settled), sorted(seen)
+
+
+def _middle(sizes: Sequence[int], span: tuple[int, int]) -> int | None:
+    """The legal size nearest the middle of a span, if there is one inside."""
+    inside = [size for size in sizes if span[0] < size < span[1]]
+    return min(inside, key=lambda size: abs(size - sum(span) / 2), default=None)
+
+
+def thin(sizes: Sequence[int], count: int) -> tuple[int, ...]:
+    """At most `count` of them, evenly, with both ends.
+
+    >>> thin((1, 2, 3, 4, 5), 3)
+    (1, 3, 5)
+    """
+    if len(sizes) <= count:
+        return tuple(sizes)
+    return tuple(sizes[round(place * (len(sizes) - 1) / (count - 1))] for place in range(count))
+
+
+def _thinned(book: Book, lattice: Lattice, most: int) -> Lattice:
+    """A lattice of fewer sizes: every axis alone shows, at the largest of the others, where it needs them."""
+    axes = [thin(axis, 3) for axis in lattice.axes]
+    names = ("kv_heads", "sharing", "qk_dim", "v_dim")
+    for place, (axis, name) in enumerate(zip(lattice.axes, names, strict=True)):
+        others = prod(len(other) for at, other in enumerate(axes) if at != place)
+
+        def shape(size: int, place: int = place) -> LayerShape:
+            sizes = [size if at == place else axis[-1] for at, axis in enumerate(lattice.axes)]
+            return lattice.shape(book.base, *sizes)
+
+        axes[place] = tuple(settle(book, axis, axes[place], shape, name, max(3, most // others))[0])
+    return Lattice(lattice.width, *axes)
+
+
+def _widths(book: Book, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The measured MLP widths: all if they are few, else until lines between them are good."""
+
+    def shape(width: int) -> LayerShape:
+        return replace(book.base, mlp_width=width)
+
+    if len(sizes) <= WIDTHS:
+        book.need(map(shape, sizes), f"timing MLPs, {book.start.workload}")
+        return tuple(sizes)
+    ticks = thin(sizes, 9)
+    book.need(map(shape, ticks), f"timing MLPs, {book.start.workload}")
+    return tuple(settle(book, sizes, ticks, shape, "mlp_width", MOST_WIDTHS)[1])
+
+
+def _mixed(book: Book, table: LatencyTable, source: ModelShape) -> list[HeldOut]:
+    """Stacks whose layers are drawn from all sizes: do attention and MLPs, and layers, add up?"""
+    draw, stacks = random.Random(0), []
+    for _ in range(HELD_OUT):
+        layers = []
+        for _ in range(book.chain):
+            lattice = draw.choice(table.lattices)
+            shape = lattice.shape(book.base, *(draw.choice(axis) for axis in lattice.axes))
+            layers.append(replace(shape, mlp_width=draw.choice(table.mlp)))
+        stacks.append(tuple(layers))
+    times = [book.beside_base([stack])[0] for stack in book.track(stacks, f"checking times, {table.workload}")]
+    return [
+        HeldOut(f"{book.chain} mixed layers", table.model_ms(source.with_layers(stack)), statistics.median(found))
+        for stack, found in zip(stacks, times, strict=True)
+    ]

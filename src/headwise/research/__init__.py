@@ -1,0 +1,1 @@
+"""The researcher's half: theory, designs, search, training from scratch, experiments. No stage imports it."""

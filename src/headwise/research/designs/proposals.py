@@ -1,0 +1,229 @@
+"""Proposals for new models: one per strategy, with what each costs and what the papers predict of it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import budgets as prices
+from headwise import cost
+from headwise.errors import BudgetError, PlanError
+from headwise.research.designs import configs, shapes
+from headwise.runtime.modeling_headwise import IMAGE_CLASSIFIER
+from headwise.types import ModelShape
+
+STEP = 1e6  # tokens that training times are told for
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """A shape by one strategy, its configuration, and its prices."""
+
+    strategy: str
+    shape: ModelShape
+    config: Any  # of transformers, stock or tailored
+    auto: str  # the Auto class that trains it
+    prices: dict[str, float]
+    length: int  # tokens that reading is told for
+
+    @property
+    def tailored(self) -> bool:
+        """Whether layers differ, so that the runtime is needed."""
+        return str(self.config.model_type).startswith("headwise_")
+
+    def build(self, device: str = "cpu") -> nn.Module:
+        """The model with random weights."""
+        return configs.build(self.config, self.auto, device)
+
+    def write(self, folder: Path, overwrite: bool = False) -> None:
+        """A folder that `headwise train` and `from_config` take."""
+        configs.write(self.config, self.auto, folder, overwrite)
+
+    def to_json(self) -> dict[str, Any]:
+        """For designs.json."""
+        return {
+            "strategy": self.strategy,
+            "tailored": self.tailored,
+            "hidden_size": self.shape.hidden_size,
+            "prices": {k: v if math.isfinite(v) else None for k, v in self.prices.items()},
+            "layers": [layer.to_json() for layer in self.shape.layers],
+        }
+
+
+def design(
+    family: str,
+    budget: str | Sequence[str],
+    strategies: Sequence[str] = tuple(shapes.STRATEGIES),
+    *,
+    like: str | None = None,
+    vocab: int | None = None,
+    length: int = 1024,
+    depth: int | None = None,
+    heads: int | None = None,
+    width: int | None = None,
+    device: str = "cpu",
+    measure: bool = False,
+) -> list[Proposal]:
+    """Shapes for a new model of a family under budgets, one per strategy that can meet them.
+
+    Percentages are of `like`, whose width, vocabulary and other settings are then taken over.
+    """
+    maker = configs.Maker(family, vocab, length, like)
+    length = maker.read(length)
+    texts = [budget] if isinstance(budget, str) else list(budget)
+    if not texts:
+        raise BudgetError("a design needs a budget, such as --budget params=50M.")
+    if like is None and (shares := [text for text in texts if "%" in text]):
+        raise BudgetError(f"{shares[0]}: a percentage of what? Give a number, as in params=50M, or --like MODEL.")
+    source = maker.source() if like is not None else maker.make(shapes.Sketch(256, 4, 4, 64, 1024))
+    limits = tuple(prices.parse(text, source) for text in texts)
+    rules = maker.rules(like is not None, depth=depth, heads=heads, width=width, length=length)
+    wanted = [name for name in strategies if rules.uneven or name in ("uniform", "leaner") or len(strategies) == 1]
+    found: list[Proposal] = []
+    refused: list[BudgetError] = []
+    for name in wanted:
+        try:
+            shape = shapes.design(name, maker.make, limits, rules)
+        except BudgetError as error:
+            refused.append(error)
+            continue
+        found.append(Proposal(name, shape, maker.config(shape), maker.kind.auto, priced(shape, length), length))
+    if not found:
+        raise refused[0] if refused else PlanError("no strategy was asked for.")
+    rates = machine_rates(torch.device(device))
+    for proposal in found:
+        proposal.prices.update(estimated(proposal.shape, length, rates))
+    if measure:
+        _measure(found, length, device)
+    return found
+
+
+def priced(shape: ModelShape, length: int) -> dict[str, float]:
+    """What a shape costs by formula."""
+    return {
+        "parameters": float(cost.parameters(shape)),
+        "train_flops_per_token": train_flops(shape, length),
+        "prefill_flops": cost.prefill_flops(shape, length),
+        "kv_bytes_per_token": float(cost.kv_bytes_per_token(shape)),
+        "activation_bytes_per_token": activation_bytes(shape),
+        "log_conditioning": shapes.log_conditioning(shape),
+        "worst_conditioning": max(map(shapes.layer_conditioning, shape.layers)),
+        "heads_error": shapes.heads_error(shape),
+    }
+
+
+def train_flops(shape: ModelShape, length: int) -> float:
+    """FLOPs of training on one token: three times its forward pass."""
+    seen = cost.attended(shape, length)
+    layers = sum(cost.layer_flops_per_token(shape, layer, seen) for layer in shape.layers)
+    return 3.0 * (layers + 2.0 * shape.hidden_size * shape.vocab_size)
+
+
+def activation_bytes(shape: ModelShape) -> float:
+    """About what training keeps of one token for the backward pass, in float32, without checkpointing.
+
+    Inputs and outputs of two norms and the streams between; queries, keys, values and what heads put out; the MLP's
+    channels before and after their activation; logits and their softmax.
+    """
+    kept = 0.0
+    for layer in shape.layers:
+        queries, keys = layer.query_heads * layer.qk_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
+        inner = layer.mlp_width * (4 if shape.mlp_matrices == 3 else 2)
+        kept += 6 * shape.hidden_size + queries + keys + layer.query_heads * layer.v_dim + inner
+    return 4.0 * (kept + 2 * shape.vocab_size)
+
+
+def machine_rates(device: torch.device, size: int = 1024) -> tuple[float, float]:
+    """FLOPs per second of a matrix product and bytes per second of a copy, as this device does them now."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    size = 8 * size if device.type == "cuda" else size
+    a = torch.ones(size, size, device=device, dtype=dtype)
+    product = median_seconds(lambda: a @ a, device)
+    copied = median_seconds(lambda: a.clone(), device)
+    return 2.0 * size**3 / product, 2.0 * a.numel() * a.element_size() / copied
+
+
+def estimated(shape: ModelShape, length: int, rates: tuple[float, float]) -> dict[str, float]:
+    """Seconds for a million tokens of training, and for reading a text: products and traffic one after the other."""
+    flops, traffic = rates
+    kept = activation_bytes(shape)
+    read = cost.prefill_flops(shape, length) / flops + length * kept / traffic
+    return {
+        "estimated_train_seconds_per_million_tokens": STEP * (train_flops(shape, length) / flops + 3 * kept / traffic),
+        "estimated_prefill_seconds": read,
+    }
+
+
+def _measure(found: Sequence[Proposal], length: int, device: str) -> None:
+    """Real times of training and of reading, all proposals in turns."""
+    where = torch.device(device)
+    steps = [_steps(proposal, length, where) for proposal in found]
+    times: list[tuple[list[float], list[float]]] = [([], []) for _ in found]
+    for turn in range(4):
+        for (train, read), (trained, reads) in zip(steps, times, strict=True):
+            seconds = _seconds(train, where), _seconds(read, where)
+            if turn:  # the first warms up
+                trained.append(seconds[0])
+                reads.append(seconds[1])
+    for proposal, (trained, reads) in zip(found, times, strict=True):
+        proposal.prices["measured_train_seconds_per_million_tokens"] = STEP * statistics.median(trained) / length
+        proposal.prices["measured_prefill_seconds"] = statistics.median(reads)
+
+
+def _steps(proposal: Proposal, length: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """A training step on one row, and a reading of it."""
+    model = proposal.build(str(device))
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    inputs = _row(proposal, length, device)
+
+    def train() -> None:
+        model.train()
+        with cast:
+            loss = model(**inputs).loss
+        loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+
+    @torch.no_grad()
+    def read() -> None:
+        model.eval()
+        with cast:
+            model(**inputs)
+
+    return train, read
+
+
+def _row(proposal: Proposal, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Something to learn from: a text, or an image."""
+    if proposal.auto == IMAGE_CLASSIFIER:
+        side, channels = proposal.config.image_size, proposal.config.num_channels
+        return {
+            "pixel_values": torch.zeros(1, channels, side, side, device=device),
+            "labels": torch.zeros(1, dtype=torch.long, device=device),
+        }
+    ids = torch.full((1, length), min(5, proposal.shape.vocab_size - 1), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+    """Of one call, the first left out."""
+    return statistics.median([_seconds(work, device) for _ in range(repeats + 1)][1:])
+
+
+def _seconds(work: Callable[[], Any], device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start

@@ -1,0 +1,89 @@
+"""`headwise search`: flags in, trials, and the front they found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from headwise.files.disk import explained, recover
+from headwise.research.designs.command import choose_device
+from headwise.research.search import front
+from headwise.runs.lock import locked
+
+PATIENCE = 60.0  # seconds that a worker waits for another to write
+Option = typer.Option
+
+
+def command(
+    budget: Annotated[list[str], Option("--budget", help="params=5M, flops=2G@1k, kv=1MiB@1k; repeatable.")],
+    out: Annotated[Path, Option(help="Folder for the study, pareto.json, pareto.svg, search.html and best/.")],
+    family: Annotated[str, Option(help="llama or gpt2.")] = "llama",
+    data: Annotated[str, Option(help="Text to train trials on: a file, a datasets name, 'stdlib'.")] = "stdlib",
+    tokenizer: Annotated[str, Option(help="Folder or hub id of a tokenizer; 'embedded' for code.")] = "embedded",
+    trials: Annotated[int, Option(help="Trials of the study in all, those of other workers included.")] = 20,
+    steps: Annotated[int, Option(help="Training steps of a trial that is not given up.")] = 200,
+    batch: Annotated[int, Option(help="Rows of a step.")] = 8,
+    length: Annotated[int, Option(help="Tokens of a row.")] = 128,
+    tokens: Annotated[int, Option(help="Tokens of text to take.")] = 400_000,
+    depth: Annotated[int | None, Option(help="Layers; searched if not given.")] = None,
+    storage: Annotated[
+        str | None, Option(help="sqlite:///study.db, another database, or a journal file; shared by workers.")
+    ] = None,
+    study: Annotated[str, Option(help="Name of the study in the storage.")] = "headwise",
+    minutes: Annotated[float | None, Option(help="Begin no further trial after so long.")] = None,
+    seed: Annotated[int, Option(help="Random seed.")] = 0,
+    device: Annotated[str, Option(help="auto, cpu, cuda.")] = "auto",
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Search shapes under a budget by training each a little; bad ones are given up early.
+
+    The same command goes on with a study that was stopped. On several machines, give all workers the same --storage.
+    """
+    from headwise.research.designs import configs
+    from headwise.research.search.study import SearchSettings, search
+
+    settings = SearchSettings(
+        family=family,
+        budget=tuple(budget),
+        data=data,
+        tokenizer=tokenizer,
+        trials=trials,
+        steps=steps,
+        batch=batch,
+        length=length,
+        tokens=tokens,
+        depth=depth,
+        seed=seed,
+        device=choose_device(device),
+    )
+    front.refuse(out)
+    done, bench = search(settings, out, storage, study, minutes, watch=_say)
+    rows = front.rows_of(done)
+    found = front.summary(rows, settings.to_json())
+    best = next((row for row in rows if row["number"] == found["best"]), None)
+    with explained(out), locked(out, "search", PATIENCE):  # workers share a folder, and take turns here
+        recover(out)
+        paths = front.write(found, out)
+        if best is not None:
+            configs.write(bench.maker.config(bench.shape_of(best)), bench.maker.kind.auto, out / "best", overwrite=True)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    if best is None:
+        typer.echo("no trial ran to its end yet; the same command goes on.")
+        return
+    layers, first = best["layers"], best["layers"][0]
+    typer.echo(
+        f"{found['trials']} trials, {found['given_up']} given up; best loss {best['loss']:.4f}: {len(layers)} layers, "
+        f"width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the first, "
+        f"{best['parameters']:,} parameters"
+    )
+    typer.echo(f"{paths[-1]}; next: headwise train {out / 'best'} --data TEXT --out FOLDER")
+
+
+def _say(done: int, wanted: int, best: float | None) -> None:
+    known = "" if best is None else f", best loss {best:.4f}"
+    typer.echo(f"{done} of {wanted} trials{known}", err=True)

@@ -1,0 +1,236 @@
+"""The study: each trial trains one shape for a while and is given up if it falls behind.
+
+Trials live in Optuna's storage, so that a study goes on after a kill, and several workers, on one machine or on many
+that see the same storage, share it: each runs the same command. What a trial is judged by is its held-out loss; the
+front of loss against parameters and FLOPs is drawn from all trials that ran to their end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import budgets as prices
+from headwise import cost, data, families
+from headwise.errors import BudgetError, DataError, HeadwiseError
+from headwise.families._folder import check_folder, check_tokenizer
+from headwise.research.designs import configs
+from headwise.research.designs.proposals import train_flops
+from headwise.research.designs.shapes import Sketch
+from headwise.research.search import space
+from headwise.training.loop import FitSettings, fit
+from headwise.types import ModelShape, Record
+
+LOOKS = 6  # times that a trial is judged
+HELD_OUT = 10  # every so many blocks one is for judging
+START_UP = 4  # trials that are never given up
+STALE = 10  # seconds until the journal's lock counts as left behind by a worker that was killed
+CAUSAL_FAMILIES = ("llama", "gpt2")
+
+
+@dataclass(frozen=True, slots=True)
+class SearchSettings(Record):
+    """What to search, and how long each trial trains."""
+
+    family: str
+    budget: tuple[str, ...]
+    data: str = "stdlib"
+    tokenizer: str = families.EMBEDDED
+    trials: int = 20
+    steps: int = 200
+    batch: int = 8
+    length: int = 128
+    tokens: int = 400_000
+    depth: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("trials", "steps", "batch", "length"):
+            if getattr(self, name) < 1:
+                raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least 1.")
+        if self.family not in CAUSAL_FAMILIES:
+            raise HeadwiseError(
+                f"trials train language models, which {self.family} is none of; search {', '.join(CAUSAL_FAMILIES)}, "
+                "or compare designs of it with headwise design --measure."
+            )
+
+
+class Bench:
+    """What all trials of a worker share: text, budgets, and the family's way to make models."""
+
+    def __init__(self, settings: SearchSettings) -> None:
+        from transformers import AutoTokenizer
+
+        self.settings = settings
+        with families.explained(settings.tokenizer), families.quietly():
+            where = families.locate(settings.tokenizer)[0]
+            check_folder(where)
+            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
+            check_tokenizer(tokenizer, where)
+        count = max(2 * HELD_OUT, settings.tokens // settings.length)
+        texts = data.documents(settings.data, settings.seed)
+        blocks = data.blocks_of(texts, tokenizer, settings.length, count, settings.data)
+        if len(blocks) < 2:
+            raise DataError(f"{settings.data} has one block of {settings.length} tokens; give more text, or --length.")
+        judged = torch.arange(len(blocks)) % min(HELD_OUT, len(blocks)) == 0
+        self.train, self.held = (blocks[part].to(settings.device) for part in (~judged, judged))
+        self.maker = configs.Maker(settings.family, len(tokenizer), settings.length)
+        self.make = self.maker.make
+        reference = self.make(Sketch(256, 4, 4, 64, 1024))
+        if shares := [text for text in settings.budget if "%" in text]:
+            raise BudgetError(f"{shares[0]}: a search has no model to take a percentage of; write it as params=5M.")
+        self.budgets = tuple(prices.parse(text, reference) for text in settings.budget)
+        self.rules = self.maker.rules(False, depth=settings.depth, length=settings.length)
+
+    def batch(self, step: int) -> torch.Tensor:
+        """The same rows in the same step of every trial."""
+        rng = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
+        rows = torch.randint(len(self.train), (self.settings.batch,), generator=rng)
+        return self.train[rows.to(self.train.device)]
+
+    def judge(self, model: nn.Module) -> float:
+        """Held-out loss."""
+        parts = self.held[: 8 * self.settings.batch].split(self.settings.batch)
+        losses = [float(model(input_ids=rows, labels=rows).loss) * len(rows) for rows in parts]
+        return sum(losses) / sum(map(len, parts))
+
+    def objective(self, trial: Any) -> float:
+        """Train one shape; its held-out loss. A trial that falls behind ends early."""
+        import optuna
+
+        try:
+            shape, rate = space.suggest(trial, self.make, self.budgets, self.rules)
+        except BudgetError as error:
+            raise optuna.TrialPruned(str(error)) from None
+        self.note(trial, shape)
+        torch.manual_seed(self.settings.seed)
+        model = configs.build(self.maker.config(shape), self.maker.kind.auto).to(self.settings.device)
+        looks: list[float] = []
+
+        def look(now: nn.Module) -> Mapping[str, float]:
+            looks.append(self.judge(now))
+            trial.report(looks[-1], len(looks))
+            if trial.should_prune():
+                raise optuna.TrialPruned(f"loss {looks[-1]:.3f} after {len(looks)} of {LOOKS} looks")
+            return {"loss": looks[-1]}
+
+        steps = self.settings.steps
+        plan = FitSettings(steps=steps, rate=rate, evaluate_every=max(1, steps // LOOKS), point_every=steps)
+        start = time.perf_counter()
+        fit(model, self.batch, plan, lambda m, rows: m(input_ids=rows, labels=rows).loss, evaluate=look)
+        trial.set_user_attr("seconds", time.perf_counter() - start)
+        return looks[-1]
+
+    def note(self, trial: Any, shape: ModelShape) -> None:
+        """What the shape is and costs, beside the trial."""
+        trial.set_user_attr("parameters", cost.parameters(shape))
+        trial.set_user_attr("train_flops_per_token", train_flops(shape, self.settings.length))
+        trial.set_user_attr("hidden_size", shape.hidden_size)
+        trial.set_user_attr("layers", [layer.to_json() for layer in shape.layers])
+
+    def shape_of(self, found: Mapping[str, Any]) -> ModelShape:
+        """The shape of a finished trial."""
+        rate = {"rate": found["params"]["rate"]}
+        fixed = _Fixed({**found["params"], **rate})
+        return space.suggest(fixed, self.make, self.budgets, self.rules)[0]
+
+
+class _Fixed:
+    """A trial that suggests what was suggested before."""
+
+    def __init__(self, chosen: Mapping[str, Any]) -> None:
+        self.chosen = chosen
+
+    def suggest_int(self, name: str, *_: Any, **__: Any) -> Any:
+        return self.chosen[name]
+
+    suggest_categorical = suggest_float = suggest_int
+
+
+def storage_of(where: str | None, out: Path) -> Any:
+    """Optuna's storage: a database by address, a journal by file name, or a journal in the output folder."""
+    optuna = installed()
+    if where is not None and "://" in where:
+        return where
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
+
+    path = out / "journal.log" if where is None else Path(where.removeprefix("journal:"))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    lock = JournalFileOpenLock(str(path.resolve()), STALE)
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+def installed() -> Any:
+    """Optuna, or how to get it."""
+    try:
+        import optuna
+    except ImportError:
+        raise HeadwiseError('searching needs optuna; type: pip install "headwise[search]"') from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
+
+
+def search(
+    settings: SearchSettings,
+    out: Path,
+    storage: str | None = None,
+    name: str = "headwise",
+    minutes: float | None = None,
+    watch: Callable[[int, int, float | None], None] = lambda done, wanted, best: None,
+) -> tuple[Any, Bench]:
+    """Run trials until the study, with those of all workers, has as many as were asked for, or time is over."""
+    optuna = installed()
+    study = optuna.create_study(
+        storage=storage_of(storage, out),
+        study_name=name,
+        load_if_exists=True,
+        direction="minimize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=1),
+    )
+    _same(study, settings)
+    study.sampler = optuna.samplers.TPESampler(seed=settings.seed + len(study.trials))
+    bench, start = Bench(settings), time.perf_counter()
+    while (done := finished(study)) < settings.trials:
+        if minutes is not None and time.perf_counter() - start > 60 * minutes:
+            break
+        study.optimize(bench.objective, n_trials=1)
+        watch(finished(study), settings.trials, best_value(study))
+        if finished(study) == done and len(study.trials) > 20 * settings.trials:
+            raise HeadwiseError(
+                "no trial comes to an end; look at the study's failed trials, or begin another --study."
+            )
+    return study, bench
+
+
+def _same(study: Any, settings: SearchSettings) -> None:
+    """Refuse to go on with a study of something else: its losses could not be compared."""
+    asked = {k: v for k, v in settings.to_json().items() if k not in ("trials", "device", "seed")}
+    before = study.user_attrs.get("settings")
+    if before is None:
+        study.set_user_attr("settings", asked)
+    elif before != asked:
+        other = next(key for key in asked if asked[key] != before.get(key))
+        raise HeadwiseError(
+            f"the study in this storage was begun with {other} {before.get(other)}, not {asked[other]}; give the same, "
+            "or another --study or --storage."
+        )
+
+
+def finished(study: Any) -> int:
+    """Trials that ran to their end or were given up."""
+    return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in study.get_trials(deepcopy=False))
+
+
+def best_value(study: Any) -> float | None:
+    """The least loss so far."""
+    values = [trial.value for trial in study.get_trials(deepcopy=False) if trial.state.name == "COMPLETE"]
+    return min(values) if values else None

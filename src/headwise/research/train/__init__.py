@@ -1,0 +1,1 @@
+"""Training from scratch: `headwise train`, with files, checkpoints and several processes."""

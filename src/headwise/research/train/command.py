@@ -1,0 +1,110 @@
+"""`headwise train`: flags in, a run, and how it stands meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headwise.research.train.settings import TrainSettings
+
+DEFAULT = TrainSettings(config="", data="")  # every default has its home there
+
+HELP = (
+    "Train a model from a configuration, or train one further.\n\n"
+    "The folder then holds model/ (loads with from_pretrained), training.json, curve.jsonl, logs/ (TensorBoard) and "
+    "checkpoints/. A run that was killed goes on with the same command and ends as if it had not stopped. "
+    "On several GPUs: torchrun --nproc-per-node 4 -m headwise train ..."
+)
+Option = typer.Option
+
+
+def command(
+    config: Annotated[
+        str, typer.Argument(help="Folder or config.json, stock or tailored; a folder with weights is trained further.")
+    ],
+    data: Annotated[
+        str, Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled .jsonl, .tsv, .npz.")
+    ],
+    out: Annotated[Path, Option(help="Folder to write; an unfinished run in it resumes.")],
+    eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,
+    task: Annotated[
+        str | None, Option(help="causal, masked, classification or image_classification; by data and model.")
+    ] = None,
+    tokenizer: Annotated[str | None, Option(help="Folder of the tokenizer, if CONFIG has none beside it.")] = None,
+    train_tokenizer: Annotated[
+        int | None, Option(metavar="VOCAB", help="Train a tokenizer of this many tokens on the data.")
+    ] = None,
+    epochs: Annotated[float, Option(help="Times that the data is read, unless --steps or --tokens.")] = DEFAULT.epochs,
+    steps: Annotated[int | None, Option(help="Steps of the optimiser.")] = None,
+    tokens: Annotated[int | None, Option(help="Tokens to train on.")] = None,
+    batch_tokens: Annotated[int | None, Option(help="Tokens of one step, all processes together; 32768.")] = None,
+    batch_rows: Annotated[int | None, Option(help="The same in rows; 32 labelled texts, 128 images.")] = None,
+    micro_tokens: Annotated[int, Option(help="Tokens that a process computes at once.")] = DEFAULT.micro_tokens,
+    length: Annotated[int, Option(help="Tokens of a row of text, at most what the model takes.")] = DEFAULT.length,
+    rate: Annotated[
+        float | None, Option(help="Highest learning rate; by width if not given: 6e-4 at 768, a twentieth to go on.")
+    ] = None,
+    warm_up: Annotated[float, Option(help="Share of the steps during which the rate rises.")] = DEFAULT.warm_up,
+    decay: Annotated[float, Option(help="Weight decay of matrices.")] = DEFAULT.decay,
+    clip: Annotated[float, Option(help="Largest norm of a gradient; 0: any.")] = DEFAULT.clip,
+    augment: Annotated[bool, Option(help="Images: random crops and flips.")] = DEFAULT.augment,
+    fresh: Annotated[bool, Option("--fresh", help="Begin with random weights even where CONFIG has some.")] = False,
+    seed: Annotated[int, Option(help="Random seed.")] = DEFAULT.seed,
+    device: Annotated[str, Option(help="auto, cpu, cuda.")] = DEFAULT.device,
+    bf16: Annotated[bool | None, Option(help="Compute in bfloat16; on CUDA if not given.")] = None,
+    compile: Annotated[bool, Option("--compile", help="Compile the model: a slow start, then faster.")] = False,
+    eval_tokens: Annotated[int, Option(help="Tokens to evaluate on, at most.")] = DEFAULT.eval_tokens,
+    eval_every: Annotated[int, Option(help="Steps between evaluations; 0: ten in a run.")] = DEFAULT.eval_every,
+    save_every: Annotated[int, Option(help="Steps between checkpoints.")] = DEFAULT.save_every,
+    save_minutes: Annotated[float, Option(help="Minutes between checkpoints, at most.")] = DEFAULT.save_minutes,
+    point_every: Annotated[int, Option(help="Steps between points of the curve.")] = DEFAULT.point_every,
+    overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing training in --out.")] = False,
+    as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Train a model; see HELP."""
+    given = {name: value for name, value in locals().items() if name not in ("config", "data", "out", "as_json")}
+    from headwise.research.train.run import train
+
+    with _bar() as watch:
+        found = train(config, data, out, watch=watch, **given)
+    if os.environ.get("RANK", "0") == "0":
+        typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, out))
+
+
+def _summary(found: dict[str, Any], out: Path) -> str:
+    scores = found["evaluation"]
+    parts = [f"{name} {scores[name]:.4f} ± {scores[f'{name}_se']:.4f}" for name in scores if not name.endswith("_se")]
+    return (
+        f"{found['fit']['steps']:,} steps, {found['tokens']:,} tokens in {found['seconds']:.0f} s "
+        f"({found['tokens_per_second']:,.0f} tokens/s)\n"
+        f"training loss {found['train_loss']:.4f}; held out: {', '.join(parts)}\n"
+        f"{out / 'model'}"
+    )
+
+
+@contextmanager
+def _bar() -> Iterator[Any]:
+    """A progress bar with loss, speed and time left, on standard error."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    progress = Progress(*columns, console=Console(stderr=True))
+    bar = progress.add_task("", total=None)
+
+    def watch(now: Any) -> None:
+        progress.start()
+        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
+        speed = "" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f} tokens/s"
+        progress.update(bar, total=now.steps, completed=now.step, description=f"{loss} {speed}")
+
+    try:
+        yield watch
+    finally:
+        progress.stop()

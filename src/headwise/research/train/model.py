@@ -1,0 +1,179 @@
+"""The model of a run: from a configuration alone, or from a folder with weights; and the folder that it ends in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise import families
+from headwise.cuts import write_folder
+from headwise.cuts._save import add_code
+from headwise.data import documents
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families._folder import check_folder, check_tokenizer, check_weights
+from headwise.files.json import read_object
+from headwise.research.train.labelled import is_labelled
+from headwise.research.train.settings import TrainSettings
+from headwise.research.train.texts import train_tokenizer
+from headwise.runtime import register
+from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, MASKED
+
+IMAGES = "AutoModelForImageClassification"
+AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGES}
+SAMPLE = 2_000  # texts that a tokenizer is trained on
+
+
+def read_config(where: str) -> Any:
+    """A stock or tailored configuration."""
+    register()
+    if where.endswith(".gguf"):
+        raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
+    path = families.locate(where)[0] if not where.endswith(".json") else where
+    if where.endswith(".json") and not Path(where).is_file():
+        raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
+    try:
+        with families.quietly():
+            return families.read_config(path)
+    except HeadwiseError:
+        raise
+    except Exception as error:  # transformers and the hub's client raise many kinds
+        raise ModelError(f"{where} holds no configuration that transformers can read ({_reason(error)}).") from None
+
+
+def task_for(settings: TrainSettings, config: Any) -> str:
+    """The task that was asked for, or else what the data is for, or else what the model is for."""
+    if settings.task is not None:
+        return settings.task
+    if settings.data.endswith(".npz"):
+        return "image_classification"
+    if is_labelled(settings.data):
+        return "classification"
+    try:
+        found = families.task_of(config)
+    except HeadwiseError:
+        import transformers
+
+        found = "causal" if type(config) in transformers.AutoModelForCausalLM._model_mapping else "masked"
+    return found if found in AUTO else "image_classification" if found.startswith("image") else "masked"
+
+
+def has_weights(where: str) -> bool:
+    """Whether a folder holds a model to go on from; a hub id always does. Pickled weights are refused."""
+    if where.endswith(".json"):
+        return False
+    folder = Path(families.locate(where)[0])
+    check_weights(str(folder))
+    return not folder.is_dir() or any(
+        (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
+    )
+
+
+def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
+    """The model in float32: random as its architecture draws it, or with the folder's weights."""
+    import transformers
+
+    auto = getattr(transformers, AUTO[task])
+    try:
+        with families.quietly():
+            if settings.fresh or not has_weights(settings.config):
+                made: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
+                return made
+            where = families.locate(settings.config)[0]
+            found, info = auto.from_pretrained(
+                where,
+                config=config,
+                dtype=torch.float32,
+                use_safetensors=True,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except HeadwiseError:
+        raise
+    except Exception as error:  # transformers raises many kinds
+        raise ModelError(f"{settings.config} gives no model for the task {task} ({_reason(error)}).") from None
+    body = f"{found.base_model_prefix}."
+    if lost := sorted(key for key in info["missing_keys"] if key.startswith(body)):
+        raise ModelError(f"{settings.config} is damaged: {lost[0]} is missing. Fetch it again, or add --fresh.")
+    loaded: nn.Module = found
+    return loaded
+
+
+def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -> Any:
+    """The tokenizer that was asked for, that beside the configuration, or one trained on the data into `made`."""
+    from transformers import AutoTokenizer
+
+    if settings.train_tokenizer is not None:
+        if not made.exists():
+            texts = [text for _, text in zip(range(SAMPLE), documents(settings.data, settings.seed), strict=False)]
+            trained = train_tokenizer(texts, settings.train_tokenizer, task != "causal")
+            write_folder(made, trained.save_pretrained)
+        where = str(made)
+    else:
+        where = settings.tokenizer or _beside(settings.config, config)
+    try:
+        with families.quietly():
+            place = families.locate(where)[0] if where == families.EMBEDDED else where
+            check_folder(place)
+            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+            check_tokenizer(found, where)
+    except HeadwiseError:
+        raise
+    except BaseException as error:  # transformers and tokenizers raise many kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
+        raise ModelError(
+            f"{where} holds no tokenizer that can be read ({_reason(error)}); give --tokenizer FOLDER."
+        ) from None
+    if len(found) > config.vocab_size:
+        raise ModelError(
+            f"the tokenizer has {len(found):,} tokens and the configuration a vocab_size of {config.vocab_size:,}; "
+            f"set vocab_size to {len(found)} in config.json, or give another --tokenizer."
+        )
+    return found
+
+
+def _reason(error: BaseException) -> str:
+    if "trust_remote_code" in str(error):
+        return "it needs code that its repository brings, and training has no --trust-remote-code: it runs none"
+    return " ".join(str(error).split())[:300]
+
+
+def _beside(where: str, config: Any) -> str:
+    """Where the tokenizer of a configuration is; one of the embedded model's vocabulary may do with its tokenizer."""
+    folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where).parent
+    if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        return str(folder)
+    embedded = read_object(Path(families.locate(families.EMBEDDED)[0]) / "config.json")
+    if config.vocab_size == embedded["vocab_size"]:
+        return families.EMBEDDED
+    raise ModelError(
+        f"{where} has no tokenizer beside it; give --tokenizer FOLDER, or train one on the data: "
+        f"--train-tokenizer {config.vocab_size}."
+    )
+
+
+def save(model: nn.Module, dtype: Any, folder: Path, tokenizer: Any, processor: dict[str, Any] | None) -> None:
+    """Write the model as a normal folder, in the dtype that its configuration names."""
+    stored = getattr(torch, dtype) if isinstance(dtype, str) else dtype or torch.float32
+    leaving: Any = model if stored == torch.float32 else copy.deepcopy(model).to(stored)
+    leaving.config.dtype = stored
+    for name, value in {**vars(leaving.config)}.items():
+        if name in ("architectures", "auto_map") and value:
+            setattr(leaving.config, name, None)
+
+    def write(target: Path) -> None:
+        leaving.save_pretrained(target)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
+        if processor is not None:
+            (target / "preprocessor_config.json").write_text(json.dumps(processor, indent=2) + "\n")
+        if str(leaving.config.model_type).startswith("headwise_"):
+            add_code(target, leaving)
+
+    with families.quietly():
+        write_folder(folder, write)

@@ -1,0 +1,250 @@
+"""A training run with its folder: data, model, loop, checkpoints, logs, and the model that comes out."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families._config import stored_dtype
+from headwise.research.train import model
+from headwise.research.train._source import Source
+from headwise.research.train.claim import claim, held
+from headwise.research.train.images import Images
+from headwise.research.train.labelled import Texts
+from headwise.research.train.record import machine, outcome, training_flops
+from headwise.research.train.settings import TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
+from headwise.research.train.texts import Masked, Text
+from headwise.training import checkpoint
+from headwise.training.accelerator import accelerator_for
+from headwise.training.logs import Logs
+from headwise.training.loop import FitSettings, State, begin, fit
+from headwise.training.order import Order
+from headwise.types import write_atomically
+
+
+class Progress(NamedTuple):
+    """Where a run stands, for whoever watches it."""
+
+    step: int
+    steps: int
+    loss: float | None  # at the last point of the curve
+    tokens_per_second: float | None
+
+
+Watch = Callable[[Progress], None]
+
+
+def train(
+    config: str, data: str, out: Path | str, overwrite: bool = False, watch: Watch | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train a model into a folder and return what training.json says. `settings` are the fields of `TrainSettings`.
+
+    A run that was killed goes on with the same call, as if it had not stopped.
+    """
+    asked = TrainSettings(config=str(config), data=str(data), **settings)
+    if not asked.fresh:
+        model.has_weights(asked.config)  # what it refuses is refused before the folder is touched
+    accelerator = accelerator_for(asked.device)
+    folder = Path(out)
+    with held(folder, asked):
+        if accelerator.is_main_process:
+            claim(folder, asked, overwrite)
+        accelerator.wait_for_everyone()
+        run = Run(asked, folder, accelerator)
+        return run.go(watch)
+
+
+class Run:
+    """One run: what it trains, on what, and where that is written."""
+
+    def __init__(self, settings: TrainSettings, folder: Path, accelerator: Any) -> None:
+        self.settings, self.folder, self.accelerator = settings, folder, accelerator
+        self.device, self.processes = accelerator.device, accelerator.num_processes
+        config = model.read_config(settings.config)
+        self.stored = stored_dtype(config)
+        self.task = model.task_for(settings, config)
+        with accelerator.main_process_first():  # it writes what the others read
+            self.tokenizer = None
+            if self.task != "image_classification":
+                self.tokenizer = model.tokenizer_for(settings, config, self.task, folder / "tokenizer")
+            self.source = self._source(config)
+        torch.manual_seed(settings.seed)
+        self.model = model.build(settings, config, self.task).to(self.device)
+        tuned = not settings.fresh and model.has_weights(settings.config)
+        self.rows = rows_of_step(settings, self.source.row_tokens, self.source.default_rows)
+        self.fitting = FitSettings(
+            steps=steps_of(settings, self.source.train_rows, self.rows, self.source.row_tokens),
+            rate=settings.rate or usual_rate(int(_width(config)), tuned),
+            warm_up=settings.warm_up,
+            decay=settings.decay,
+            clip=settings.clip,
+            accumulate=parts_of_step(self.rows, self.source.row_tokens, self.processes, settings.micro_tokens),
+            seed=settings.seed,
+            bf16=settings.bf16,
+            compile=settings.compile,
+            point_every=settings.point_every,
+        )
+        every = settings.eval_every or max(1, self.fitting.steps // 10)
+        self.fitting = FitSettings(**{**self.fitting.to_json(), "evaluate_every": every})
+        self.tokens_of_step = self.rows * (self.source.mean_tokens or self.source.row_tokens)
+        host = "cpu" if self.source.order_on_host else self.device
+        self.order = Order(self.source.train_rows, self.rows, settings.seed, host)
+        self.saved_at = time.monotonic()
+
+    def _source(self, config: Any) -> Source:
+        """The data of the task, and a configuration that fits it where that is left open."""
+        settings, device = self.settings, self.device
+        if self.task == "image_classification":
+            images = Images(settings, int(getattr(config, "patch_size", 16) or 16), device)
+            _fit_images(config, images, settings)
+            return images
+        length = min(settings.length, int(getattr(config, "max_position_embeddings", settings.length)))
+        if config.model_type.removeprefix("headwise_") == "roberta":
+            length = min(length, config.max_position_embeddings - config.pad_token_id - 1)
+        if self.task == "classification":
+            texts = Texts(settings, self.tokenizer, length, device, config)
+            _name_labels(config, texts.labels.names)
+            if config.pad_token_id is None:
+                config.pad_token_id = texts.pad
+            return texts
+        kind = Text if self.task == "causal" else Masked
+        return kind(settings, self.tokenizer, length, self.folder / "data", device)
+
+    def batches(self, number: int) -> Any:
+        """A batch for this process: its own rows of a step that all processes share."""
+        step, part = divmod(number, self.fitting.accumulate)
+        size = self.rows // (self.processes * self.fitting.accumulate)
+        first = (part * self.processes + self.accelerator.process_index) * size
+        mine = slice(first, first + size)
+        generator = torch.Generator(device=self.device).manual_seed(self.settings.seed * 1_000_003 + step)
+        draws = tuple(draw[mine] for draw in self.source.draw(self.rows, generator))
+        return self.source.batch(self.order(step)[mine], draws)
+
+    def evaluate(self, module: nn.Module) -> dict[str, float]:
+        """Mean and standard error over the held-out rows, which the processes share."""
+        own = torch.arange(self.accelerator.process_index, self.source.eval_rows, self.processes)
+        size = max(1, self.settings.micro_tokens // self.source.row_tokens)
+        sums: dict[str, torch.Tensor] = {}
+        for rows in own.split(size):
+            for name, values in self.source.scores(module, self.source.eval_batch(rows)).items():
+                values = values.double() if self.device.type != "mps" else values
+                sums[name] = sums.get(name, 0) + torch.stack((values.sum(), values.square().sum()))
+        found: dict[str, float] = {}
+        count = self.source.eval_rows
+        for name in sorted(sums):
+            total, squares = self.accelerator.reduce(sums[name], "sum").tolist()
+            spread = max(0.0, squares / count - (total / count) ** 2)
+            found[name] = total / count
+            found[f"{name}_se"] = math.sqrt(spread / (count - 1)) if count > 1 else 0.0
+        return found
+
+    def go(self, watch: Watch | None) -> dict[str, Any]:
+        """Train from the beginning or the newest checkpoint to the end."""
+        state = begin(self.model, self.fitting, self.accelerator)
+        checkpoints = self.folder / "checkpoints"
+        resumed = checkpoint.restore(checkpoints, self.model, state)
+        logs = Logs(self.folder, state.curve, self.accelerator.is_main_process)
+        tokens = self.tokens_of_step
+
+        def after(state: State) -> None:
+            new = logs.write(state.curve)
+            if self._due(state, new):
+                state.sums = self.accelerator.reduce(state.sums, "mean")  # alike everywhere, as they will be on return
+                if self.accelerator.is_main_process:
+                    checkpoint.save(checkpoints, self.model, state)
+                self.accelerator.wait_for_everyone()
+            if watch is not None and self.accelerator.is_main_process:
+                last = state.curve[-1] if state.curve else None
+                speed = tokens * last.step / last.seconds if last and last.seconds else None
+                watch(Progress(state.step, self.fitting.steps, last.loss if last else None, speed))
+
+        more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state, accelerator=self.accelerator)
+        try:
+            fit(self.model, self.batches, self.fitting, self.source.loss, **more)
+        except torch.OutOfMemoryError:
+            raise HeadwiseError(
+                f"the device has too little memory for {self.settings.micro_tokens} tokens at once; the same run goes "
+                f"on with a smaller --micro-tokens, such as {self.settings.micro_tokens // 4}."
+            ) from None
+        finally:
+            logs.close()
+        return self._finish(state, resumed)
+
+    def _due(self, state: State, at_point: bool) -> bool:
+        """Whether it is time for a checkpoint; where the clock says so, the first process decides for all."""
+        if state.step % self.settings.save_every == 0 or state.step == self.fitting.steps:
+            self.saved_at = time.monotonic()
+            return True
+        if not at_point:
+            return False
+        late = float(time.monotonic() - self.saved_at > 60 * self.settings.save_minutes)
+        if self.processes > 1:
+            first = late if self.accelerator.is_main_process else 0.0
+            late = float(self.accelerator.reduce(torch.tensor(first, device=self.device), "sum"))
+        if late:
+            self.saved_at = time.monotonic()
+        return bool(late)
+
+    def _finish(self, state: State, resumed: bool) -> dict[str, Any]:
+        """Write the model and then training.json, which says that the run is done."""
+        found = self._found(state, resumed)
+        if self.accelerator.is_main_process:
+            processor = self.source.processor() if isinstance(self.source, Images) else None
+            model.save(self.model, self.stored, self.folder / "model", self.tokenizer, processor)
+            write_atomically(self.folder / "training.json", json.dumps(found, indent=1) + "\n")
+        self.accelerator.wait_for_everyone()
+        return found
+
+    def _found(self, state: State, resumed: bool) -> dict[str, Any]:
+        """What training.json says."""
+        rows = {"train": self.source.train_rows, "evaluation": self.source.eval_rows, "step": self.rows}
+        tokens = round(state.step * self.tokens_of_step)
+        return {
+            "settings": self.settings.to_json(),
+            "fit": self.fitting.to_json(),
+            "task": self.task,
+            "parameters": sum(p.numel() for p in self.model.parameters()),
+            "rows": rows,
+            "row_tokens": self.source.row_tokens,
+            "processes": self.processes,
+            "resumed": resumed,
+            **outcome(state, tokens),
+            "flops": training_flops(self.model.config, self.source.row_tokens, tokens, isinstance(self.source, Text)),
+            **machine(self.device),
+        }
+
+
+def _width(config: Any) -> int:
+    for name in ("hidden_size", "n_embd", "d_model", "dim"):
+        if isinstance(width := getattr(config, name, None), int):
+            return width
+    raise ModelError("the configuration names no hidden_size, by which the learning rate is chosen; give --rate.")
+
+
+def _name_labels(config: Any, names: tuple[str, ...]) -> None:
+    """Tell the configuration what its answers are called; no names: a score."""
+    if not names:
+        config.num_labels, config.problem_type = 1, "regression"
+        return
+    config.id2label, config.label2id = dict(enumerate(names)), {name: i for i, name in enumerate(names)}
+
+
+def _fit_images(config: Any, images: Images, settings: TrainSettings) -> None:
+    """Refuse images that the model does not take; tell the configuration how many classes there are."""
+    side = getattr(config, "image_size", images.side[0])
+    wanted = (side, side) if isinstance(side, int) else tuple(side)
+    if wanted != images.side or getattr(config, "num_channels", images.channels) != images.channels:
+        raise ModelError(
+            f"{settings.config} takes images of {wanted[0]} x {wanted[1]}, {settings.data} has {images.side[0]} x "
+            f"{images.side[1]} with {images.channels} channels; set image_size, patch_size and num_channels to fit."
+        )
+    if config.num_labels != images.classes:
+        _name_labels(config, tuple(str(number) for number in range(images.classes)))

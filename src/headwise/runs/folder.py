@@ -1,0 +1,342 @@
+"""One run, one folder: its settings, where each stage's result lies, and everything together as a dossier. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from headwise.errors import (
+    BudgetError,
+    DataError,
+    HeadwiseError,
+    ModelError,
+    OutputError,
+    PlanError,
+    ShapeError,
+    UnknownNameError,
+)
+from headwise.files import disk
+from headwise.files.json import read_bytes, read_object
+from headwise.runs import aside, fingerprint
+from headwise.runs.finished import Ledger
+from headwise.runs.healing import read_healing
+from headwise.runs.lock import is_first, locked
+from headwise.runs.settings import Settings as Settings
+from headwise.stages import frontier
+from headwise.types import (
+    Budget,
+    Dossier,
+    LatencyTable,
+    ModelShape,
+    Plan,
+    Readings,
+    Verdict,
+    Workload,
+    write_atomically,
+)
+
+OWN = (
+    "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
+    "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
+    "report.html", "report.md", "latency-*.json",
+)  # fmt: skip  # everything that a run writes; whatever else lies in its folder is not touched
+WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
+PLANNED = ("budgets", "strategy", "allow", "portable", "seed")  # settings that a plan follows
+HEALED = ("heal", "heal_options")  # settings that a healing follows
+
+
+class RunFolder:
+    """Paths of a run folder and what can be said about it without torch."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        self.settings_file = self.path / "run.json"
+        self.readings_file = self.path / "readings.json"
+        self.moments_file = self.path / "moments.safetensors"
+        self.streaming = self.path / "streaming"  # moments by layer and unfinished work of a streamed run
+        self.plan_file = self.path / "plan.json"
+        self.heal_file = self.path / "heal.json"
+        self.healing = self.path / "healing"  # unfinished work, gone with the model saved
+        self.model = self.path / "model"
+        self.proof_file = self.path / "proof.safetensors"
+        self.verdict_file = self.path / "verdict.json"
+        self.frontier_file = self.path / "frontier.json"
+        self.report_file = self.path / "report.html"
+        self.card_file = self.path / "report.md"
+        self.probing = self.path / "probing"  # what an unfinished probing found, gone with the readings written
+        self.ledger = Ledger(self.path)
+
+    def round(self, number: int) -> RunFolder:
+        """The folder of a later round; the first round is the run folder itself."""
+        return self if number == 1 else RunFolder(self.path / "rounds" / str(number))
+
+    @contextmanager
+    def held(self, command: str, new: bool = False) -> Iterator[None]:
+        """Keep other commands out of the folder; first complete or undo what a kill interrupted in it.
+
+        A folder that does not exist is made for a `new` run only. Errors of the disk end in one line.
+        """
+        if not new and not self.path.is_dir():
+            self.require()
+        with disk.explained(self.path), locked(self.path, command) as taken:
+            if taken:
+                self.recover()
+            yield
+
+    def recover(self) -> None:
+        """Complete or undo what a kill interrupted."""
+        aside.undo_move(self.path)
+        disk.recover(self.path, WORK)
+        if (self.path / aside.PREVIOUS).exists() and self.is_finished():  # killed before it deleted what it replaced
+            aside.drop(self.path)
+
+    def is_ours(self) -> bool:
+        """Whether Headwise made a run here; a file of the same name that somebody else wrote is none."""
+        return any(_is_record(path) for path in (self.settings_file, self.ledger.file))
+
+    def is_finished(self) -> bool:
+        """Whether a run has come to its report, with a verdict."""
+        if not self.ledger.complete:
+            return self.report_file.exists()
+        report = self.ledger.stage("report")
+        return report is not None and bool(report.used.get("verdict.json")) and self.report_file.exists()
+
+    def refuse(self, settings: Settings, source: str) -> None:
+        """Refuse a folder whose run would write over its own inputs; nothing is touched."""
+        if Path(source).is_dir() and self.path.resolve().is_relative_to(Path(source).resolve()):
+            raise OutputError(
+                f"{self.path} lies in the source model's folder, which is never written; choose another --out."
+            )
+        if self.path.is_dir():
+            aside.refuse_inside(self.path, OWN, (settings.model, source, settings.data, settings.eval))
+
+    def claim(self, settings: Settings, source: str, overwrite: bool = False) -> None:
+        """Take the folder for a run: a new one, or one that the same run left unfinished.
+
+        A run that is replaced waits in `.previous` until the new one is finished.
+        """
+        self.refuse(settings, source)
+        if self.path.exists() and not self.path.is_dir():
+            raise OutputError(f"{self.path} is a file; choose another --out.")
+        inputs = settings.inputs(source)
+        if self.path.exists() and aside.strangers(self.path):
+            self._replace_or_resume(settings, inputs, overwrite)
+        with disk.explained(self.path):
+            self.ledger.begin(inputs)
+            settings.save(self.settings_file)
+
+    def _replace_or_resume(self, settings: Settings, inputs: dict[str, str], overwrite: bool) -> None:
+        if not self.is_ours():
+            raise OutputError(f"{self.path} is not empty and holds no run of headwise; choose another --out.")
+        differs = self._difference(settings, inputs)
+        if differs is None:
+            return
+        if not overwrite:
+            raise OutputError(f"{self.path} holds {differs}; choose another --out or add --overwrite.")
+        aside.set_aside(self.path, OWN)
+
+    def _difference(self, settings: Settings, inputs: dict[str, str]) -> str | None:
+        """Why a run with these settings and inputs cannot be resumed here; None if it can."""
+        try:
+            if self.is_finished():
+                return "a finished run"
+            if not self.settings_file.exists():
+                return None
+            before = Settings.read(self.settings_file)
+        except HeadwiseError as error:
+            return f"a run that cannot be read ({error})"
+        if not settings.goes_on(before):
+            return f"an unfinished run with other settings ({settings.difference(before)}); run it with the same ones"
+        if changed := fingerprint.difference(self.ledger.read().inputs, inputs):
+            return f"an unfinished run that began with another {changed}; restore it"
+        return None
+
+    def same_inputs(self, source: str) -> None:
+        """Refuse to work on with other inputs than the run began with."""
+        if not self.ledger.complete or not is_first():
+            return
+        if changed := fingerprint.difference(self.ledger.read().inputs, self.require().inputs(source)):
+            raise OutputError(
+                f"{changed} changed since the run in {self.path} began; restore it, or begin again: headwise probe or "
+                f"run with --out {self.path} --overwrite."
+            )
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """While a new run takes the place of an earlier one: that one goes when the new one is finished, and comes back
+        where the new one turns out to be impossible before it has built a model.
+        """
+        try:
+            yield
+        except (BudgetError, DataError, ModelError, PlanError, ShapeError, UnknownNameError):
+            if is_first() and (self.path / aside.PREVIOUS).exists() and self.ledger.stage("model") is None:
+                aside.put_back(self.path, OWN)
+            raise
+        if is_first():
+            aside.drop(self.path)
+
+    def require(self) -> Settings:
+        """The settings of an existing run."""
+        if not self.settings_file.exists():
+            raise OutputError(
+                f"{self.path} holds no run of headwise; begin with: headwise probe MODEL --out {self.path}"
+            )
+        return Settings.read(self.settings_file)
+
+    def table_file(self, work: Workload) -> Path:
+        """Where the measured times of a workload lie."""
+        return self.path / f"latency-{work.phase}-{work.length}-b{work.batch}.json"
+
+    def table(self, work: Workload) -> LatencyTable | None:
+        """The measured times of a workload, if they are here."""
+        path = self.table_file(work)
+        return LatencyTable.read(path) if path.exists() else None
+
+    def tables(self) -> tuple[LatencyTable, ...]:
+        """All measured times."""
+        return tuple(LatencyTable.read(path) for path in sorted(self.path.glob("latency-*.json")))
+
+    def read_plan(self) -> Plan:
+        """The plan, with the tables that price it."""
+        plan = Plan.read(self.plan_file)
+        if all(budget.workload is None for budget in plan.budgets):
+            return plan
+        known = {(table.workload, table.device): table for table in self.tables()}
+        attached = (replace(b, table=known.get((b.workload, b.device))) if b.workload else b for b in plan.budgets)
+        return replace(plan, budgets=tuple(attached))
+
+    def write_plan(self, plan: Plan, settings: Settings | None = None) -> None:
+        """Write the plan, made under these settings; an older one is kept beside it."""
+        if self.plan_file.exists() and not self._holds(plan):
+            with suppress(PlanError):  # what is no file cannot be kept
+                write_atomically(self.path / "plan.previous.json", read_bytes(self.plan_file))
+        plan.save(self.plan_file)
+        self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(PLANNED) if settings else {})
+
+    def _holds(self, plan: Plan) -> bool:
+        try:
+            return Plan.read(self.plan_file) == plan
+        except PlanError:  # damaged
+            return False
+
+    def has_probed(self) -> bool:
+        """Whether readings and moments are finished; an earlier version wrote the readings last."""
+        if self.ledger.complete or self.ledger.stage("probe"):
+            return self.ledger.current("probe")
+        return self.readings_file.exists() and (self.moments_file.exists() or self.streaming.exists())
+
+    def record_probe(self) -> None:
+        """Commit readings and moments that are written."""
+        self.ledger.record("probe", ("readings.json", "moments.safetensors"))
+
+    def has_built(self, settings: Settings) -> bool:
+        """Whether plan and model are finished, and are those that these settings ask for."""
+        planned = self.ledger.current("plan", settings.asked(PLANNED))
+        return planned and self.ledger.current("model", settings.asked(HEALED))
+
+    def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
+        """Commit a model that is written; what was said of an older one goes."""
+        self.ledger.record("model", made, ("plan.json",), settings.asked(HEALED), ends=("verdict", "report"))
+        for stale in (self.verdict_file, self.report_file, self.card_file):
+            stale.unlink(missing_ok=True)
+
+    def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:
+        """Write a verdict and commit it, for the plan and the model that are there; `more` was written with it."""
+        used = tuple(name for name in ("plan.json", "model", "heal.json") if name not in more)
+        if not self.ledger.complete:  # an earlier version's model, which was found to follow the plan
+            self.ledger.record("model", used[1:], used[:1])
+        for stale in (self.report_file, self.card_file):
+            stale.unlink(missing_ok=True)
+        verdict.save(self.verdict_file)
+        self.ledger.record("verdict", ("verdict.json", *more), used, ends=("report",))
+
+    def require_model(self) -> None:
+        """Refuse to verify a model that is not finished or does not belong to the plan."""
+        differs = self.ledger.difference("model")
+        if not self.ledger.complete:  # an earlier version's
+            there = all(path.exists() for path in (self.plan_file, self.model, self.heal_file))
+            differs = None if there else "model"
+        if differs == "plan.json":
+            raise PlanError(f"{self.model} does not follow plan.json; run: headwise heal {self.path}")
+        if differs is not None and self.ledger.stage("model") is None:
+            raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
+        if differs is not None:
+            raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
+
+    def verdict(self) -> tuple[Verdict | None, str | None]:
+        """The verdict on the plan and the model that are there, or why there is none (None: not verified yet)."""
+        differs = self.ledger.difference("verdict")
+        if differs is None:
+            return Verdict.read(self.verdict_file), None
+        if not self.verdict_file.exists() or (differs == "verdict" and self.ledger.complete):
+            return None, None
+        return None, UNVERIFIED.get(differs, f"{differs} changed after the model was verified")
+
+    def write_json(self, path: Path, data: dict[str, Any], indent: int | None = 1) -> None:
+        """Write a plain dictionary atomically."""
+        write_atomically(path, json.dumps(data, indent=indent) + "\n")
+
+    def dossier(self) -> Dossier:
+        """Everything in the folder; stages that have not run are None."""
+        settings = self.require()
+        readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
+        plan = self.read_plan() if self.plan_file.exists() else None
+        built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
+        healing = read_healing(self.heal_file) if built else None
+        verdict, unverified = self.verdict()
+        rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
+        sweep = None
+        if readings and plan:
+            if ModelShape.from_json(readings.shape).layers != plan.source.layers:
+                raise PlanError(
+                    f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
+                )
+            mark = frontier.fingerprint(readings, plan, settings.allow)
+            sweep = frontier.stored(self.frontier_file, mark, len(plan.keep))
+        described = {**settings.to_json(), **self._followed(), "versions": _versions()}
+        return Dossier(described, readings, plan, healing, verdict, rivals, sweep, unverified)
+
+    def _followed(self) -> dict[str, Any]:
+        """The settings that plan and model really follow, where stages were asked for others than the run."""
+        stages = [stage for name in ("plan", "model") if (stage := self.ledger.stage(name))]
+        try:
+            return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
+        except (ValueError, RecursionError):
+            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise verify {self.path}") from None
+
+
+UNVERIFIED = {
+    "verdict": "this run has no record of what was verified: it was made by an earlier version",
+    "plan.json": "the plan changed after the model was verified",
+    "model": "the model changed after it was verified",
+    "heal.json": "the model changed after it was verified",
+}
+
+
+def _is_record(path: Path) -> bool:
+    try:
+        return "headwise" in read_object(path)
+    except HeadwiseError:
+        return False
+
+
+def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
+    """The settings' budgets, read against the source's shape."""
+    from headwise.budgets import parse_all
+
+    return parse_all(settings.budgets, shape, tables)
+
+
+def _versions() -> dict[str, str]:
+    out = {}
+    for package in ("headwise", "torch", "transformers", "scipy"):
+        try:
+            out[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            out[package] = "not installed"
+    return out

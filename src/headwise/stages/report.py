@@ -1,0 +1,56 @@
+"""Writing the report of a run folder, and the comparison of several. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from headwise.errors import HeadwiseError, OutputError
+from headwise.runs.folder import RunFolder
+from headwise.stages import frontier
+from headwise.types import VERSION, Dossier, write_atomically
+
+
+def write_report(folder: RunFolder) -> Dossier:
+    """Write report.html and report.md from whatever the folder holds; the frontier is solved where it is not there."""
+    from headwise.report import model_card, render
+
+    with folder.held("report"):
+        dossier = _with_sweep(folder, folder.dossier())
+        write_atomically(folder.card_file, model_card(dossier))
+        write_atomically(folder.report_file, render(dossier))
+        used = ("plan.json", "heal.json", *(["verdict.json"] if dossier.verdict else []))
+        folder.ledger.record("report", ("report.html", "report.md"), used)
+    return dossier
+
+
+def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False) -> None:
+    """Write one page that compares several runs."""
+    from headwise.report import compare
+
+    if out.exists() and not overwrite:
+        raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
+    if len({path.resolve() for path in folders}) < len(folders):
+        raise HeadwiseError("a run folder was given twice; name every run once.")
+    names = [path.name for path in folders]
+    unique = [path.name if names.count(path.name) == 1 else str(path) for path in folders]
+    dossiers = [(name, RunFolder(path).dossier()) for name, path in zip(unique, folders, strict=True)]
+    try:
+        write_atomically(out, compare(dossiers))
+    except OSError as error:
+        raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
+
+
+def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:
+    """The dossier with its frontier: as stored, or solved and stored."""
+    readings, plan, known = dossier.readings, dossier.plan, dossier.sweep
+    if readings is None or plan is None or (known is not None and frontier.complete(known, plan)):
+        return dossier
+    try:
+        found = frontier.solve(readings, plan, folder.require().allow, known)
+    except HeadwiseError:  # readings of an older version that price too little: the page does without
+        return dossier
+    if found is not None:
+        folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **found.to_json()}, None)
+    return replace(dossier, sweep=found)

@@ -1,0 +1,1 @@
+"""The training loop that distillation and training from scratch share."""

@@ -1,0 +1,148 @@
+"""Checkpoints: everything a run needs to go on, as safetensors and JSON, each folder whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from headwise.cuts import write_folder
+from headwise.errors import HeadwiseError, OutputError, PlanError
+from headwise.files import tensors as stored
+from headwise.files.disk import recover, remove
+from headwise.files.json import is_number, read_object
+from headwise.runs.lock import is_first
+from headwise.training import shards
+from headwise.training.loop import Point, State
+from headwise.types import VERSION
+
+OPTIMISER, MORE = "optimiser.safetensors", "more.safetensors"
+KEPT = 2  # newest checkpoints; older ones are deleted
+
+
+def save(
+    folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None, writes: bool = True
+) -> None:
+    """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare one, not as wrapped.
+
+    Random numbers need no place: every step seeds its own. `more` are tensors that a run wants back (see `kept_in`).
+    Where processes share the weights all of them have to save, and one of them writes.
+    """
+
+    def kept(tensor: torch.Tensor) -> torch.Tensor:
+        found = shards.whole(tensor)
+        return found.cpu().contiguous() if writes else found.new_empty(0)
+
+    weights, tensors = {name: kept(tensor) for name, tensor in _whole(model).items()}, {"sums": kept(state.sums)}
+    for name, parameter in model.named_parameters():
+        for part, tensor in state.optimiser.state.get(parameter, {}).items():
+            tensors[f"{name}/{part}"] = kept(tensor)
+    if not writes:
+        return
+    facts = {
+        "version": VERSION,
+        "step": state.step,
+        "summed": state.summed,
+        "seconds": state.seconds,
+        "curve": [point._asdict() for point in state.curve],
+    }
+
+    def write(target: Path) -> None:
+        files = {"model.safetensors": weights, OPTIMISER: tensors, **({MORE: more} if more else {})}
+        for name, found in files.items():
+            save_file(found, target / name)
+        (target / "state.json").write_text(json.dumps(facts) + "\n")
+
+    recover(folder)
+    write_folder(folder / f"step-{state.step:08d}", write)
+    _forget_older(folder)
+
+
+def _forget_older(folder: Path) -> None:
+    """Delete all checkpoints but the newest."""
+    for old in all_in(folder)[:-KEPT]:
+        remove(old)
+
+
+def _whole(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, tied ones once, and buffers that belong to the model."""
+    kept = set(model.state_dict())
+    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return {name: tensor.detach() for name, tensor in found.items() if name in kept}
+
+
+def all_in(folder: Path) -> list[Path]:
+    """Checkpoints of a run, oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+
+
+def kept_in(folder: Path) -> dict[str, torch.Tensor]:
+    """What else the newest checkpoint was given to keep."""
+    path = all_in(folder)[-1] / MORE
+    return stored.read(path, error=OutputError, advice="delete its folder") if path.exists() else {}
+
+
+def restore(folder: Path, model: nn.Module, state: State) -> bool:
+    """Bring a run to its newest checkpoint, if there is one."""
+    found = all_in(folder)
+    if not found:
+        return False
+    newest = found[-1]
+    try:
+        facts = _facts(newest / "state.json")
+        weights, tensors = stored.read(newest / "model.safetensors"), stored.read(newest / OPTIMISER)
+        _check(newest, model, weights, tensors)
+    except HeadwiseError as error:
+        raise OutputError(
+            f"{newest} is damaged ({error}); delete it, and the run resumes from the one before."
+        ) from None
+    with torch.no_grad():
+        for name, tensor in _whole(model).items():
+            tensor.copy_(shards.laid_out(weights[name], tensor))
+    for name, parameter in model.named_parameters():
+        parts = [key for key in tensors if key.startswith(f"{name}/")]
+        if parts:  # the count of steps stays where AdamW keeps it: on the device only if fused
+            state.optimiser.state[parameter] = {
+                key.removeprefix(f"{name}/"): _beside(tensors[key], parameter) for key in parts
+            }
+    state.sums.copy_(tensors["sums"])
+    state.step, state.summed, state.seconds = facts["step"], facts["summed"], facts["seconds"]
+    state.curve[:] = facts["curve"]
+    if is_first():  # a kill may have come between saving and this
+        _forget_older(folder)
+    return True
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    """Where a run stands."""
+    found = read_object(path)
+    if not all(is_number(found.get(name)) and found[name] >= 0 for name in ("step", "summed", "seconds")):
+        raise PlanError(f"{path} does not say at which step the run is.")
+    try:
+        return {**found, "curve": [Point(**point) for point in found["curve"]]}
+    except (KeyError, TypeError):
+        raise PlanError(f"{path} does not hold the curve of the run.") from None
+
+
+def _check(folder: Path, model: nn.Module, weights: stored.Tensors, tensors: stored.Tensors) -> None:
+    """Refuse tensors that are missing or of other sizes than the model's."""
+    own = {name: tensor.shape for name, tensor in _whole(model).items()}
+    if lost := [name for name, shape in own.items() if name not in weights or weights[name].shape != shape]:
+        raise PlanError(f"{folder.name} lacks {lost[0]}, or has it in another size.")
+    sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for key, tensor in tensors.items():
+        owner = key.rpartition("/")[0]
+        if owner and tensor.dim() and tensor.shape != sizes.get(owner):
+            raise PlanError(f"{folder.name} holds {key} in another size than the model's.")
+    if "sums" not in tensors or tensors["sums"].shape != (2,):
+        raise PlanError(f"{folder.name} lacks the sums of the curve.")
+
+
+def _beside(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() > 0:
+        return shards.laid_out(tensor, parameter)
+    return tensor.to(parameter.device) if parameter.device.type == "cuda" else tensor
