@@ -23,9 +23,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before NumPy is loaded: one thr
 import numpy as np  # noqa: E402
 import scipy  # noqa: E402
 
+from headwise.probes._jacobian import jacobian_norm  # noqa: E402
 from headwise.research.theory import profiles  # noqa: E402
 from headwise.research.theory.allocation import allocate  # noqa: E402
-from headwise.research.theory.saturation import jacobian_norm  # noqa: E402
 from headwise.types import write_atomically  # noqa: E402
 
 LENGTH = 1024

@@ -28,8 +28,8 @@ from headwise.cuts import Moments, reshape
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
 from headwise.progress import Track
+from headwise.research.designs import bound, taper
 from headwise.runs.folder import Settings
-from headwise.strategies import taper
 from headwise.strategies._options import finish, menus, ways
 from headwise.types import ModelShape, Plan, Readings
 
@@ -40,6 +40,7 @@ SAYS = (
     "accuracy."
 )
 STRATEGIES = ("uniform", "taper", "reversed taper", "bound", "exact")
+OURS = {"taper": taper, "bound": bound}  # the paper's, which no run of headwise offers
 STAGES = ("cut", "refit", "fine-tuned")
 ALLOW = ("qk", "v", "heads", "kv_heads")
 UNSTEADY = 0.1  # of a time's ratio: more than that between turns, and the machine was not quiet
@@ -109,6 +110,8 @@ def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) 
     source = ModelShape.from_json(readings.shape)
     budgets = (parse(budget, source),)
     try:
+        if strategy in OURS:
+            return OURS[strategy].allocate(source, readings, budgets, settings.allow, 0)
         if strategy != "reversed taper":
             return strategies.allocate(readings, budgets, strategy, settings.allow)
         offered = [menus(source, readings, settings.allow, (way,)) for way in ways(readings)]

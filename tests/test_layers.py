@@ -48,7 +48,7 @@ ALLOWED: dict[str, set[str]] = {
     "pipeline": FIRST | MODEL
     | {"runs", "strategies", "latency", "cuts", "heal", "checks", "stages", "stream", "preflight"},
     "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
-    "research": FIRST | MODEL | {"runs", "strategies", "cuts", "training", "report"},  # no stage needs it
+    "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
     "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
     "_autoregister": {"runtime"},
     "_notebook": {"types", "report"},
@@ -56,8 +56,7 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
 }  # fmt: skip
 RELAXED = {
-    ("strategies", "headwise.research.theory.allocation"), ("strategies", "headwise.research.theory.saturation"),
-    ("probes", "headwise.research.theory.saturation"), ("runs", "headwise.stages.frontier"),
+    ("runs", "headwise.stages.frontier"),
 }  # fmt: skip
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
 NO_TORCH = {"errors", "machine", "progress", "registry", "types", "cost", "budgets", "strategies", "report"}

@@ -406,7 +406,6 @@ def test_what_encoders_cannot_do_is_said(text, tmp_path, capsys):
     given = ["--data", text, "--budget"]
     assert "bert models keep no cache; use params, flops or attention" in refused(capsys, *run, *given, "kv=75%")
     assert "give --data FILE" in refused(capsys, *run, "--budget", "params=99%")
-    assert "no encoder has; use exact" in refused(capsys, *run, *given, "params=99%", "--strategy", "bound")
     found = refused(capsys, *run, *given, "params=99%", "--task", "causal")
     assert "bert models cannot be reshaped for the task causal, only for: masked, embedding, classification" in found
     assert "no task is called 'writing'" in refused(capsys, *run, *given, "params=99%", "--task", "writing")

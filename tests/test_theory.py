@@ -337,13 +337,6 @@ def test_a_head_moves_no_further_than_its_values_allow(length: int, bound: float
     assert 0 <= independent <= aligned <= 2 * norm
 
 
-def test_enough_dimensions_for_an_error() -> None:
-    errors = [2.0, 1.0, 0.3, 0.05, 0.0]
-    assert saturation.enough_dim(errors, 0.1, 1024, 0.5) == 3
-    assert saturation.enough_dim(errors, 0.1, 1024, 0.5, aligned=False) == 2, "independent errors average out"
-    with pytest.raises(HeadwiseError, match="smallest logit error given is 1.0"):
-        saturation.enough_dim([2.0, 1.0], 0.1, 1024, 0.5)
-
 
 def test_slopes() -> None:
     lengths = np.array([4, 16, 64, 256])

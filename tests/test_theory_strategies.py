@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 from conftest import Invented, invent
 
 from headwise import budgets as prices
 from headwise import strategies
-from headwise.errors import BudgetError, PlanError
-from headwise.strategies import bound, taper
+from headwise.errors import BudgetError, PlanError, UnknownNameError
+from headwise.research.designs import bound, taper
 from headwise.strategies._options import menus
 from headwise.types import Grain, LayerShape, ModelShape, Readings
 
@@ -20,14 +21,20 @@ GRAIN = Grain(qk_step=8, v_step=8, mlp_step=32, qk_floor=8, v_floor=8, mlp_floor
 NEW = ModelShape("llama", 512, 1000, True, (FULL,) * 12, GRAIN)
 
 
-def plan_for(strategy: str, readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
+def plan_for(rule: ModuleType, readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
     source = ModelShape.from_json(readings.shape)
-    plan = strategies.allocate(readings, tuple(prices.parse(t, source) for t in texts), strategy, allow)
+    plan = rule.allocate(source, readings, tuple(prices.parse(t, source) for t in texts), allow, 0)
     return list(plan.target.layers)
 
 
+@pytest.mark.parametrize("name", ["taper", "bound"])
+def test_no_run_offers_them(name: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"no strategy is called '{name}'.* Known: depth, exact"):
+        strategies.allocate(invent(1), (), name)
+
+
 def test_a_taper_falls_with_depth_and_starts_where_the_source_is() -> None:
-    layers = plan_for("taper", invent(1, WIDE), "kv=80%", allow=("qk", "v"))
+    layers = plan_for(taper, invent(1, WIDE), "kv=80%", allow=("qk", "v"))
     for size in ("qk_dim", "v_dim"):
         sizes = [getattr(layer, size) for layer in layers]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
@@ -36,9 +43,9 @@ def test_a_taper_falls_with_depth_and_starts_where_the_source_is() -> None:
 
 def test_a_taper_leaves_the_mlp_alone_while_attention_can_pay() -> None:
     allow = ("v", "mlp")
-    some = plan_for("taper", invent(2, WIDE), "flops=95%@256", allow=allow)
+    some = plan_for(taper, invent(2, WIDE), "flops=95%@256", allow=allow)
     assert {layer.mlp_width for layer in some} == {256}
-    more = plan_for("taper", invent(2, WIDE), "flops=75%@64", allow=allow)
+    more = plan_for(taper, invent(2, WIDE), "flops=75%@64", allow=allow)
     assert min(layer.mlp_width for layer in more) < 256
 
 
@@ -95,7 +102,7 @@ def test_late_layers_lose_the_key_dimensions_that_saturation_makes_cheap() -> No
 
     readings = fixed("saturation.slope", [(0.0,) * 8] * 3 + [(-1.0,) * 8] * 3)
     readings = fixed("saturation.jacobian_norm", [(0.2, 0.01)] * 6)
-    layers = plan_for("bound", readings, "kv=85%", allow=("qk", "v"))
+    layers = plan_for(bound, readings, "kv=85%", allow=("qk", "v"))
     assert min(layer.qk_dim for layer in layers[:3]) > max(layer.qk_dim for layer in layers[3:])
 
 
@@ -107,5 +114,5 @@ def test_fewer_heads_never_have_a_smaller_bound() -> None:
 def test_readings_without_the_theorys_quantities_are_refused() -> None:
     readings = invent(6)
     old = replace(readings, curves=tuple(c for c in readings.curves if not c.kind.startswith("lags")))
-    with pytest.raises(PlanError, match=r"strategy bound needs the reading lags\.contribution.*headwise probe"):
-        plan_for("bound", old, "kv=80%", allow=("qk", "v"))
+    with pytest.raises(PlanError, match=r"the bound needs the reading lags\.contribution.*headwise probe"):
+        plan_for(bound, old, "kv=80%", allow=("qk", "v"))

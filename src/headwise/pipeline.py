@@ -174,8 +174,7 @@ def build(
     """Probe, allocate, reshape, heal and save; with a given plan, carry out that one."""
 
     def look(number: int, model: nn.Module) -> tuple[Readings, list[Moments]]:
-        diagnose = number == 1 or settings.strategy == "bound"  # which plans by what the layers do
-        return probed(settings, folder.round(number), bench, model, track, diagnose)
+        return probed(settings, folder.round(number), bench, model, track, diagnose=number == 1)
 
     fitted = fit(settings, bench, look, plan, track, folder)
     with stage(track, "saving the model"):

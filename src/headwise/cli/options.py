@@ -36,7 +36,7 @@ Task = Annotated[
         "that of the model's head if not given."
     ),
 ]
-Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, taper, bound, published, svd or magnitude.")]
+Strategy = Annotated[str, typer.Option(help="exact, uniform, depth, published, svd or magnitude.")]
 Rounds = Annotated[int, typer.Option(help="Cut in this many rounds, probing again in between.")]
 Heal = Annotated[
     str, typer.Option(help="none, refit (closed form), blockwise (every layer learns) or distill (the whole model).")

@@ -17,10 +17,9 @@ from headwise.errors import HeadwiseError, ModelError
 from headwise.families import Family
 from headwise.preflight import _disk, _texts
 from headwise.progress import note
-from headwise.registry import find
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages.source import heads_to_pool, refuse_bound, refuse_units
+from headwise.stages.source import heads_to_pool, refuse_units
 from headwise.strategies import _reach
 from headwise.stream import line as stream
 from headwise.types import ModelShape
@@ -45,7 +44,6 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     family, task = families.family_of(config), settings.task or families.task_of(config)
     _files(settings.model, family)
     refuse_units(settings, family)
-    refuse_bound(settings, find("headwise.tasks", task).TASK)
     shape = _pooled(settings, family.shape_of(config))
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:

@@ -17,8 +17,8 @@ from torch import nn
 
 from headwise.families import Family
 from headwise.families._watch import batches, capped, spaced, watching
+from headwise.probes._jacobian import jacobian_norm
 from headwise.progress import Track, silently
-from headwise.research.theory.saturation import jacobian_norm
 from headwise.types import Reading
 
 NAME = "saturation"

@@ -153,7 +153,7 @@ def coarse_first(texts: list[str]) -> list[str]:
 def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """What other strategies would have predicted for the same budgets, where the same probe priced them."""
     found: list[dict[str, Any]] = []
-    names = ["exact", "uniform", "taper"]
+    names = ["exact", "uniform"]
     names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
     names += ["depth"] if "depth" in allow and readings.curve("damage.depth") else []
     pooled = any(layer.pooled > 1 for layer in plan.source.layers)

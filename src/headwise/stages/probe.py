@@ -48,7 +48,7 @@ def probe(
 ) -> tuple[Readings, list[Moments]]:
     """Everything that allocation and reshaping need to know about a tailored model.
 
-    `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`. With a
+    `diagnose` also measures what its layers do: for the reader of the report. With a
     folder what is found is kept there piece by piece, so that a probing that was killed resumes.
     """
     start = time.perf_counter()

@@ -83,7 +83,6 @@ def workbench(settings: Settings, track: Track = silently) -> Workbench:
     large = alone and not fits(_numbers(model), device)
     model = model if large else model.to(device)  # a large one stays in host memory, and is lent the GPUs
     task = tasks.of(model, tokenizer, settings.model)
-    refuse_bound(settings, task)
     family = families.family_of(model.config)
     refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
@@ -98,12 +97,6 @@ def refuse_units(settings: Settings, family: Family) -> None:
     if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
         known = ", ".join((*family.units, "depth"))
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
-
-
-def refuse_bound(settings: Settings, task: tasks.Task | type[tasks.Task]) -> None:
-    """A strategy that needs a past."""
-    if settings.strategy == "bound" and not task.has_past:
-        raise PlanError("strategy bound reckons with how far back a text is read, which no encoder has; use exact.")
 
 
 def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:

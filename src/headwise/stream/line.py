@@ -124,10 +124,10 @@ def _refuse(settings: Settings) -> None:
     """What needs a whole model in memory, and what to do instead."""
     if settings.heal not in ("none", "refit"):
         raise HeadwiseError(f"--heal {settings.heal} needs both models in memory; streamed ones take refit or none.")
-    if settings.portable or "depth" in settings.allow or settings.rounds > 1 or settings.strategy == "bound":
+    if settings.portable or "depth" in settings.allow or settings.rounds > 1:
         raise HeadwiseError(
-            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds, --allow depth and "
-            "--strategy bound, or use a machine with more memory."
+            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow depth, "
+            "or use a machine with more memory."
         )
     if settings.pool != "none":
         raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")

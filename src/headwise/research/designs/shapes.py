@@ -78,7 +78,7 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
         return make(leaner(make, budgets, rules))
     if strategy == "mix":
         return mix(make, budgets, rules)
-    from headwise.strategies import bound, taper  # which bring SciPy: not before a shape is asked for
+    from headwise.research.designs import bound, taper  # they import SciPy: not before a shape is wanted
 
     source = _oversized(make, budgets, rules)
     if strategy == "taper":
@@ -133,7 +133,7 @@ def mix(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
 
 def _mixed(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Iterator[ModelShape]:
     """Every combination of depth, head dimension, MLP ratio and taper, each as wide as the budgets allow."""
-    from headwise.strategies import taper
+    from headwise.research.designs import taper
 
     usual = uniform(make, budgets, rules)
     depths = [rules.depth] if rules.depth else sorted({max(1, round(usual.depth * s)) for s in (1, 0.75, 0.5)})
@@ -169,7 +169,7 @@ def log_conditioning(model: ModelShape) -> float:
 
 def heads_error(model: ModelShape) -> float:
     """The first paper's heads term, squared and summed over the first half of the layers, which it is about."""
-    from headwise.strategies import bound
+    from headwise.research.designs import bound
 
     rho = _lags()
     early = model.layers[: (len(model.layers) + 1) // 2]

@@ -2,7 +2,8 @@
 
 A family with one parameter, the slope `t`: layer `l` of `n` keeps the share `1 - t (l + 1) / n` of every size, at least
 the smallest legal one, so that the first layer loses least and the last most. The slope is the smallest that meets the
-budgets. The rule speaks of attention only; MLP widths follow it where attention alone cannot meet the budgets.
+budgets. The rule is about attention only; MLP widths follow it where attention alone cannot meet the budgets. For
+cutting trained models the rule was refuted (experiment A8): it serves new designs, and that experiment.
 """
 
 from __future__ import annotations
@@ -25,8 +26,6 @@ from headwise.strategies._options import (
 )
 from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
-NAME = "taper"
-MEANING = "heads and dimensions fall linearly with depth, as the first paper proposes"
 SLOPES = 400  # tried at most: finer than any legal step of the usual models
 
 
@@ -43,7 +42,7 @@ def allocate(
 ) -> Plan:
     """The least steep taper that meets every budget; of the two ways to shrink keys the one that damages less."""
     found = least_steep(source, [menus(source, readings, allow, (way,)) for way in ways(readings)], budgets, allow)
-    return finish(source, readings, found.layers, found.damage, NAME, budgets, seed)
+    return finish(source, readings, found.layers, found.damage, "taper", budgets, seed)
 
 
 def design(source: ModelShape, budgets: tuple[Budget, ...], allow: tuple[str, ...]) -> ModelShape:
@@ -58,9 +57,9 @@ def least_steep(
     allow: tuple[str, ...],
     reverse: bool = False,
 ) -> Tapered:
-    """The first slope that meets the budgets, attention alone before MLPs too; `reverse` spares the last layer instead.
+    """The first slope that meets the budgets; MLPs taper only where attention alone cannot meet them.
 
-    `offered` holds the menus of every way to shrink queries and keys.
+    `offered` holds the menus of every way to shrink queries and keys. `reverse` spares the last layer, not the first.
     """
     for mlp in (False, True):
         fits = [found for way in offered for found in _first_fit(source, way, budgets, mlp, reverse)]

@@ -8,7 +8,8 @@ separates layers that saturate from those that do not.
 
 Every term is a relative error `e` of a layer's output and enters as `e^2 / 2`: losses are quadratic in small errors.
 The theory is silent on MLPs: they go last, evenly. The integer program that finds the sizes is the exact strategy's;
-what differs is that no loss was ever measured. Compare the two before trusting this one.
+what differs is that no loss was ever measured. For cutting trained models it was refuted (experiment A8): it serves
+new designs, and the experiments that test it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from headwise.errors import PlanError
+from headwise.research.theory.allocation import allocate as split
+from headwise.research.theory.saturation import norm_bound
 from headwise.strategies._options import Choice, LayerMenu, finish, legal_menus, menus, ways
 from headwise.strategies._program import Solution, solve
 from headwise.types import Budget, LayerShape, ModelShape, Plan, Reading, Readings
 
-NAME = "bound"
-MEANING = "the first paper's bound and saturation law with measured lags, slopes and spectra"
 SATURATED = -0.5  # slope of the Jacobian's norm against length below which a layer counts as saturating
 MLP_WEIGHT = 10.0  # of the squared share of an MLP that is lost, beside errors of attention that are at most about 1
 NEEDED = (
@@ -56,7 +57,7 @@ def allocate(
     found = cheapest(source, offered, facts_of(readings), budgets, allow)
     known = [{c.sizes: c.damage for kind in (m.heads, m.qk, m.v, m.mlp) for c in kind} for m in offered]
     damage = sum(prices[choice.sizes] for prices, row in zip(known, found.choices, strict=True) for choice in row)
-    return finish(source, readings, found.targets, damage, NAME, budgets, seed, gap=found.gap)
+    return finish(source, readings, found.targets, damage, "bound", budgets, seed, gap=found.gap)
 
 
 def design(
@@ -66,8 +67,6 @@ def design(
 
     Nothing is measured yet, so energy is taken as spread evenly over dimensions and logits as at most 1.
     """
-    from headwise.research.theory.saturation import norm_bound
-
     def facts(index: int, shape: LayerShape) -> Facts:
         qk = {size: 1 - size / shape.qk_dim for size in source.grain.qk_sizes(shape.qk_dim)}
         v = {size: 1 - size / shape.v_dim for size in source.grain.v_sizes(shape.v_dim)}
@@ -79,13 +78,13 @@ def design(
 
 
 def facts_of(readings: Readings) -> list[Facts]:
-    """The measured facts of every layer; readings that lack them are refused."""
+    """The measured facts of every layer; readings without them are refused."""
     found: dict[str, Reading] = {}
     for kind in NEEDED:
         reading = readings.curve(kind)
         if reading is None:
             raise PlanError(
-                f"strategy bound needs the reading {kind}, which this probing lacks; probe again with this version: "
+                f"the bound needs the reading {kind}, which these readings do not hold; probe again with this version: "
                 f"headwise probe {readings.model} --out FOLDER."
             )
         found[kind] = reading
@@ -140,7 +139,7 @@ def cheapest(
 
 
 def _by_theory(shape: LayerShape, menu: LayerMenu, facts: Facts) -> LayerMenu:
-    """The same choices with the theory's prices."""
+    """A layer's choices, each with the theory's price in place of the measured one."""
 
     def heads(choice: Choice) -> float:
         count = dict(choice.sizes)["query_heads"]
@@ -173,6 +172,4 @@ def dimension_error(facts: Facts, name: str, size: int, full: int) -> float:
 @lru_cache(maxsize=4096)
 def heads_error(rho: tuple[float, ...], heads: int) -> float:
     """The part of the bound that heads decide, at the best split of `heads` heads over lags; other lags go unserved."""
-    from headwise.research.theory.allocation import allocate as split
-
     return float(split(rho, heads, 1, exact_spend=False, any_lags=True).error)
