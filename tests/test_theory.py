@@ -337,7 +337,6 @@ def test_a_head_moves_no_further_than_its_values_allow(length: int, bound: float
     assert 0 <= independent <= aligned <= 2 * norm
 
 
-
 def test_slopes() -> None:
     lengths = np.array([4, 16, 64, 256])
     assert saturation.fit_slope(lengths, 3.0 / lengths) == pytest.approx((-1.0, 0.0), abs=1e-12)

@@ -150,9 +150,7 @@ def _layers(dossier: Dossier, maps: Maps) -> str:
     topics = diagnostics(dossier.readings, dossier.plan)
     if not topics:
         return paragraph("These readings hold damages only; a new run also measures what the layers do.")
-    body = paragraph(
-        f"What the probes saw beside damage: why some cuts are cheap. {HOW}"
-    )
+    body = paragraph(f"What the probes saw beside damage: why some cuts are cheap. {HOW}")
     for topic in topics:
         body += f"<h3>{escape(topic.question)}</h3>" + paragraph(f"{topic.why} {topic.answer}".strip())
         for group in topic.sets:

@@ -67,6 +67,7 @@ def design(
 
     Nothing is measured yet, so energy is taken as spread evenly over dimensions and logits as at most 1.
     """
+
     def facts(index: int, shape: LayerShape) -> Facts:
         qk = {size: 1 - size / shape.qk_dim for size in source.grain.qk_sizes(shape.qk_dim)}
         v = {size: 1 - size / shape.v_dim for size in source.grain.v_sizes(shape.v_dim)}
