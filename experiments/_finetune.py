@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,19 +21,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise.errors import HeadwiseError
+from experiments._training import minimise
 from headwise.families._watch import batches, watching
-from headwise.linalg import balanced, fast_products, value_directions
-from headwise.progress import Track, silently
+from headwise.linalg import balanced, value_directions
 from headwise.runtime.modeling_headwise import _signed, _turned
 
-WARM_UP = 0.05  # share of the steps during which the rate rises
-LAST_RATE = 0.05  # of the highest rate, at the end of the cosine
-CLIP = 1.0  # largest norm of a gradient
-EPSILON = 1e-6  # of AdamW: a gradient that is rounding alone, as at a KL of zero, must not move anything
-POINTS = 50  # of the curve that is kept
 MEASURED_TOGETHER = 8192  # tokens in one batch when damage is measured
-Curve = list[list[float]]
 
 
 def finetune(
@@ -46,7 +39,6 @@ def finetune(
     rate: float = 3e-4,
     seed: int = 0,
     parameters: Sequence[nn.Parameter] | None = None,
-    track: Track = silently,
     bf16: bool = False,
 ) -> dict[str, Any]:
     """Train `cut` in place, or only the given parameters, on the KL to `source` over rows of `tokens` (B, T).
@@ -69,13 +61,13 @@ def finetune(
 
     per_step = max(1, batch_tokens // tokens.shape[1])
     with only(cut, chosen):
-        curve = minimise(loss, chosen, len(tokens), per_step, steps, rate, seed, track)
+        curve = minimise(loss, chosen, len(tokens), per_step, steps, rate, seed)
     return {
         "steps": steps,
         "tokens": steps * min(per_step, len(tokens)) * tokens.shape[1],
         "rate": rate,
         "seconds": time.perf_counter() - start,
-        "curve": curve,
+        "curve": [[point.step, point.loss] for point in curve],
     }
 
 
@@ -148,67 +140,6 @@ def _mean(values: torch.Tensor) -> tuple[float, float]:
     values = values.double()
     error = values.std() / math.sqrt(len(values)) if len(values) > 1 else torch.zeros(())
     return float(values.mean()), float(error)
-
-
-def minimise(
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    parameters: Sequence[nn.Parameter],
-    rows: int,
-    per_step: int,
-    steps: int,
-    rate: float,
-    seed: int = 0,
-    track: Track = silently,
-) -> Curve:
-    """AdamW on `loss(row numbers)`: warm-up, cosine, clipping, no decay. Returns [[step, loss], ...] to the last step.
-
-    On CUDA, matrix products run in TF32 meanwhile; measure afterwards in full precision.
-    """
-    parameters = [p for p in parameters if p.numel()]
-    on_cuda = parameters[0].device.type == "cuda"
-    optimiser = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.98), eps=EPSILON, weight_decay=0.0, fused=on_cuda)
-    seen: list[tuple[int, torch.Tensor]] = []
-    with fast_products(parameters[0].device):
-        for step, index in enumerate(track(_orders(rows, per_step, steps, seed), "fine-tuning")):
-            for group in optimiser.param_groups:
-                group["lr"] = rate * pace(step, steps)
-            value = loss(index)
-            value.backward()
-            nn.utils.clip_grad_norm_(parameters, CLIP)
-            optimiser.step()
-            optimiser.zero_grad()
-            if step % max(1, steps // POINTS) == 0 or step == steps - 1:
-                seen.append((step, value.detach()))  # read at the end: reading now would make the device wait
-    curve = [[step, float(value)] for step, value in seen]
-    if curve and not math.isfinite(curve[-1][1]):
-        raise HeadwiseError(
-            f"fine-tuning diverged: the KL is {curve[-1][1]} after {steps} steps at rate {rate:g}; "
-            f"call it with a lower rate, such as rate={rate / 3:.1g}."
-        )
-    return curve
-
-
-def pace(step: int, steps: int) -> float:
-    """The share of the highest rate at a step.
-
-    >>> [round(pace(step, 100), 2) for step in (0, 4, 52, 99)]
-    [0.2, 1.0, 0.52, 0.05]
-    """
-    warm = max(1, round(WARM_UP * steps))
-    if step < warm:
-        return (step + 1) / warm
-    share = (step + 1 - warm) / max(1, steps - warm)
-    return LAST_RATE + (1 - LAST_RATE) * 0.5 * (1 + math.cos(math.pi * share))
-
-
-def _orders(rows: int, per_step: int, steps: int, seed: int) -> list[torch.Tensor]:
-    """Row numbers of every step: all rows in a new order, again and again; a short rest is left for the next order."""
-    generator = torch.Generator().manual_seed(seed)
-    per_step = min(per_step, rows)
-    found: list[torch.Tensor] = []
-    while len(found) < steps:
-        found += [part for part in torch.randperm(rows, generator=generator).split(per_step) if len(part) == per_step]
-    return found[:steps]
 
 
 @contextmanager

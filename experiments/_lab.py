@@ -42,7 +42,7 @@ DEVICES = ("auto", "cpu", "cuda")
 VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
 ANSWERED = "answered"  # the verdict on a question that the papers left open
 PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
-TRAINING = ("_data.py", "_graph.py", "_stack.py", "_tasks.py")  # the code that trains stacks of models
+TRAINING = ("_data.py", "_stack.py", "_tasks.py", "_training.py")  # the code that trains stacks of models
 QUIET_SECONDS = 10.0  # between two lines of progress in a log
 
 

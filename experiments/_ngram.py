@@ -18,14 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from experiments._graph import repeat
+from experiments._training import settings_of, train_stack
 
 TOKEN_DIM = 8
 POSITIONS = ("linear", "table", "rotary")
 SLOPES = (0.1, 4.0)  # of new heads, drawn log-uniformly: from an even look back to the last token alone
 ROTARY_BASE = 10_000.0
-SLOW = 0.05  # rate of slopes against that of other weights; at the same rate they collapse onto each other
-BETAS, TINY = (0.9, 0.99), 1e-8  # of Adam
+SLOW = 0.05  # of a slope, per unit of its weight: slopes learn so much slower, or they collapse onto each other
 DIVERGED = 1e9  # stands for an error that is no number
 RIDGE = 1e-9  # of the mean diagonal, where outputs are solved for
 Weights = dict[str, Tensor]
@@ -111,7 +110,7 @@ def initial(task: Task, point: Point, seeds: int) -> Weights:
         noise = torch.randn(seeds, *shape)
         if name == "slope":
             low, high = (math.log(end) for end in SLOPES)
-            found[name] = torch.exp(low + (high - low) * torch.rand(seeds, *shape))
+            found[name] = torch.exp(low + (high - low) * torch.rand(seeds, *shape)) / SLOW
         elif name in ("query", "bias", "table"):
             found[name] = torch.zeros_like(noise)
         elif name == "output":
@@ -149,7 +148,7 @@ class Layer:
         asked = torch.einsum("sbqc,shce->sbhqe", seen, form_SHCC).flatten(2, 3)
         content = (asked @ x_SBTC.transpose(-1, -2)).unflatten(2, (self.point.heads, self.scored))
         if self.point.positions == "linear":
-            bias = -w["slope"][:, :, None, None] * self.distance
+            bias = -SLOW * w["slope"][:, :, None, None] * self.distance
         else:
             bias = (w["table"] @ self.spread).unflatten(-1, self.distance.shape)
         return (content + (bias + self.mask)[:, None]).softmax(-1)
@@ -200,47 +199,18 @@ def train(task: Task, point: Point, effort: Effort, rates: list[float], seed: in
         if not effort.steps:
             return Trained(layer, {name: value.to(device) for name, value in start.items()}, turns)
         sizes = [value[0].numel() for value in start.values()]
-        flat = torch.cat([value.flatten(1) for value in start.values()], 1).to(device).requires_grad_()
-        speed = torch.cat(
-            [torch.full((n,), SLOW if name == "slope" else 1.0) for name, n in zip(start, sizes, strict=True)]
-        )
 
         def named(all_SP: Tensor) -> Weights:
-            parts = all_SP.split(sizes, 1)
-            return {
-                name: part.unflatten(1, old.shape[1:]) for part, (name, old) in zip(parts, start.items(), strict=True)
-            }
+            parts = zip(all_SP.split(sizes, 1), start.items(), strict=True)
+            return {name: part.unflatten(1, old.shape[1:]) for part, (name, old) in parts}
 
-        adam = _Adam(flat, torch.tensor(rates, device=device)[:, None] * speed.to(device), effort.steps)
-
-        def step() -> None:
+        def losses(all_SP: Tensor, step: Tensor) -> Tensor:
             x, y = task.sample(turns, effort.batch)
-            loss = (layer.forward(named(flat), x) - y).square().sum(-1).mean((1, 2)).sum()
-            adam.step(torch.autograd.grad(loss, flat)[0])
+            return (layer.forward(named(all_SP), x) - y).square().sum(-1).mean((1, 2))
 
-        repeat(step, effort.steps, device)
-        return Trained(layer, named(flat.detach()), turns)
-
-
-class _Adam:
-    """Adam on one tensor, with a rate per entry; all state on the device, so that a step can be captured."""
-
-    def __init__(self, flat: Tensor, rate: Tensor, steps: int) -> None:
-        self.flat, self.rate = flat, rate
-        self.first, self.second = torch.zeros_like(rate), torch.zeros_like(rate)
-        self.count = torch.zeros(1, dtype=torch.long, device=flat.device)
-        done = torch.arange(steps, device=flat.device)
-        self.cosine = (done * (math.pi / steps)).cos().add(1).div(2)
-        self.grown = [1 - beta ** (done + 1) for beta in BETAS]  # how much of a mean has been seen by then
-
-    @torch.no_grad()
-    def step(self, grad: Tensor) -> None:
-        self.first.lerp_(grad, 1 - BETAS[0])
-        self.second.lerp_(grad.square(), 1 - BETAS[1])
-        mean = self.first / self.grown[0][self.count]
-        size = (self.second / self.grown[1][self.count]).sqrt()
-        self.flat -= self.rate * self.cosine[self.count] * mean / (size + TINY)
-        self.count += 1
+        flat = torch.cat([value.flatten(1) for value in start.values()], 1).to(device)
+        settings = settings_of(effort.steps, rates, warm_up=0.0, decay=0.0, clip=0.0, beta2=0.99, seed=seed)
+        return Trained(layer, named(train_stack(flat, losses, rates, settings).flat), turns)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """Trains several Transformers of one shape at once, side by side in stacked matrices.
 
-Small models leave a GPU idle; a stack of seeds and learning rates fills it. Blocks are pre-norm and plain: no biases,
-norms without learned gains (the next matrix can hold them), which count little and cost time. Members of a stack share
-nothing but the launches: each has its weights, its data in an order that only its seed decides, its learning rate.
+Small models leave a GPU idle; a stack of seeds and learning rates fills it (`_training`). Blocks are pre-norm and
+plain: no biases, norms without learned gains (the next matrix can hold them), which count little and cost time. Each
+member has its weights, its data in an order that only its seed decides, and its learning rate.
 
 Suffixes of tensors: S members, B rows of a batch, T positions, N = B T, C channels, H heads, K their dimension.
 """
@@ -17,11 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from experiments._graph import repeat
+from experiments._training import settings_of, train_stack
 
 Weights = dict[str, Tensor]
-BETAS, TINY, DECAY, CLIP = (0.9, 0.95), 1e-8, 0.05, 1.0
-WARM_UP_SHARE = 0.1  # of the steps, during which the rate rises
+DECAY, WARM_UP = 0.05, 0.1  # weight decay; share of the steps during which the learning rate rises
 PINV_STEPS, KERNEL = 6, 33  # of Nystrom attention: steps of the pseudo-inverse, reach of its convolution
 ROTARY_BASE = 10000.0
 
@@ -302,37 +301,11 @@ def train(
     net: Net, members: Sequence[Member], loss: Loss, steps: int, device: torch.device, start: Tensor | None = None
 ) -> Run:
     """Train all members with AdamW, warm-up and a cosine; `loss` is given the step's number as a tensor of one."""
-    flat = (stacked(net, members, device) if start is None else start.clone()).requires_grad_()
-    rate = torch.tensor([member.rate for member in members], device=device)[:, None]
-    first, second = torch.zeros_like(flat), torch.zeros_like(flat)
-    count = torch.zeros(1, dtype=torch.long, device=device)
-    curve = torch.zeros(steps, len(members), device=device)
-    scale, grown = _schedule(steps).to(device), [1 - b ** torch.arange(1, steps + 1, device=device) for b in BETAS]
-    dtype = working(device)
-
-    def step() -> None:
-        losses = loss(named(net, flat.to(dtype)), count)
-        grad = torch.autograd.grad(losses.sum(), flat)[0]
-        with torch.no_grad():
-            grad = grad * (CLIP / (grad.norm(dim=1, keepdim=True) + 1e-6)).clamp(max=1.0)
-            first.lerp_(grad, 1 - BETAS[0])
-            second.mul_(BETAS[1]).addcmul_(grad, grad, value=1 - BETAS[1])
-            pace = rate * scale[count]
-            root = second.sqrt().div_(grown[1][count].sqrt()).add_(TINY)
-            flat.mul_(1 - DECAY * pace).sub_(first / root * (pace / grown[0][count]))
-            curve.index_copy_(0, count, losses.detach()[None].float())
-            count.add_(1)
-
-    seconds = repeat(step, steps, device)
-    return Run(net, flat.detach(), seconds, curve)
-
-
-def _schedule(steps: int) -> Tensor:
-    """Share of the rate at every step."""
-    warm = max(1, round(WARM_UP_SHARE * steps))
-    at = torch.arange(steps, dtype=torch.float32)
-    fall = 0.5 * (1 + torch.cos(math.pi * (at - warm).clamp(min=0) / max(1, steps - warm)))
-    return torch.minimum((at + 1) / warm, fall.clamp(min=0.0)).clamp(max=1.0)
+    flat = stacked(net, members, device) if start is None else start
+    rates, dtype = [member.rate for member in members], working(device)
+    settings = settings_of(steps, rates, warm_up=WARM_UP, decay=DECAY)
+    found = train_stack(flat, lambda weights, step: loss(named(net, weights.to(dtype)), step), rates, settings)
+    return Run(net, found.flat, found.step_seconds, found.curve)
 
 
 def step_seconds(net: Net, loss: Loss, device: torch.device, steps: int) -> float:

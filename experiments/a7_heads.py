@@ -26,11 +26,11 @@ from experiments._finetune import (
     by_activations,
     by_weights,
     finetune,
-    minimise,
     narrowed,
     only,
 )
 from experiments._models import available, settings_for
+from experiments._training import minimise
 from headwise import pipeline
 from headwise.errors import ModelError
 from headwise.progress import Track

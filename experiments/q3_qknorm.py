@@ -22,13 +22,15 @@ from headwise import data, families, pipeline
 from headwise.checks import quality
 from headwise.progress import Track
 from headwise.runs.folder import Settings
+from headwise.training.loop import FitSettings, fit, next_token
+from headwise.training.order import Order
 
 CLAIM = "Norms"
 TITLE = "Norms of queries and keys"
 SAYS = "Open question: does a quarter of the keys cost more where queries and keys are normed?"
 BUDGET = "kv=87.5%"  # half of the cache is keys: a quarter of them
 MODELS = {"with norms": "Qwen3", "without norms": "Llama"}
-RATE, DECAY, WARM_UP = 2e-3, 0.1, 100
+RATE, WARM_UP = 2e-3, 100  # highest learning rate; steps during which it rises
 RESAMPLES = 2000
 
 
@@ -77,7 +79,7 @@ def _measured(
 ) -> dict[str, Any]:
     """One model from its training to the damage."""
     with tempfile.TemporaryDirectory() as folder:
-        loss = _train(kind, seed, sizes, device, texts[0], Path(folder), track)
+        loss = _train(kind, seed, sizes, device, texts[0], Path(folder))
         calibration, evaluation, prices = sizes.tokens
         settings = Settings(
             model=folder, budgets=(BUDGET,), allow=("qk",), data=texts[0], eval=texts[1], seed=seed, device=device,
@@ -109,7 +111,7 @@ def _model(kind: str, sizes: Size, device: str) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(device)
 
 
-def _train(kind: str, seed: int, sizes: Size, device: str, text: str, folder: Path, track: Track) -> float:
+def _train(kind: str, seed: int, sizes: Size, device: str, text: str, folder: Path) -> float:
     """Train a model and save it with the embedded model's tokenizer; returns its mean loss over the last tenth."""
     from transformers import AutoTokenizer
 
@@ -117,29 +119,15 @@ def _train(kind: str, seed: int, sizes: Size, device: str, text: str, folder: Pa
     blocks = _tokens(text, tokenizer, sizes).to(device)
     torch.manual_seed(seed)
     model = _model(kind, sizes, device)
-    matrices = [p for p in model.parameters() if p.ndim > 1]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=device == "cuda")
-    draw = torch.Generator().manual_seed(seed)
-    losses = []
-    for step in track(range(sizes.steps), f"{kind}, seed {seed}"):
-        rows = blocks[torch.randint(len(blocks), (sizes.batch,), generator=draw).to(device)].long()
-        share = step / sizes.steps
-        for group in optimizer.param_groups:
-            group["lr"] = RATE * min(1.0, (step + 1) / WARM_UP) * (0.05 + 0.95 * (1 + math.cos(math.pi * share)) / 2)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(rows[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.detach())
+    order = Order(len(blocks), sizes.batch, seed, device)
+    settings = FitSettings(
+        sizes.steps, RATE, min(1.0, WARM_UP / sizes.steps), last_rate=0.05, point_every=max(1, sizes.steps // 10)
+    )
+    points = fit(model, lambda step: blocks[order(step)].long(), settings, next_token)
     with families.quietly():
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    return float(torch.stack(losses[-max(1, len(losses) // 10) :]).mean())
+    return points[-1].loss
 
 
 _read: dict[tuple[str, int], torch.Tensor] = {}

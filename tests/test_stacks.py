@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
@@ -46,7 +45,7 @@ def test_members_do_not_touch_each_other() -> None:
 def test_a_stack_computes_what_the_design_computes(strategy: str) -> None:
     proposal = headwise.design("llama", "params=700k", [strategy], vocab=64, length=32, depth=4)[0]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(proposal.config, dtype=torch.float32).eval()
+    model = proposal.build().float().eval()
     net, held = b8_design.net_of(proposal.shape, 32), model.state_dict()
     w = {"embed": held["model.embed_tokens.weight"][None]}
     for i in range(len(net.layers)):
