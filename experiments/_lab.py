@@ -1,6 +1,6 @@
 """Runs experiments and keeps their results: one JSON file each, written whole or not at all.
 
-    python -m experiments.a4_ngram --size tiny --out /tmp/try
+    headwise reproduce a4 --size tiny --out FOLDER
 
 An experiment is a module `a*.py`, `b*.py` or `q*.py` in this folder with `CLAIM`, `TITLE`, `SAYS`, `run`, `measured`,
 `verdict` and `draw`; the last three take what `run` returned. A `run` that takes `parts` as well is given a dictionary
@@ -10,7 +10,6 @@ that outlives a kill: what it finds there is done. Parts are forgotten once the 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import hashlib
 import importlib
@@ -29,7 +28,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from benchmarks.provenance import commit
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError
+from headwise.research.designs.command import choose_device
 from headwise.types import write_atomically
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 SIZES = ("tiny", "small", "full")
-DEVICES = ("auto", "cpu", "cuda")
 VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
 ANSWERED = "answered"  # the verdict on a question that the papers left open
 PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
@@ -147,7 +147,7 @@ def check(name: str, request: Request) -> Path:
 def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     """Run one experiment, write its result and return it."""
     path = check(name, request)
-    module, device = load(name), chosen_device(request.device)
+    module, device = load(name), choose_device(request.device)
     hardware = machine(device)
     busy = ", shared with other work" if request.shared else ""
     conditions = [request.size, hardware, digest(name, request.size)]
@@ -160,6 +160,7 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
         "name": name,
         "size": request.size,
         "command": command(name, request),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": (hardware if resumed or gpu_allocations(device) > before else machine("cpu")) + busy,
         "versions": versions(),
@@ -190,18 +191,6 @@ def command(name: str, request: Request) -> str:
     """What to type for the same result; folders of one's own stay out of it."""
     assets = "" if request.assets is None else " --assets ASSETS"
     return f"headwise reproduce {name} --size {request.size} --device {request.device}{assets}"
-
-
-def chosen_device(asked: str) -> str:
-    """The device by name, once it is certain to be there."""
-    import torch
-
-    if asked not in DEVICES:
-        raise HeadwiseError(f"no device is called '{asked}'; give --device {', '.join(DEVICES)}.")
-    here = torch.cuda.is_available()
-    if asked == "cuda" and not here:
-        raise HeadwiseError("no CUDA device was found; give --device cpu.")
-    return "cuda" if here and asked != "cpu" else "cpu"
 
 
 def machine(device: str) -> str:
@@ -259,24 +248,3 @@ def summary(result: dict[str, Any]) -> str:
     module = load(result["name"])
     found = result["found"]
     return f"{module.CLAIM}: {module.TITLE}\n{module.measured(found)}\nverdict: {module.verdict(found)}"
-
-
-def main(name: str) -> None:
-    """Run the experiment of a module or file from the command line."""
-    name = Path(name).stem if name.endswith(".py") else name.rpartition(".")[2]
-    parser = argparse.ArgumentParser(prog=f"python -m experiments.{name}", description=load(name).SAYS)
-    parser.add_argument("--size", choices=SIZES, default="full", help="tiny: seconds; small: minutes; full: one GPU")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
-    parser.add_argument("--assets", type=Path, help="folder of models and texts; what is absent is left out")
-    parser.add_argument("--out", type=Path, help="folder of the result; experiments/results for full ones")
-    parser.add_argument("--overwrite", action="store_true", help="replace a result")
-    parser.add_argument("--minutes", type=float, help="begin no further part after so long; what is done is kept")
-    parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
-    request = Request(**vars(parser.parse_args()))
-    try:
-        with progress() as track:
-            result = run(name, request, track)
-    except HeadwiseError as error:
-        sys.exit(f"error: {error}")
-    print(summary(result))
-    print(f"{request.folder / name}.json, {result['seconds']:.0f} s on {result['hardware']}")

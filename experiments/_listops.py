@@ -1,4 +1,7 @@
-"""ListOps: nested lists of digits under MIN, MAX, MED and SM (sum modulo ten), to be computed; made here, seeded."""
+"""ListOps: nested lists of digits under MIN, MAX, MED and SM (sum modulo ten), to be computed; made here, seeded.
+
+Tokens 0 to 9 are digits; 10 to 13 open a list of the four operators, in this order.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,6 @@ import torch
 
 from experiments._data import Examples
 
-OPERATORS = ("MIN", "MAX", "MED", "SM")  # tokens 10 to 13; each opens a list
 CLOSE, PAD, SYMBOLS = 14, 15, 16
 NESTED = 0.3  # chance that an argument is a list itself
 DEEPEST, MOST = 8, 7  # lists within lists; arguments of one

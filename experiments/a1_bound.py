@@ -269,9 +269,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     right.set_xlabel("head dimension / token dimension")
     right.set_ylabel("share of a token lost")
     right.legend(fontsize=8)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -158,9 +158,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     right.set_xlabel("budget D")
     right.set_ylabel("least bound on the error")
     right.set_ylim(0, None)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

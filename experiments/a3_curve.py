@@ -112,9 +112,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     axes.set_xlabel("heads per group")
     axes.set_ylabel(f"bound on the error, D = {result['dim']}")
     axes.legend()
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

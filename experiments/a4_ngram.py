@@ -66,12 +66,9 @@ PLANS = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Train every point of the plan; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     jobs = [(Point(h, DIM // h), plan.effort) for h in plan.line]
     jobs += [(Point(h, DIM // h, kind), plan.control_effort) for kind in plan.controls for h in plan.line]
     jobs += [(Point(*cell), plan.grid_effort) for cell in plan.grid]
@@ -211,9 +208,3 @@ def _heat(axes: Any, cells: dict[tuple[int, int], float], best: tuple[int, int])
     axes.set_xlabel("heads")
     axes.set_ylabel("head dimension")
     axes.set_title("relative squared error; framed: theory", fontsize=9)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

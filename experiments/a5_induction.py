@@ -57,12 +57,9 @@ PLANS = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Sweep heads on every task; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     jobs = [(name, Point(heads, DIM // heads)) for name in TASKS for heads in plan.line]
     for name, point in track(jobs, "tasks x heads"):
         if (key := f"{name}: {point.key}") not in parts:
@@ -149,9 +146,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axes.set_title(name, fontsize=9)
         axes.set_ylim(top=1.5 * axes.get_ylim()[1])  # room for the legend
         axes.legend(fontsize=7, loc="upper left")
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

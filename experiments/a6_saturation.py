@@ -339,9 +339,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
     right.axhline(0, color="grey", linewidth=0.6)
     right.set(xlabel="depth (first layer 0, last 1)", ylabel="slope, mean of a layer's heads", ylim=(-1.15, None))
     left.legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -244,9 +244,7 @@ def _rounded(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any]) -> dict[str, Any]:
     """The embedded model at every size; SmolLM2 before fine-tuning too where it is at hand, at full size."""
     found: dict[str, Any] = {"seeds": [SEED], "small": SMALL, "small_together": SMALL_TOGETHER, "models": {}}
     efforts = {"embedded": EFFORTS[size], **({"smollm2": SMOLLM2} if size == "full" else {})}
@@ -257,7 +255,7 @@ def run(
         except ModelError as error:  # a format that this machine cannot read must not cost the others' result
             found["left_out"][name] = str(error)
             continue
-        found["models"][name] = study(bench, track, parts if parts is not None and name == "embedded" else {})
+        found["models"][name] = study(bench, track, parts if name == "embedded" else {})
     return found
 
 
@@ -342,9 +340,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
     right.set_xticks([], minor=True)
     for axes in (left, right):
         axes.legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

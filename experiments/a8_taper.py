@@ -68,14 +68,11 @@ SIZES = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any]) -> dict[str, Any]:
     """Every model at every budget by every strategy; what is in `parts` is not done again."""
     sizes = SIZES[size]
     names = ["embedded"] if size == "tiny" else available(assets, ("embedded", "stories15M"))
-    done = {} if parts is None else parts
-    models = {name: _model(name, assets, device, sizes, track, done) for name in names}
+    models = {name: _model(name, assets, device, sizes, track, parts) for name in names}
     return {"seeds": list(sizes.seeds), "allow": list(ALLOW), "steps": sizes.steps, "models": models}
 
 
@@ -266,9 +263,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_xlabel("attention FLOPs kept, %")
         axis.set_ylabel("damage after refit, nats per token")
         axis.legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -122,9 +122,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     axes.set_ylabel("condition number")
     axes.set_title("points: simulated; dashed: formula", fontsize=9)
     axes.legend(fontsize=8)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

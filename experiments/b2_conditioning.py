@@ -62,12 +62,9 @@ PLANS = {
 WAYS = {"split": "at a fixed width", "grown": "at a fixed dimension"}
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Measure and train every number of heads in both ways; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     task = Pictures(_data.images(size, assets, where), plan.batch)
     jobs = {}
     for heads in plan.base[2]:
@@ -233,9 +230,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     left.legend(fontsize=7)
     right.set_xlabel("condition number after training")
     right.set_ylabel("test accuracy")
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -76,12 +76,9 @@ PLANS = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Train every cell; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     task = Pictures(_data.images(size, assets, where), plan.batch)
     nets = {key(cell): vit(cell[0], cell[1], plan.width, cell[2]) for cell in plan.cells}
     attempts = {name: partial(attempt, net, task, plan) for name, net in nets.items()}
@@ -241,9 +238,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         axes.set_xlabel(label)
     panels[0].set_ylabel("test accuracy")
     panels[0].legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -236,9 +236,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
         panel.set_xlabel("architecture")
         panel.set_ylim(top=1.35 * panel.get_ylim()[1])  # room for the legend
         panel.legend()
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

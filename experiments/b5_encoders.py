@@ -98,12 +98,9 @@ PLANS = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Pretrain and fine-tune every model; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     texts = _data.texts("text", size, assets, where)
     pretraining = Masked(texts, plan.length, plan.batch, plan.valid_rows)
     tasks = {name: sentences(name, size, assets, where, plan) for name in plan.tasks}
@@ -252,9 +249,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     left.legend(fontsize=7)
     right.set_xlabel("million parameters")
     right.set_ylabel("masked loss (nats)")
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -75,12 +75,9 @@ PLANS = {
 LONGER = {"lean, equal FLOPs": "flops", "lean, equal time": "seconds"}
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Train every model; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     texts = _data.texts("text", size, assets, where)
     task = NextToken(texts, plan.length, plan.batch, plan.valid_rows)
     nets = {
@@ -262,9 +259,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     """Held-out loss over parameters, over FLOPs and over seconds of training."""
     units = {"parameters": (1e6, "million parameters"), "flops": (1e15, "PFLOP of training"), "seconds": (1, "seconds")}
     _points.losses(figure, result["models"], DEEP, units)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -53,12 +53,9 @@ PLANS = {
 }
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Train every depth and number of heads; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     lists = [
         _listops.examples(count, plan.length // 4, plan.length, seed, where) for seed, count in enumerate(plan.counts)
     ]
@@ -157,9 +154,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     axes.set_xlabel("heads")
     axes.set_ylabel("test accuracy")
     axes.legend(fontsize=8)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

@@ -100,12 +100,9 @@ PLANS = {
 }  # fmt: skip
 
 
-def run(
-    size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any] | None = None
-) -> dict[str, Any]:
+def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Design, train and time; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    parts = {} if parts is None else parts
     texts = _data.texts("code", size, assets, where)
     task = NextToken(texts, plan.length, plan.batch, plan.valid_rows)
     maker = configs.Maker("llama", vocab=texts.vocabulary, length=plan.length)
@@ -339,9 +336,3 @@ def draw(result: dict[str, Any], figure: Figure) -> None:
     """Loss over parameters, over FLOPs and over seconds of training."""
     units = {"parameters": (1e6, "million parameters"), "flops": (1e15, "PFLOP of training"), "seconds": (1, "seconds")}
     _points.losses(figure, result["models"], BASE, units)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

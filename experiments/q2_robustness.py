@@ -196,9 +196,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_xlabel("text")
         axis.set_ylabel("damage, nats per token")
         axis.legend(fontsize=7)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

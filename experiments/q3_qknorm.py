@@ -191,9 +191,3 @@ def draw(result: dict[str, Any], figure: Any) -> None:
     axis.set_xlabel("training run")
     axis.set_ylabel("damage, nats per token")
     axis.legend(fontsize=8)
-
-
-if __name__ == "__main__":
-    from experiments._lab import main
-
-    main(__spec__.name if __spec__ else __file__)

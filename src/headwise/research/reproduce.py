@@ -244,5 +244,6 @@ def _section(entry: Entry) -> list[str]:
         "",
         f"![{entry.heading}]({_figure(entry.name)})",
         "",
-        f"Size {result['size']}, {result['seconds']:,.0f} s on {result['hardware']}, {result['date']}; {versions}.",
+        f"Size {result['size']}, {result['seconds']:,.0f} s on {result['hardware']}, {result['date']}, commit "
+        f"{result['commit']}; {versions}.",
     ]

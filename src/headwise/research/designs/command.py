@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise import devices
 from headwise.errors import HeadwiseError, ModelError, OutputError
 from headwise.research.designs import shapes
 from headwise.types import write_atomically
@@ -117,15 +118,11 @@ def _one(text: str | None, what: str) -> int | None:
 
 
 def choose_device(asked: str) -> str:
-    """The device by name, once it is certain to be there."""
+    """The device to use: the one that was given, once it is certain to be there, or the best there is."""
     import torch
 
-    if asked not in ("auto", "cpu", "cuda"):
-        raise HeadwiseError(f"no device is called '{asked}'; give --device auto, cpu or cuda.")
-    here = torch.cuda.is_available()
-    if asked == "cuda" and not here:
-        raise HeadwiseError("no CUDA device was found; give --device cpu.")
-    return "cuda" if here and asked != "cpu" else "cpu"
+    devices.check(asked)
+    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _table(found: list[Any], length: int) -> None:
