@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.provenance import commit
+
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError
 from headwise.research.designs.command import choose_device
 from headwise.types import write_atomically
