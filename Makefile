@@ -14,7 +14,7 @@ test: $(STAMP) $(VISION)
 	@.venv/bin/ruff format --check .
 	@.venv/bin/mypy
 	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
-	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_experiments.py -k "timm or b4"
+	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_redesign.py tests/test_experiments.py -k "timm or redesign or b4"
 
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \

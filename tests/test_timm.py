@@ -1,4 +1,4 @@
-"""The contract of the family `timm`, and redesigns. Needs timm; `make test` says how it is found."""
+"""The contract of the family `timm`. Needs timm; `make test` says how it is found."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ from headwise import families, tasks
 from headwise.cost import parameters
 from headwise.cuts import reshape, reshape_layer
 from headwise.cuts._dims import cut_values
-from headwise.errors import ModelError, ShapeError
+from headwise.errors import ModelError
 from headwise.families.timm import FAMILY as family
 from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity
-from headwise.research import redesign
 from headwise.types import GONE, LayerKeep, Plan
 
 EVEN = {"mlp_ratio": 2.0}  # a width at which a fused product and its two halves take the same path to the last bit
@@ -256,45 +255,3 @@ def test_what_is_not_supported_is_refused_with_the_reason(architecture, reason):
     with pytest.raises(ModelError, match=reason) as refusal:
         family.shape_of(TimmWrapperConfig(architecture=architecture))
     assert "vit_*, deit_*" in str(refusal.value) or "knows no model" in str(refusal.value), "what is supported is named"
-
-
-class TestRedesign:
-    """More heads and fewer layers, by timm's own arguments."""
-
-    @pytest.mark.parametrize("row", redesign.TABLE, ids=lambda row: row.title)
-    def test_counts_are_those_of_the_paper_or_known_to_differ(self, row):
-        found = redesign.count(row)
-        differ = {"XCiT-M": 46.4, "TNT-B": 44.0, "DaViT-B": 62.7, "ViT-B": 39.3}
-        assert found.agrees == (None if row.title == "ViT-B" else row.title not in differ)
-        assert round(found.after, 1) == (row.after if found.agrees else differ[row.title])
-        assert row.before is None or round(found.before, 1) == row.before, "originals agree all"
-
-    def test_what_is_not_given_stays(self):
-        made = redesign.redesign("timm:volo_d1_224", depth=(2, 1, 2, 1), device="meta")
-        stock = redesign.build_of(redesign.stock("volo_d1_224"))
-        assert redesign.build_of(made) == stock._replace(depth=(2, 1, 2, 1))
-        eva = redesign.redesign("eva02_tiny_patch14_224", depth=2, heads=12)
-        assert redesign.build_of(eva)[:3] == ((2,), (12,), (192,))
-        with torch.no_grad():
-            assert eva.eval()(torch.zeros(1, 3, 224, 224)).isfinite().all(), "it runs"
-
-    @pytest.mark.parametrize(
-        ("arguments", "says"),
-        [
-            (("vit_base_patch16_224", None, 14), "14 heads cannot share the width 768 .* that can are 12 and 16"),
-            (("eva02_tiny_patch14_224", None, 96), "in multiples of 4; the nearest counts that can are 48"),
-            (("davit_base", None, (4, 8, 15, 32)), "15 heads cannot share the width 512 .* are 8 and 16"),
-            (("davit_base", 5), r"davit_base has 4 stages, with depth \(1, 1, 9, 1\); one number was given"),
-            (("xcit_large_24_p16_224", (6, 6)), "has no stages, with depth 24; 2 numbers were given"),
-            (("xcit_large_24_p16_224", 0), "depth 0 leaves nothing; give at least 1"),
-        ],
-    )
-    def test_sizes_that_cannot_be_are_refused_with_those_that_can(self, arguments, says):
-        with pytest.raises(ShapeError, match=says):
-            redesign.redesign(*arguments, device="meta")
-
-    def test_other_models_are_refused_with_the_list(self):
-        with pytest.raises(ModelError, match="ResNet models cannot be redesigned; those that can: .*Xcit.*VOLO"):
-            redesign.redesign("resnet18", 4)
-        with pytest.raises(ModelError, match="no model called 'xcit_larg'. Did you mean xcit_"):
-            redesign.redesign("xcit_larg", 4)

@@ -210,16 +210,16 @@ def curve_of(out: Path) -> list[dict]:
 
 def test_a_killed_run_goes_on_as_if_it_had_not_stopped(tmp_path, text):
     config = folder_with(tmp_path, tailored("gpt2"))  # with dropout
-    whole = headwise.research.train(config, text, tmp_path / "whole", **KILLED)
+    whole = headwise.train(config, text, tmp_path / "whole", **KILLED)
     code = (
         "import os, signal, headwise\n"
         "kill = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now.step == 7 else None\n"
-        f"headwise.research.train({config!r}, {text!r}, {str(tmp_path / 'killed')!r}, watch=kill, **{KILLED!r})"
+        f"headwise.train({config!r}, {text!r}, {str(tmp_path / 'killed')!r}, watch=kill, **{KILLED!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert [path.name for path in checkpoint.all_in(tmp_path / "killed" / "checkpoints")] == ["step-00000004"]
-    again = headwise.research.train(config, text, tmp_path / "killed", **KILLED)
+    again = headwise.train(config, text, tmp_path / "killed", **KILLED)
     assert (whole["resumed"], again["resumed"]) == (False, True)
     assert curve_of(tmp_path / "killed") == curve_of(tmp_path / "whole")
     assert [point["step"] for point in curve_of(tmp_path / "whole")] == [3, 5, 6, 9, 10]
@@ -232,7 +232,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(tmp_path, text):
 
 def test_two_processes_train_the_same_model(tmp_path, text):
     config, settings = folder_with(tmp_path, LLAMA), dict(FEW, steps=4, point_every=1)
-    headwise.research.train(config, text, tmp_path / "one", **settings)
+    headwise.train(config, text, tmp_path / "one", **settings)
     parts = dict(settings, micro_tokens=32)  # every process computes its two rows one after the other
     code = f"import headwise\nheadwise.train({config!r}, {text!r}, {str(tmp_path / 'two')!r}, **{parts!r})"
     with socket.socket() as free:
@@ -256,7 +256,7 @@ def test_two_processes_train_the_same_model(tmp_path, text):
 
 def test_a_tailored_design_becomes_a_normal_folder(tmp_path, text):
     config = folder_with(tmp_path, tailored("llama"))
-    found = headwise.research.train(config, text, tmp_path / "out", steps=25, **FEW)
+    found = headwise.train(config, text, tmp_path / "out", steps=25, **FEW)
     out = tmp_path / "out"
     settings = json.loads((out / "model" / "config.json").read_text())
     assert settings["model_type"] == "headwise_llama" and "AutoModelForCausalLM" in settings["auto_map"]
@@ -268,14 +268,14 @@ def test_a_tailored_design_becomes_a_normal_folder(tmp_path, text):
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.5
     assert found == json.loads((out / "training.json").read_text())
     assert found["tokens"] == 25 * 4 * 32 and found["flops"] > 0 and found["evaluation"]["loss_se"] > 0
-    further = headwise.research.train(str(out / "model"), text, tmp_path / "further", steps=2, **FEW)
+    further = headwise.train(str(out / "model"), text, tmp_path / "further", steps=2, **FEW)
     assert further["train_loss"] < curve[0]["loss"] - 0.5, "goes on from the weights"
     assert further["fit"]["rate"] == pytest.approx(found["fit"]["rate"] / 20)
 
 
 def test_an_encoder_learns_hidden_tokens_with_a_tokenizer_of_its_own(tmp_path, text):
     config = folder_with(tmp_path, BERT)
-    found = headwise.research.train(config, text, tmp_path / "out", train_tokenizer=300, steps=30, rate=1e-2, **FEW)
+    found = headwise.train(config, text, tmp_path / "out", train_tokenizer=300, steps=30, rate=1e-2, **FEW)
     assert found["task"] == "masked" and curve_of(tmp_path / "out")[-1]["loss"] < math.log(300) - 0.5
     model = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out" / "model")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
@@ -286,11 +286,11 @@ def test_an_encoder_learns_hidden_tokens_with_a_tokenizer_of_its_own(tmp_path, t
 
 def test_hidden_tokens_are_fifteen_percent_most_of_them_masked(tmp_path, text):
     from headwise.research.train.settings import TrainSettings
-    from headwise.research.train.texts import Masked, train_tokenizer
+    from headwise.research.train.texts import HiddenTokens, train_tokenizer
 
     tokenizer = train_tokenizer([Path(text).read_text()], 300, masked=True)
     settings = TrainSettings(config="", data=text, length=40)
-    source = Masked(settings, tokenizer, 40, tmp_path, torch.device("cpu"))
+    source = HiddenTokens(settings, tokenizer, 40, tmp_path, torch.device("cpu"))
     rows = torch.arange(40) % source.train_rows
     ids, places, labels = source.batch(rows, source.draw(40, torch.Generator().manual_seed(0)))
     assert ids.shape == (40, 40) and places.shape == labels.shape == (40, 6)
@@ -308,7 +308,7 @@ def test_a_classifier_learns_pairs_of_texts(tmp_path):
     data.write_text("\n".join(map(json.dumps, kinds * 30)))
     config = folder_with(tmp_path, {**BERT, "architectures": None})
     settings = dict(FEW, batch_rows=8, train_tokenizer=300, epochs=6, rate=1e-2)
-    found = headwise.research.train(config, str(data), tmp_path / "out", **settings)
+    found = headwise.train(config, str(data), tmp_path / "out", **settings)
     assert found["task"] == "classification" and found["evaluation"]["accuracy"] == 1
     model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out" / "model")
     assert model.config.label2id == {"no": 0, "yes": 1}
@@ -340,7 +340,7 @@ def test_an_image_classifier_learns(tmp_path):
     )  # fmt: skip
     config = folder_with(tmp_path, vit)
     settings = dict(device="cpu", batch_rows=16, epochs=8, rate=1e-2)
-    found = headwise.research.train(config, str(tmp_path / "data.npz"), tmp_path / "out", **settings)
+    found = headwise.train(config, str(tmp_path / "data.npz"), tmp_path / "out", **settings)
     assert found["task"] == "image_classification" and found["row_tokens"] == 5 and found["evaluation"]["accuracy"] == 1
     model = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out" / "model")
     assert model.config.num_labels == 2
@@ -348,7 +348,7 @@ def test_an_image_classifier_learns(tmp_path):
     assert len(about["image_mean"]) == 3 and about["size"] == {"height": 8, "width": 8}
     with pytest.raises(HeadwiseError, match="takes images of 16 x 16"):
         wrong = folder_with(tmp_path, {**vit, "image_size": 16}, "wrong")
-        headwise.research.train(wrong, str(tmp_path / "data.npz"), tmp_path / "out2", **settings)
+        headwise.train(wrong, str(tmp_path / "data.npz"), tmp_path / "out2", **settings)
 
 
 def test_images_are_moved_whole_and_turned_over():
@@ -396,7 +396,7 @@ def test_errors_say_what_to_do(tmp_path, text, change, settings, message):
     config = folder_with(tmp_path, {**LLAMA, **change})
     asked = {"data": text, **FEW, **settings}
     with pytest.raises(HeadwiseError, match=message):
-        headwise.research.train(config, out=tmp_path / "out", **asked)
+        headwise.train(config, out=tmp_path / "out", **asked)
 
 
 def test_every_task_has_a_class_of_transformers():
@@ -414,7 +414,7 @@ def test_empty_and_short_texts_are_refused(tmp_path):
     for content, message in (("", "holds no text"), ("few words", "fewer than one row of 32")):
         (tmp_path / "short.txt").write_text(content)
         with pytest.raises(HeadwiseError, match=message):
-            headwise.research.train(config, str(tmp_path / "short.txt"), tmp_path / f"out{len(content)}", **FEW)
+            headwise.train(config, str(tmp_path / "short.txt"), tmp_path / f"out{len(content)}", **FEW)
 
 
 def test_the_command_trains_once_and_says_so(tmp_path, text, monkeypatch, capsys):
@@ -445,12 +445,12 @@ def test_the_command_trains_once_and_says_so(tmp_path, text, monkeypatch, capsys
 def test_a_run_that_never_began_does_not_keep_the_folder(tmp_path, text):
     config = folder_with(tmp_path, LLAMA)
     with pytest.raises(HeadwiseError, match="no cls token"):
-        headwise.research.train(config, text, tmp_path / "out", task="masked", **FEW)
-    assert headwise.research.train(config, text, tmp_path / "out", steps=1, **FEW)["task"] == "causal"
+        headwise.train(config, text, tmp_path / "out", task="masked", **FEW)
+    assert headwise.train(config, text, tmp_path / "out", steps=1, **FEW)["task"] == "causal"
 
 
 def test_the_folder_of_the_configuration_is_never_written(tmp_path, text):
     config = folder_with(tmp_path, LLAMA)
     with pytest.raises(HeadwiseError, match="never written"):
-        headwise.research.train(config, text, Path(config) / "out", **FEW)
+        headwise.train(config, text, Path(config) / "out", **FEW)
     assert sorted(path.name for path in Path(config).iterdir()) == ["config.json"]

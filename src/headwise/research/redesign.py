@@ -29,43 +29,6 @@ class Build(NamedTuple):
     multiple: int = 1  # of a head's dimension
 
 
-class Row(NamedTuple):
-    """A redesign of the paper: millions of parameters as printed there, None where we have no figure."""
-
-    title: str
-    name: str
-    depth: Sizes
-    heads: Sizes | None
-    mlp_ratio: float | None = None
-    before: float | None = None
-    after: float | None = None
-
-
-TABLE = (
-    Row("XCiT-M", "xcit_medium_24_p16_224", 12, 16, None, 84.4, 59.0),
-    Row("XCiT-L", "xcit_large_24_p16_224", 12, 24, None, 189.1, 103.8),
-    Row("TNT-B", "tnt_b_patch16_224", 8, 16, None, 65.4, 30.9),
-    Row("DaViT-B", "davit_base", (1, 1, 5, 1), None, None, 88.0, 62.0),
-    Row("DaViT-L", "davit_large", (1, 1, 5, 1), None, None, 196.8, 140.0),
-    Row("ViT-B", "vit_base_patch16_224", 8, 16, 2.0),
-)
-
-
-class Count(NamedTuple):
-    """Millions of parameters, the model's own beside the paper's."""
-
-    title: str
-    before: float
-    after: float
-    paper_before: float | None
-    paper_after: float | None
-
-    @property
-    def agrees(self) -> bool | None:
-        """Whether the redesign's count rounds to the paper's; None where the paper's is not known."""
-        return None if self.paper_after is None else round(self.after, 1) == self.paper_after
-
-
 def redesign(
     name: str,
     depth: Sizes | None = None,
@@ -103,12 +66,6 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def count(row: Row) -> Count:
-    """Parameters of one of the paper's redesigns and of its original."""
-    after = redesign(row.name, row.depth, row.heads, row.mlp_ratio, "meta")
-    return Count(row.title, parameters(stock(row.name)) / 1e6, parameters(after) / 1e6, row.before, row.after)
-
-
 def build_of(model: nn.Module) -> Build:
     """Depth, heads and width of a model; one that is none of those known is refused with the list."""
     kind = type(model).__name__
@@ -117,12 +74,12 @@ def build_of(model: nn.Module) -> Build:
     return KNOWN[kind](model)
 
 
-def _plain(model: Any) -> Build:
-    return Build((len(model.blocks),), (model.blocks[0].attn.num_heads,), (model.embed_dim,))
+def _plain(model: Any, multiple: int = 1) -> Build:
+    return Build((len(model.blocks),), (model.blocks[0].attn.num_heads,), (model.embed_dim,), multiple=multiple)
 
 
 def _eva(model: Any) -> Build:
-    return _plain(model)._replace(multiple=1 if model.rope is None else 4)  # two axes, two coordinates each
+    return _plain(model, 1 if model.rope is None else 4)  # two axes, two coordinates each
 
 
 def _tnt(model: Any) -> Build:
@@ -133,34 +90,23 @@ def _tnt(model: Any) -> Build:
 def _davit(model: Any) -> Build:
     stages = [stage.blocks for stage in model.stages]
     attention: list[Any] = [next(m for m in stage.modules() if hasattr(m, "qkv")) for stage in stages]
-    return Build(
-        tuple(map(len, stages)),
-        tuple(found.num_heads for found in attention),
-        tuple(found.qkv.in_features for found in attention),
-        "depths",
-    )
+    return _staged(stages, attention, [found.qkv.in_features for found in attention], "depths")
 
 
 def _volo(model: Any) -> Build:
     stages: list[Any] = [stage for stage in model.network if isinstance(stage, nn.Sequential)]
     attention = [stage[0].attn for stage in stages]
-    return Build(
-        tuple(map(len, stages)),
-        tuple(found.num_heads for found in attention),
-        tuple(found.proj.in_features for found in attention),
-        "layers",
-    )
+    return _staged(stages, attention, [found.proj.in_features for found in attention], "layers")
+
+
+def _staged(stages: list[Any], attention: list[Any], widths: list[int], argument: str) -> Build:
+    return Build(tuple(map(len, stages)), tuple(found.num_heads for found in attention), tuple(widths), argument)
 
 
 KNOWN: dict[str, Callable[[Any], Build]] = {
-    "VisionTransformer": _plain,
-    "VisionTransformerDistilled": _plain,
-    "Eva": _eva,
-    "Xcit": _plain,
-    "TNT": _tnt,
-    "DaVit": _davit,
-    "VOLO": _volo,
-}
+    "VisionTransformer": _plain, "VisionTransformerDistilled": _plain, "Eva": _eva, "Xcit": _plain, "TNT": _tnt,
+    "DaVit": _davit, "VOLO": _volo,
+}  # fmt: skip
 
 
 def _stages(name: str, what: str, given: Sizes, present: tuple[int, ...]) -> Sizes:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import io
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from headwise.types import write_atomically
 PRICES = {"parameters": "parameters", "train_flops_per_token": "training FLOPs per token"}
 STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse}td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #ddd}"
-    "tr.front{font-weight:600}svg{max-width:100%;height:auto}"
+    "table{border-collapse:collapse}td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd}"
+    ".num{text-align:right}svg{max-width:100%;height:auto}"
 )
+HEADING = ("trial", "on the front", "loss", "parameters", "FLOPs per token", "layers", "width", "heads", "rate")
 
 
 def rows_of(study: Any) -> list[dict[str, Any]]:
-    """All trials that ended or were given up, by number."""
+    """All trials that ran to their end or were given up, by number."""
     found = []
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name in ("COMPLETE", "PRUNED") and "parameters" in trial.user_attrs:
@@ -38,17 +39,20 @@ def front(rows: Sequence[dict[str, Any]], price: str) -> list[int]:
     """
     found: list[int] = []
     best = float("inf")
-    done = [row for row in rows if row["loss"] is not None]
-    for row in sorted(done, key=lambda row: (row[price], row["loss"])):
+    for row in sorted(_finished(rows), key=lambda row: (row[price], row["loss"])):
         if row["loss"] < best:
             best = row["loss"]
             found.append(row["number"])
     return found
 
 
+def _finished(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [row for row in rows if row["loss"] is not None]
+
+
 def summary(rows: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[str, Any]:
     """For pareto.json."""
-    done = [row for row in rows if row["loss"] is not None]
+    done = _finished(rows)
     return {
         "settings": settings,
         "trials": len(rows),
@@ -69,27 +73,22 @@ def refuse(out: Path) -> None:
 
 def write(found: dict[str, Any], out: Path) -> list[Path]:
     """pareto.json, pareto.svg where it can be drawn, and search.html with both."""
-    paths = [out / "pareto.json"]
-    write_atomically(paths[0], json.dumps(found, indent=1) + "\n")
-    drawn = ""
-    try:
-        drawn = draw(found)
-        paths.append(out / "pareto.svg")
-        write_atomically(paths[-1], drawn)
-    except HeadwiseError:  # no matplotlib: the table says the same
-        pass
-    paths.append(out / "search.html")
-    write_atomically(paths[-1], page(found, drawn[drawn.find("<svg") :] if drawn else ""))
-    return paths
+    files = {"pareto.json": json.dumps(found, indent=1) + "\n"}
+    with suppress(HeadwiseError):  # no matplotlib: the table says the same
+        files["pareto.svg"] = draw(found)
+    files["search.html"] = page(found, files.get("pareto.svg", ""))
+    for name, content in files.items():
+        write_atomically(out / name, content)
+    return [out / name for name in files]
 
 
 def draw(found: dict[str, Any]) -> str:
-    """Loss over both prices; the front in line."""
+    """Held-out loss over both prices, as SVG; trials on the front are joined by a line."""
     from headwise.report import plots
 
     figure = plots.new_figure(8.0, 3.6)
     axes = figure.subplots(1, 2, sharey=True)
-    done = {row["number"]: row for row in found["rows"] if row["loss"] is not None}
+    done = {row["number"]: row for row in _finished(found["rows"])}
     for panel, (price, label) in zip(axes, PRICES.items(), strict=True):
         panel.plot([row[price] for row in done.values()], [row["loss"] for row in done.values()], "o", alpha=0.5)
         best = [done[number] for number in found["fronts"][price]]
@@ -102,30 +101,31 @@ def draw(found: dict[str, Any]) -> str:
 
 
 def page(found: dict[str, Any], drawing: str) -> str:
-    """A small page that stands alone; everything from outside is escaped."""
-    best = set(found["fronts"]["parameters"])
-    heading = ("trial", "loss", "parameters", "FLOPs per token", "layers", "width", "heads", "rate")
-    lines = []
+    """A small page that stands alone: the picture, and a table of all trials, the best first."""
+    from headwise.report._html import paragraph, table
+
     ordered = sorted(found["rows"], key=lambda row: (row["loss"] is None, row["loss"] or 0.0))
-    for row in ordered:
-        heads = [layer["query_heads"] for layer in row["layers"]]
-        cells = (
-            row["number"],
-            "given up" if row["loss"] is None else f"{row['loss']:.4f}",
-            f"{row['parameters']:,}",
-            f"{row['train_flops_per_token']:.3g}",
-            len(row["layers"]),
-            row["hidden_size"],
-            f"{heads[0]} to {heads[-1]}" if len(set(heads)) > 1 else heads[0],
-            f"{row['params']['rate']:.2g}" if "rate" in row["params"] else "",
-        )
-        mark = ' class="front"' if row["number"] in best else ""
-        lines.append(f"<tr{mark}>" + "".join(f"<td>{html.escape(str(cell))}</td>" for cell in cells) + "</tr>")
-    settings = html.escape(", ".join(f"{k} {v}" for k, v in found["settings"].items()))
-    titles = "".join(f"<th>{title}</th>" for title in heading)
+    rows = tuple(_cells(row, row["number"] in found["fronts"]["parameters"]) for row in ordered)
+    settings = ", ".join(f"{name} {value}" for name, value in found["settings"].items())
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Headwise search</title><style>{STYLE}</style>'
-        f"<h1>Search: {found['trials']} trials, {found['given_up']} given up</h1><p>{settings}</p>{drawing}"
-        f"<p>Bold: no other trial has a lower loss with as few parameters.</p>"
-        f"<table><thead><tr>{titles}</tr></thead><tbody>{''.join(lines)}</tbody></table></html>\n"
+        f"<h1>Search: {found['trials']} trials, {found['given_up']} given up</h1>{paragraph(settings)}"
+        f"{drawing[max(0, drawing.find('<svg')) :]}"
+        f"{paragraph('On the front: no other trial has a lower loss with as few parameters.')}"
+        f"{table(HEADING, rows, (0, *range(2, len(HEADING))))}</html>\n"
+    )
+
+
+def _cells(row: dict[str, Any], on_front: bool) -> tuple[str, ...]:
+    heads = [layer["query_heads"] for layer in row["layers"]]
+    return (
+        str(row["number"]),
+        "yes" if on_front else "",
+        "given up" if row["loss"] is None else f"{row['loss']:.4f}",
+        f"{row['parameters']:,}",
+        f"{row['train_flops_per_token']:.3g}",
+        str(len(row["layers"])),
+        str(row["hidden_size"]),
+        f"{heads[0]} to {heads[-1]}" if len(set(heads)) > 1 else str(heads[0]),
+        f"{row['params']['rate']:.2g}" if "rate" in row["params"] else "",
     )

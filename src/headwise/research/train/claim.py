@@ -1,4 +1,7 @@
-"""Whose folder it is: a new training's, or that of one which resumes. No torch."""
+"""Whose folder it is: a new training's, or that of one which resumes. Locks, records and replacing are those of `runs`.
+
+No torch.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +26,14 @@ WORK = ("data", "checkpoints")
 def held(folder: Path, settings: TrainSettings) -> Iterator[None]:
     """Keep other commands out of the folder, and complete or undo what a kill interrupted in it.
 
-    A training that is replaced is deleted when the new one is finished, and comes back where the new one fails before
-    its first checkpoint.
+    A training that is replaced is deleted when the new one is finished. It comes back if the new one fails before its
+    first checkpoint. A folder whose training would write over its own inputs is refused.
     """
-    refuse(folder, settings)
+    source = Path(settings.config)
+    if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
+        raise OutputError(f"{folder} lies in the folder of {settings.config}, which is never written; choose another.")
+    if folder.is_dir():
+        aside.refuse_inside(folder, OWN, (settings.config, settings.data, settings.eval, settings.tokenizer))
     with disk.explained(folder), locked(folder, "train") as taken:
         if taken:
             aside.undo_move(folder)
@@ -36,7 +43,7 @@ def held(folder: Path, settings: TrainSettings) -> Iterator[None]:
         try:
             yield
         except HeadwiseError as error:
-            fresh = not isinstance(error, OutputError) and not any((folder / "checkpoints").glob("step-*"))
+            fresh = not isinstance(error, OutputError) and not _begun(folder)
             if taken and fresh and (folder / aside.PREVIOUS).exists():
                 aside.put_back(folder, OWN)
             raise
@@ -44,25 +51,20 @@ def held(folder: Path, settings: TrainSettings) -> Iterator[None]:
             aside.drop(folder)
 
 
-def refuse(folder: Path, settings: TrainSettings) -> None:
-    """Refuse a folder whose training would write over its own inputs."""
-    source = Path(settings.config)
-    if source.is_dir() and folder.resolve().is_relative_to(source.resolve()):
-        raise OutputError(f"{folder} lies in the folder of {settings.config}, which is never written; choose another.")
-    if folder.is_dir():
-        aside.refuse_inside(folder, OWN, (settings.config, settings.data, settings.eval, settings.tokenizer))
-
-
 def claim(folder: Path, settings: TrainSettings, overwrite: bool) -> None:
     """Take the folder for a training: a new one, or one that the same training left unfinished."""
-    refuse(folder, settings)
-    about, inputs = folder / "train.json", _inputs(settings)
+    about = folder / "train.json"
+    models = [name for name in (settings.config, settings.tokenizer) if name and name != "embedded"]
+    found = [fingerprint.of_model(name, name) for name in models]
+    found += [fingerprint.of_data(name) for name in (settings.data, settings.eval)]
+    inputs = {name: value for part in found for name, value in part.items()}
     if folder.exists() and (not folder.is_dir() or aside.strangers(folder)):
         if not about.is_file():
             raise OutputError(f"{folder} is not empty and holds no training of headwise; choose another --out.")
-        if differs := _difference(folder, settings, inputs):
-            if not overwrite:
-                raise OutputError(f"{folder} holds {differs}; choose another --out or add --overwrite.")
+        differs = _difference(folder, settings, inputs)
+        if differs and not overwrite:
+            raise OutputError(f"{folder} holds {differs}; choose another --out or add --overwrite.")
+        if differs:
             aside.set_aside(folder, OWN)
         elif not _begun(folder) and not _same_data(folder, settings, inputs):
             aside.discard(folder, ("data", "tokenizer", "finished.json"))
@@ -95,11 +97,3 @@ def _difference(folder: Path, settings: TrainSettings, inputs: dict[str, str]) -
         return "a training with other settings; run it with the same ones"
     changed = fingerprint.difference(known, inputs)
     return f"a training that began with another {changed}; restore it" if changed else None
-
-
-def _inputs(settings: TrainSettings) -> dict[str, str]:
-    """Fingerprints of the model and of the data."""
-    models = [name for name in (settings.config, settings.tokenizer) if name and name != "embedded"]
-    parts = [fingerprint.of_model(name, name) for name in models]
-    parts += [fingerprint.of_data(name) for name in (settings.data, settings.eval)]
-    return {name: value for part in parts for name, value in part.items()}

@@ -69,10 +69,6 @@ def read(source: str) -> list[Example]:
     return found
 
 
-def _first(row: dict[str, Any], names: Sequence[str]) -> str | None:
-    return next((str(row[name]) for name in names if row.get(name) is not None), None)
-
-
 def _records(lines: list[str]) -> list[dict[str, Any]]:
     return [{name.lower(): value for name, value in json.loads(line).items()} for line in lines if line.strip()]
 
@@ -107,7 +103,7 @@ class Labels(NamedTuple):
             return torch.tensor([float(example.label) for example in examples])
         known = {name: number for number, name in enumerate(self.names)}
         if strange := sorted({example.label for example in examples} - set(known)):
-            raise DataError(f"{source} has the label '{strange[0]}', which the training data lacks.")
+            raise DataError(f"{source} has the label '{strange[0]}', which the training data does not have.")
         return torch.tensor([known[example.label] for example in examples])
 
 
@@ -119,7 +115,7 @@ def _is_score(label: str) -> bool:
     return not label.lstrip("-").isdigit()
 
 
-class Texts(Source):
+class LabelledTexts(Source):
     """Whole texts with one answer each, padded to the longest of a batch."""
 
     default_rows = 32

@@ -1,9 +1,11 @@
-"""The model of a run: from a configuration alone, or from a folder with weights; and the folder that it ends in."""
+"""The model of a training: from a configuration alone or with a folder's weights; and the folder that it ends in."""
 
 from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,27 @@ from headwise.research.train.labelled import is_labelled
 from headwise.research.train.settings import TrainSettings
 from headwise.research.train.texts import train_tokenizer
 from headwise.runtime import register
-from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, MASKED
+from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, IMAGE_CLASSIFIER, MASKED
 
-IMAGES = "AutoModelForImageClassification"
-AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGES}
+AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGE_CLASSIFIER}
 SAMPLE = 2_000  # texts that a tokenizer is trained on
+
+
+@contextmanager
+def loading(failure: str, advice: str = "") -> Iterator[None]:
+    """Silence transformers, and turn whatever it, the hub's client or a tokenizer raises into one line."""
+    try:
+        with families.quietly():
+            yield
+    except HeadwiseError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
+        reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in reason:
+            reason = "it needs code that its repository brings, and there is no --trust-remote-code here: none is run"
+        raise ModelError(f"{failure} ({reason}){advice}.") from None
 
 
 def read_config(where: str) -> Any:
@@ -33,16 +51,10 @@ def read_config(where: str) -> Any:
     register()
     if where.endswith(".gguf"):
         raise ModelError(f"{where} cannot be trained further; give a folder with safetensors, or a configuration.")
-    path = families.locate(where)[0] if not where.endswith(".json") else where
     if where.endswith(".json") and not Path(where).is_file():
         raise ModelError(f"{where} does not exist; give a folder with config.json, or such a file.")
-    try:
-        with families.quietly():
-            return families.read_config(path)
-    except HeadwiseError:
-        raise
-    except Exception as error:  # transformers and the hub's client raise many kinds
-        raise ModelError(f"{where} holds no configuration that transformers can read ({_reason(error)}).") from None
+    with loading(f"{where} holds no configuration that transformers can read"):
+        return families.read_config(where if where.endswith(".json") else families.locate(where)[0])
 
 
 def task_for(settings: TrainSettings, config: Any) -> str:
@@ -63,14 +75,13 @@ def task_for(settings: TrainSettings, config: Any) -> str:
 
 
 def has_weights(where: str) -> bool:
-    """Whether a folder holds a model to go on from; a hub id always does. Pickled weights are refused."""
+    """Whether a folder holds weights to train further; a hub id always does. Pickled weights are refused."""
     if where.endswith(".json"):
         return False
     folder = Path(families.locate(where)[0])
     check_weights(str(folder))
-    return not folder.is_dir() or any(
-        (folder / name).is_file() for name in ("model.safetensors", "model.safetensors.index.json")
-    )
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return not folder.is_dir() or any((folder / name).is_file() for name in names)
 
 
 def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
@@ -78,24 +89,13 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     import transformers
 
     auto = getattr(transformers, AUTO[task])
-    try:
-        with families.quietly():
-            if settings.fresh or not has_weights(settings.config):
-                made: nn.Module = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-                return made
-            where = families.locate(settings.config)[0]
-            found, info = auto.from_pretrained(
-                where,
-                config=config,
-                dtype=torch.float32,
-                use_safetensors=True,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-    except HeadwiseError:
-        raise
-    except Exception as error:  # transformers raises many kinds
-        raise ModelError(f"{settings.config} gives no model for the task {task} ({_reason(error)}).") from None
+    how = dict(dtype=torch.float32, trust_remote_code=False)
+    with loading(f"{settings.config} gives no model for the task {task}"):
+        if settings.fresh or not has_weights(settings.config):
+            made: nn.Module = auto.from_config(config, **how)
+            return made
+        where = families.locate(settings.config)[0]
+        found, info = auto.from_pretrained(where, config=config, use_safetensors=True, output_loading_info=True, **how)
     body = f"{found.base_model_prefix}."
     if lost := sorted(key for key in info["missing_keys"] if key.startswith(body)):
         raise ModelError(f"{settings.config} is damaged: {lost[0]} is missing. Fetch it again, or add --fresh.")
@@ -103,32 +103,28 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     return loaded
 
 
-def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -> Any:
-    """The tokenizer that was asked for, that beside the configuration, or one trained on the data into `made`."""
+def read_tokenizer(where: str) -> Any:
+    """The tokenizer of a folder or hub id, or the embedded model's; no code of its repository is run."""
     from transformers import AutoTokenizer
 
+    with loading(f"{where} holds no tokenizer that can be read", "; give --tokenizer FOLDER"):
+        place = families.locate(where)[0] if where == families.EMBEDDED else where
+        check_folder(place)
+        found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
+        check_tokenizer(found, where)
+    return found
+
+
+def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -> Any:
+    """The tokenizer that was asked for, that beside the configuration, or one trained on the data into `made`."""
+    where = settings.tokenizer
     if settings.train_tokenizer is not None:
         if not made.exists():
             texts = [text for _, text in zip(range(SAMPLE), documents(settings.data, settings.seed), strict=False)]
             trained = train_tokenizer(texts, settings.train_tokenizer, task != "causal")
             write_folder(made, trained.save_pretrained)
         where = str(made)
-    else:
-        where = settings.tokenizer or _beside(settings.config, config)
-    try:
-        with families.quietly():
-            place = families.locate(where)[0] if where == families.EMBEDDED else where
-            check_folder(place)
-            found = AutoTokenizer.from_pretrained(place, trust_remote_code=False)
-            check_tokenizer(found, where)
-    except HeadwiseError:
-        raise
-    except BaseException as error:  # transformers and tokenizers raise many kinds
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
-            raise
-        raise ModelError(
-            f"{where} holds no tokenizer that can be read ({_reason(error)}); give --tokenizer FOLDER."
-        ) from None
+    found = read_tokenizer(where or _beside(settings.config, config))
     if len(found) > config.vocab_size:
         raise ModelError(
             f"the tokenizer has {len(found):,} tokens and the configuration a vocab_size of {config.vocab_size:,}; "
@@ -137,14 +133,8 @@ def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -
     return found
 
 
-def _reason(error: BaseException) -> str:
-    if "trust_remote_code" in str(error):
-        return "it needs code that its repository brings, and training has no --trust-remote-code: it runs none"
-    return " ".join(str(error).split())[:300]
-
-
 def _beside(where: str, config: Any) -> str:
-    """Where the tokenizer of a configuration is; one of the embedded model's vocabulary may do with its tokenizer."""
+    """Where the tokenizer of a configuration is; one with the embedded model's vocabulary may use its tokenizer."""
     folder = Path(families.locate(where)[0]) if not where.endswith(".json") else Path(where).parent
     if not folder.is_dir() or any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         return str(folder)

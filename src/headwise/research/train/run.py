@@ -1,9 +1,11 @@
-"""A training run with its folder: data, model, loop, checkpoints, logs, and the model that comes out."""
+"""A training with its folder: data, model, loop, checkpoints, logs, the model that comes out, and its record."""
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
+import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,26 +14,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from headwise import cost, families
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._config import stored_dtype
 from headwise.research.train import model
 from headwise.research.train._source import Source
 from headwise.research.train.claim import claim, held
 from headwise.research.train.images import Images
-from headwise.research.train.labelled import Texts
-from headwise.research.train.record import machine, outcome, training_flops
+from headwise.research.train.labelled import LabelledTexts
 from headwise.research.train.settings import TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
-from headwise.research.train.texts import Masked, Text
+from headwise.research.train.texts import HiddenTokens, NextToken
 from headwise.training import checkpoint
 from headwise.training.accelerator import accelerator_for
 from headwise.training.logs import Logs
-from headwise.training.loop import FitSettings, State, begin, fit
+from headwise.training.loop import FitSettings, Point, State, begin, fit
 from headwise.training.order import Order
 from headwise.types import write_atomically
 
 
-class Progress(NamedTuple):
-    """Where a run stands, for whoever watches it."""
+class TrainProgress(NamedTuple):
+    """How far a training is."""
 
     step: int
     steps: int
@@ -39,7 +41,7 @@ class Progress(NamedTuple):
     tokens_per_second: float | None
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[TrainProgress], None]
 
 
 def train(
@@ -47,7 +49,7 @@ def train(
 ) -> dict[str, Any]:
     """Train a model into a folder and return what training.json says. `settings` are the fields of `TrainSettings`.
 
-    A run that was killed goes on with the same call, as if it had not stopped.
+    A training that was killed resumes with the same call, and ends as if it had not stopped.
     """
     asked = TrainSettings(config=str(config), data=str(data), **settings)
     if not asked.fresh:
@@ -58,12 +60,11 @@ def train(
         if accelerator.is_main_process:
             claim(folder, asked, overwrite)
         accelerator.wait_for_everyone()
-        run = Run(asked, folder, accelerator)
-        return run.go(watch)
+        return Training(asked, folder, accelerator).run(watch)
 
 
-class Run:
-    """One run: what it trains, on what, and where that is written."""
+class Training:
+    """One training: which model, on what data, and the folder it is written to."""
 
     def __init__(self, settings: TrainSettings, folder: Path, accelerator: Any) -> None:
         self.settings, self.folder, self.accelerator = settings, folder, accelerator
@@ -80,8 +81,9 @@ class Run:
         self.model = model.build(settings, config, self.task).to(self.device)
         tuned = not settings.fresh and model.has_weights(settings.config)
         self.rows = rows_of_step(settings, self.source.row_tokens, self.source.default_rows)
+        steps = steps_of(settings, self.source.train_rows, self.rows, self.source.row_tokens)
         self.fitting = FitSettings(
-            steps=steps_of(settings, self.source.train_rows, self.rows, self.source.row_tokens),
+            steps=steps,
             rate=settings.rate or usual_rate(int(_width(config)), tuned),
             warm_up=settings.warm_up,
             decay=settings.decay,
@@ -91,9 +93,8 @@ class Run:
             bf16=settings.bf16,
             compile=settings.compile,
             point_every=settings.point_every,
+            evaluate_every=settings.eval_every or max(1, steps // 10),
         )
-        every = settings.eval_every or max(1, self.fitting.steps // 10)
-        self.fitting = FitSettings(**{**self.fitting.to_json(), "evaluate_every": every})
         self.tokens_of_step = self.rows * (self.source.mean_tokens or self.source.row_tokens)
         host = "cpu" if self.source.order_on_host else self.device
         self.order = Order(self.source.train_rows, self.rows, settings.seed, host)
@@ -110,12 +111,12 @@ class Run:
         if config.model_type.removeprefix("headwise_") == "roberta":
             length = min(length, config.max_position_embeddings - config.pad_token_id - 1)
         if self.task == "classification":
-            texts = Texts(settings, self.tokenizer, length, device, config)
+            texts = LabelledTexts(settings, self.tokenizer, length, device, config)
             _name_labels(config, texts.labels.names)
             if config.pad_token_id is None:
                 config.pad_token_id = texts.pad
             return texts
-        kind = Text if self.task == "causal" else Masked
+        kind = NextToken if self.task == "causal" else HiddenTokens
         return kind(settings, self.tokenizer, length, self.folder / "data", device)
 
     def batches(self, number: int) -> Any:
@@ -146,7 +147,7 @@ class Run:
             found[f"{name}_se"] = math.sqrt(spread / (count - 1)) if count > 1 else 0.0
         return found
 
-    def go(self, watch: Watch | None) -> dict[str, Any]:
+    def run(self, watch: Watch | None) -> dict[str, Any]:
         """Train from the beginning or the newest checkpoint to the end."""
         state = begin(self.model, self.fitting, self.accelerator)
         checkpoints = self.folder / "checkpoints"
@@ -157,44 +158,42 @@ class Run:
         def after(state: State) -> None:
             new = logs.write(state.curve)
             if self._due(state, new):
-                state.sums = self.accelerator.reduce(state.sums, "mean")  # alike everywhere, as they will be on return
+                state.sums = self.accelerator.reduce(state.sums, "mean")  # equal in all processes, as after a restart
                 if self.accelerator.is_main_process:
                     checkpoint.save(checkpoints, self.model, state)
                 self.accelerator.wait_for_everyone()
             if watch is not None and self.accelerator.is_main_process:
                 last = state.curve[-1] if state.curve else None
                 speed = tokens * last.step / last.seconds if last and last.seconds else None
-                watch(Progress(state.step, self.fitting.steps, last.loss if last else None, speed))
+                watch(TrainProgress(state.step, self.fitting.steps, last.loss if last else None, speed))
 
         more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state, accelerator=self.accelerator)
         try:
             fit(self.model, self.batches, self.fitting, self.source.loss, **more)
         except torch.OutOfMemoryError:
             raise HeadwiseError(
-                f"the device has too little memory for {self.settings.micro_tokens} tokens at once; the same run goes "
-                f"on with a smaller --micro-tokens, such as {self.settings.micro_tokens // 4}."
+                f"the device has too little memory for {self.settings.micro_tokens} tokens at once; the same training "
+                f"resumes with a smaller --micro-tokens, such as {self.settings.micro_tokens // 4}."
             ) from None
         finally:
             logs.close()
         return self._finish(state, resumed)
 
     def _due(self, state: State, at_point: bool) -> bool:
-        """Whether it is time for a checkpoint; where the clock says so, the first process decides for all."""
-        if state.step % self.settings.save_every == 0 or state.step == self.fitting.steps:
+        """Whether it is time for a checkpoint; by the clock, the main process decides for all."""
+        due = state.step % self.settings.save_every == 0 or state.step == self.fitting.steps
+        if not due and at_point:
+            late = float(time.monotonic() - self.saved_at > 60 * self.settings.save_minutes)
+            if self.processes > 1:
+                first = late if self.accelerator.is_main_process else 0.0
+                late = float(self.accelerator.reduce(torch.tensor(first, device=self.device), "sum"))
+            due = bool(late)
+        if due:
             self.saved_at = time.monotonic()
-            return True
-        if not at_point:
-            return False
-        late = float(time.monotonic() - self.saved_at > 60 * self.settings.save_minutes)
-        if self.processes > 1:
-            first = late if self.accelerator.is_main_process else 0.0
-            late = float(self.accelerator.reduce(torch.tensor(first, device=self.device), "sum"))
-        if late:
-            self.saved_at = time.monotonic()
-        return bool(late)
+        return due
 
     def _finish(self, state: State, resumed: bool) -> dict[str, Any]:
-        """Write the model and then training.json, which says that the run is done."""
+        """Write the model and then training.json, which marks the training as finished."""
         found = self._found(state, resumed)
         if self.accelerator.is_main_process:
             processor = self.source.processor() if isinstance(self.source, Images) else None
@@ -204,22 +203,51 @@ class Run:
         return found
 
     def _found(self, state: State, resumed: bool) -> dict[str, Any]:
-        """What training.json says."""
-        rows = {"train": self.source.train_rows, "evaluation": self.source.eval_rows, "step": self.rows}
+        """What training.json says: settings, losses with their standard errors, cost, and where it ran."""
         tokens = round(state.step * self.tokens_of_step)
+        loss, error = _late(state.curve)
+        device = self.device
+        machine = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
         return {
             "settings": self.settings.to_json(),
             "fit": self.fitting.to_json(),
             "task": self.task,
             "parameters": sum(p.numel() for p in self.model.parameters()),
-            "rows": rows,
+            "rows": {"train": self.source.train_rows, "evaluation": self.source.eval_rows, "step": self.rows},
             "row_tokens": self.source.row_tokens,
             "processes": self.processes,
             "resumed": resumed,
-            **outcome(state, tokens),
-            "flops": training_flops(self.model.config, self.source.row_tokens, tokens, isinstance(self.source, Text)),
-            **machine(self.device),
+            "train_loss": loss,
+            "train_loss_se": error,
+            "evaluation": state.curve[-1].evaluation,
+            "tokens": tokens,
+            "seconds": state.seconds,
+            "tokens_per_second": tokens / state.seconds,
+            "flops": self._flops(tokens),
+            "machine": machine,
+            "torch": torch.__version__,
+            "date": datetime.date.today().isoformat(),
         }
+
+    def _flops(self, tokens: int) -> float | None:
+        """FLOPs of forward and backward passes (twice a forward one) over `tokens`, where the family is known."""
+        config: Any = self.model.config
+        try:
+            shape = families.family_of(config).shape_of(config)
+        except HeadwiseError:
+            return None
+        length = self.source.row_tokens
+        per_row = cost.prefill_flops(shape, length)
+        if isinstance(self.source, NextToken):  # logits for all tokens of a row, not once
+            per_row += (length - 1) * 2.0 * shape.hidden_size * shape.vocab_size
+        return 3.0 * per_row * tokens / length
+
+
+def _late(curve: list[Point]) -> tuple[float, float]:
+    """Mean loss of the last tenth of the curve, and its standard error over points."""
+    losses = torch.tensor([point.loss for point in curve[-max(1, len(curve) // 10) :]], dtype=torch.float64)
+    error = float(losses.std() / math.sqrt(len(losses))) if len(losses) > 1 else 0.0
+    return float(losses.mean()), error
 
 
 def _width(config: Any) -> int:

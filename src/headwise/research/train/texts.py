@@ -12,13 +12,13 @@ from torch import nn
 from headwise.errors import DataError, ModelError
 from headwise.research.train._source import Draws, Source, surprise
 from headwise.research.train.settings import TrainSettings
-from headwise.research.train.tokens import Rows, token_file
+from headwise.research.train.tokens import TokenRows, token_file
 
 HELD_OUT = 0.05  # of the data, at most, where no text to evaluate on is given
 HIDDEN, BY_MASK, BY_OTHER = 0.15, 0.8, 0.1  # of the tokens; of the hidden ones by the mask, by any other token
 
 
-class Text(Source):
+class NextToken(Source):
     """The next token, in rows of equal length."""
 
     ends = 0  # tokens around a row that are not in the file
@@ -41,7 +41,7 @@ class Text(Source):
                     f"{name or settings.data} has {len(part)} tokens{rest}, fewer than one row of {width}; "
                     "give a longer text or lower --length."
                 )
-        self.train, self.held = Rows(tokens, width, device), Rows(other[: wanted * width], width, device)
+        self.train, self.held = TokenRows(tokens, width, device), TokenRows(other[: wanted * width], width, device)
         self.order_on_host = self.train.rows.device.type == "cpu"
         self.train_rows, self.eval_rows = self.train.count, self.held.count
 
@@ -59,7 +59,7 @@ class Text(Source):
         return {"loss": surprise(logits[:, :-1], batch[:, 1:])}
 
 
-class Masked(Text):
+class HiddenTokens(NextToken):
     """As many hidden tokens in every row: most by the mask, some by another token, some left as they are."""
 
     ends = 2
@@ -87,7 +87,7 @@ class Masked(Text):
         return self._hide(self.train[rows], draws)
 
     def eval_batch(self, rows: torch.Tensor) -> Any:
-        """The same with the same tokens hidden every time."""
+        """Inputs, places and labels as in `batch`, with the same tokens hidden every time."""
         where = rows.to(self.eval_draws[0].device)
         return self._hide(self.held[rows], tuple(draw[where] for draw in self.eval_draws))
 

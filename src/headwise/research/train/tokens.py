@@ -78,7 +78,7 @@ def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any
 
 
 def _changed(source: str) -> list[int]:
-    """Size and time of a file, so that a run does not go on with another text than it began with."""
+    """Size and time of a file, so that a training never resumes on another text than it began with."""
     if not Path(source).is_file():
         return []
     found = Path(source).stat()
@@ -90,7 +90,7 @@ def _print_of(tokenizer: Any) -> str:
     return hashlib.sha256(words.encode()).hexdigest()
 
 
-class Rows:
+class TokenRows:
     """Windows of `width` tokens of a token file, as rows of a tensor; on the accelerator where there is room."""
 
     def __init__(self, tokens: np.ndarray[Any, Any], width: int, device: torch.device) -> None:
