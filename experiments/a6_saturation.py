@@ -31,7 +31,7 @@ from headwise import data, families
 from headwise.data import own_text
 from headwise.errors import HeadwiseError
 from headwise.families._watch import batches
-from headwise.probes.saturation import Rows, joined, lengths_up_to, mean_and_error, norms_at, rows_of, slopes
+from headwise.probes.saturation import SoftmaxRows, joined, lengths_up_to, mean_and_error, norms_at, rows_of, slopes
 from headwise.progress import Track, silently
 
 CLAIM = "A6"
@@ -41,7 +41,7 @@ SAYS = "The norm of the softmax Jacobian falls as O(1/L) with the length L of th
 FOLLOWS, SHARP, SETTLED = -0.75, -0.25, 0.5  # slopes, and a largest weight: see above
 ENCODER_ROWS = 16
 HOOK = "headwise_a6"
-See = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, float], Rows]
+See = Callable[[torch.nn.Module, torch.Tensor, torch.Tensor, float], SoftmaxRows]
 
 
 class Effort(NamedTuple):
@@ -134,13 +134,13 @@ def random_like(model: torch.nn.Module, seed: int) -> torch.nn.Module:
 
 
 @contextmanager
-def seeing(model: torch.nn.Module, see: See) -> Iterator[list[Rows]]:
+def seeing(model: torch.nn.Module, see: See) -> Iterator[list[SoftmaxRows]]:
     """Look at the queries and keys of every softmax of a stock model; what was seen is listed in the layers' order."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
 
-    seen: list[Rows] = []
+    seen: list[SoftmaxRows] = []
 
     def attend(
         module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **more: Any
@@ -158,7 +158,7 @@ def seeing(model: torch.nn.Module, see: See) -> Iterator[list[Rows]]:
         model.set_attn_implementation(before)
 
 
-def measure(subject: Subject) -> tuple[tuple[int, ...], list[Rows]]:
+def measure(subject: Subject) -> tuple[tuple[int, ...], list[SoftmaxRows]]:
     """Lengths, and per layer what the rows look like (sequence, head, length)."""
     lengths = lengths_up_to(subject.tokens.shape[1])
     if subject.ends is None:
@@ -168,10 +168,10 @@ def measure(subject: Subject) -> tuple[tuple[int, ...], list[Rows]]:
 
 
 @torch.no_grad()
-def read_causally(model: torch.nn.Module, tokens: torch.Tensor, lengths: tuple[int, ...]) -> list[Rows]:
+def read_causally(model: torch.nn.Module, tokens: torch.Tensor, lengths: tuple[int, ...]) -> list[SoftmaxRows]:
     """One pass over each block: every length is a row of it."""
 
-    def see(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, scale: float) -> Rows:
+    def see(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, scale: float) -> SoftmaxRows:
         return norms_at(q, k, scale, lengths, getattr(module, "sliding_window", None))
 
     parts = []
@@ -183,16 +183,16 @@ def read_causally(model: torch.nn.Module, tokens: torch.Tensor, lengths: tuple[i
 
 
 @torch.no_grad()
-def read_both_ways(subject: Subject, length: int) -> list[Rows]:
+def read_both_ways(subject: Subject, length: int) -> list[SoftmaxRows]:
     """Texts of exactly `length` tokens, the two that mark the ends included; evenly spaced rows, averaged."""
     first, last = (torch.full((len(subject.tokens), 1), end) for end in subject.ends or ())
     tokens = torch.cat((first, subject.tokens[:, : length - 2], last), dim=1)
     places = torch.linspace(0, length - 1, min(length, ENCODER_ROWS)).round().long()
 
-    def see(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, scale: float) -> Rows:
+    def see(module: torch.nn.Module, q: torch.Tensor, k: torch.Tensor, scale: float) -> SoftmaxRows:
         rows = rows_of(q[:, :, places.to(q.device)], k, scale)
         norm = np.exp(np.log(rows.norm).mean(-1, keepdims=True))
-        return Rows(norm, *(part.mean(-1, keepdims=True) for part in rows[1:]))
+        return SoftmaxRows(norm, *(part.mean(-1, keepdims=True) for part in rows[1:]))
 
     parts = []
     for batch in batches(tokens):
@@ -202,7 +202,7 @@ def read_both_ways(subject: Subject, length: int) -> list[Rows]:
     return [joined(list(layer), axis=0) for layer in zip(*parts, strict=True)]
 
 
-def described(layers: list[Rows], lengths: tuple[int, ...]) -> dict[str, Any]:
+def described(layers: list[SoftmaxRows], lengths: tuple[int, ...]) -> dict[str, Any]:
     """A model's numbers: per layer, over all heads, and how slopes go with depth and with growing logits."""
     whole = joined(layers, axis=1)
     slope, weight = slopes(lengths, whole.norm).mean(0), whole.largest[:, :, -1].mean(0)
@@ -237,7 +237,7 @@ def described(layers: list[Rows], lengths: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
-def layer_numbers(rows: Rows, lengths: tuple[int, ...]) -> dict[str, Any]:
+def layer_numbers(rows: SoftmaxRows, lengths: tuple[int, ...]) -> dict[str, Any]:
     """One layer: geometric-mean norms, slopes, half ranges of the logits and largest weights, with standard errors."""
     logs, spread = mean_and_error(np.log(rows.norm).mean(1))
     fitted = slopes(lengths, rows.norm)

@@ -62,7 +62,7 @@ def test_workers_share_a_storage(text: str, tmp_path: Path) -> None:
 def test_a_trial_that_falls_behind_is_given_up(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study, "START_UP", 1)
     losses = iter([1.0] * study.LOOKS + [9.0] * study.LOOKS)
-    monkeypatch.setattr(study.Bench, "judge", lambda self, model: next(losses))
+    monkeypatch.setattr(study.Trials, "judge", lambda self, model: next(losses))
     found, _ = study.search(settings(text, 2), tmp_path / "out")
     states = [trial.state.name for trial in found.trials]
     assert states == ["COMPLETE", "PRUNED"] and len(list(losses)) > 0, "long before its end"
@@ -80,16 +80,16 @@ class TestSpace:
         from headwise import budgets, cost
 
         maker = configs.Maker("llama", 512, 64)
-        point = space.Point(depth=3, head_dim=32, mlp_share=1.0, taper=0.5)
+        wanted = space.Proportions(depth=3, head_dim=32, mlp_share=1.0, taper=0.5)
         limits = (budgets.parse("params=2M", maker.make(configs.Sketch(64, 1, 1, 64, 64))),)
-        found = space.widest(maker.make, limits, maker.rules(False), point)
+        found = space.widest(maker.make, limits, maker.rules(False), wanted)
         heads = [layer.query_heads for layer in found.layers]
         assert cost.parameters(found) <= 2e6 and heads[0] > heads[-1] and len(heads) == 3
         model = configs.build(maker.config(found), maker.kind.auto, "meta")
         assert sum(p.numel() for p in model.parameters()) == cost.parameters(found)
         with pytest.raises(BudgetError, match="no 3 layers with heads of 128 fit"):
             few = (budgets.parse("params=50k", found),)
-            space.widest(maker.make, few, maker.rules(False), point._replace(head_dim=128))
+            space.widest(maker.make, few, maker.rules(False), wanted._replace(head_dim=128))
 
     def test_refusals(self, text: str) -> None:
         with pytest.raises(HeadwiseError, match="trials train language models, which bert is none of"):
@@ -97,7 +97,7 @@ class TestSpace:
         with pytest.raises(HeadwiseError, match="trials is 0; it must be at least 1"):
             settings(text, 0)
         with pytest.raises(BudgetError, match="a search has no model to take a percentage of"):
-            study.Bench(settings(text, budget=("params=50%",)))
+            study.Trials(settings(text, budget=("params=50%",)))
 
 
 class TestFront:

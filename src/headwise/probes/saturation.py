@@ -28,8 +28,8 @@ FLOOR = 1e-12  # of a norm: a head that looks at one token alone has none, and n
 Array = NDArray[np.float64]
 
 
-class Rows(NamedTuple):
-    """Rows of softmax weights, described; arrays (sequence, head, row or length)."""
+class SoftmaxRows(NamedTuple):
+    """SoftmaxRows of softmax weights, described; arrays (sequence, head, row or length)."""
 
     norm: Array  # of the Jacobian
     half_range: Array  # of the row's logits: the least bound on them, as softmax ignores a shift
@@ -45,14 +45,14 @@ def lengths_up_to(longest: int) -> tuple[int, ...]:
     return tuple(2**power for power in range(2, 11) if 2**power <= min(longest, LONGEST))
 
 
-def rows_of(q_BHRK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, softcap: float | None = None) -> Rows:
+def rows_of(q_BHRK: torch.Tensor, k_BGTK: torch.Tensor, scale: float, softcap: float | None = None) -> SoftmaxRows:
     """Every query row against all the keys; query heads share key heads in order."""
     batch, heads, rows, width = q_BHRK.shape
     grouped = q_BHRK.reshape(batch, k_BGTK.shape[1], -1, width)
     logits = capped((grouped @ k_BGTK.mT).double().view(batch, heads, rows, -1) * scale, softcap)
     p = logits.softmax(-1).cpu().numpy()
     low, high = logits.aminmax(dim=-1)
-    return Rows(np.maximum(jacobian_norm(p), FLOOR), ((high - low) / 2).cpu().numpy(), p.max(-1))
+    return SoftmaxRows(np.maximum(jacobian_norm(p), FLOOR), ((high - low) / 2).cpu().numpy(), p.max(-1))
 
 
 def norms_at(
@@ -62,7 +62,7 @@ def norms_at(
     lengths: tuple[int, ...],
     window: int | None = None,
     softcap: float | None = None,
-) -> Rows:
+) -> SoftmaxRows:
     """Causal attention: the last row of the first `length` tokens, for every length; a window hides older keys."""
     parts = []
     for length in lengths:
@@ -71,9 +71,9 @@ def norms_at(
     return joined(parts, axis=-1)
 
 
-def joined(parts: list[Rows], axis: int) -> Rows:
+def joined(parts: list[SoftmaxRows], axis: int) -> SoftmaxRows:
     """Several sets of rows as one: of more sequences (axis 0) or more lengths (axis -1)."""
-    return Rows(*(np.concatenate(part, axis) for part in zip(*parts, strict=True)))
+    return SoftmaxRows(*(np.concatenate(part, axis) for part in zip(*parts, strict=True)))
 
 
 def slopes(lengths: tuple[int, ...], norms_BHL: Array) -> Array:
@@ -100,7 +100,7 @@ def measure(
     if len(lengths) < 2:
         return []
     layers = family.blocks(model)
-    seen: list[list[Rows]] = [[] for _ in layers]
+    seen: list[list[SoftmaxRows]] = [[] for _ in layers]
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         attend = layers[layer].attention.attend
@@ -112,7 +112,7 @@ def measure(
     return _readings([joined(parts, axis=0) for parts in seen], lengths, len(few) * lengths[-1], seed)
 
 
-def _readings(layers: list[Rows], lengths: tuple[int, ...], tokens: int, seed: int) -> list[Reading]:
+def _readings(layers: list[SoftmaxRows], lengths: tuple[int, ...], tokens: int, seed: int) -> list[Reading]:
     norms = []
     for rows in layers:
         mean, error = mean_and_error(np.log(rows.norm).mean(1))

@@ -18,7 +18,7 @@ from headwise.families.timm import installed
 Sizes = int | tuple[int, ...]
 
 
-class Build(NamedTuple):
+class StageSizes(NamedTuple):
     """Depth, heads and width, stage by stage (one where a model has no stages), and what timm calls them."""
 
     depth: tuple[int, ...]
@@ -66,7 +66,7 @@ def parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def build_of(model: nn.Module) -> Build:
+def build_of(model: nn.Module) -> StageSizes:
     """Depth, heads and width of a model; one that is none of those known is refused with the list."""
     kind = type(model).__name__
     if kind not in KNOWN:
@@ -74,36 +74,36 @@ def build_of(model: nn.Module) -> Build:
     return KNOWN[kind](model)
 
 
-def _plain(model: Any, multiple: int = 1) -> Build:
-    return Build((len(model.blocks),), (model.blocks[0].attn.num_heads,), (model.embed_dim,), multiple=multiple)
+def _plain(model: Any, multiple: int = 1) -> StageSizes:
+    return StageSizes((len(model.blocks),), (model.blocks[0].attn.num_heads,), (model.embed_dim,), multiple=multiple)
 
 
-def _eva(model: Any) -> Build:
+def _eva(model: Any) -> StageSizes:
     return _plain(model, 1 if model.rope is None else 4)  # two axes, two coordinates each
 
 
-def _tnt(model: Any) -> Build:
+def _tnt(model: Any) -> StageSizes:
     heads = model.blocks[0].attn_out.num_heads
-    return Build((len(model.blocks),), (heads,), (model.embed_dim,), heads_argument="num_heads_outer")
+    return StageSizes((len(model.blocks),), (heads,), (model.embed_dim,), heads_argument="num_heads_outer")
 
 
-def _davit(model: Any) -> Build:
+def _davit(model: Any) -> StageSizes:
     stages = [stage.blocks for stage in model.stages]
     attention: list[Any] = [next(m for m in stage.modules() if hasattr(m, "qkv")) for stage in stages]
     return _staged(stages, attention, [found.qkv.in_features for found in attention], "depths")
 
 
-def _volo(model: Any) -> Build:
+def _volo(model: Any) -> StageSizes:
     stages: list[Any] = [stage for stage in model.network if isinstance(stage, nn.Sequential)]
     attention = [stage[0].attn for stage in stages]
     return _staged(stages, attention, [found.proj.in_features for found in attention], "layers")
 
 
-def _staged(stages: list[Any], attention: list[Any], widths: list[int], argument: str) -> Build:
-    return Build(tuple(map(len, stages)), tuple(found.num_heads for found in attention), tuple(widths), argument)
+def _staged(stages: list[Any], attention: list[Any], widths: list[int], argument: str) -> StageSizes:
+    return StageSizes(tuple(map(len, stages)), tuple(found.num_heads for found in attention), tuple(widths), argument)
 
 
-KNOWN: dict[str, Callable[[Any], Build]] = {
+KNOWN: dict[str, Callable[[Any], StageSizes]] = {
     "VisionTransformer": _plain, "VisionTransformerDistilled": _plain, "Eva": _eva, "Xcit": _plain, "TNT": _tnt,
     "DaVit": _davit, "VOLO": _volo,
 }  # fmt: skip

@@ -33,7 +33,7 @@ UNMEASURED = "not measured yet"
 RULES = "DESIGN_RULES.md"
 
 
-class Entry(NamedTuple):
+class Experiment(NamedTuple):
     """An experiment, with its committed result if there is one."""
 
     name: str
@@ -94,10 +94,10 @@ def lab(root: Path) -> Any:
     return importlib.import_module("experiments._lab")
 
 
-def entries(root: Path) -> list[Entry]:
+def entries(root: Path) -> list[Experiment]:
     """All experiments in order, with what was measured."""
     bench = lab(root)
-    return [Entry(name, bench.load(name), _result(root, name)) for name in bench.experiments()]
+    return [Experiment(name, bench.load(name), _result(root, name)) for name in bench.experiments()]
 
 
 def _result(root: Path, name: str) -> dict[str, Any] | None:
@@ -189,7 +189,7 @@ def _check(root: Path) -> None:
     typer.echo(f"docs/EVIDENCE.md and docs/{RULES} say what the results say.")
 
 
-def rules(found: Sequence[Entry]) -> str:
+def rules(found: Sequence[Experiment]) -> str:
     """The page of design rules, from what was measured."""
     made = importlib.import_module("experiments._rules")
     return str(made.page({entry.name: entry.result["found"] for entry in found if entry.result is not None}))
@@ -210,7 +210,7 @@ def _figure(name: str) -> str:
     return f"evidence/{name}.svg"
 
 
-def evidence(found: Sequence[Entry]) -> str:
+def evidence(found: Sequence[Experiment]) -> str:
     """The page: a table of all claims, then a section for each."""
     lines = ["# Evidence", "", INTRO, "", "| claim | what the paper says | verdict |", "| --- | --- | --- |"]
     lines += [f"| {_link(entry)} | {entry.module.SAYS} | {entry.verdict} |" for entry in found]
@@ -223,13 +223,13 @@ def evidence(found: Sequence[Entry]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _link(entry: Entry) -> str:
+def _link(entry: Experiment) -> str:
     """A link to the section, as GitHub names it."""
     kept = [sign for sign in entry.heading.lower() if sign.isalnum() or sign in " -_"]
     return f"[{entry.module.CLAIM}](#{''.join(kept).replace(' ', '-')})"
 
 
-def _section(entry: Entry) -> list[str]:
+def _section(entry: Experiment) -> list[str]:
     head = [f"### {entry.heading}", "", f"> {entry.module.SAYS}", ""]
     if (result := entry.result) is None:
         return [*head, f"{UNMEASURED.capitalize()}: run `headwise reproduce {entry.name}`."]

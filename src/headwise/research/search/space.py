@@ -20,7 +20,7 @@ TAPERS = (-0.5, -0.25, 0.0, 0.25, 0.5)
 RATES = (3e-4, 4e-3)
 
 
-class Point(NamedTuple):
+class Proportions(NamedTuple):
     """What is chosen; the width follows from the budgets."""
 
     depth: int
@@ -33,28 +33,28 @@ def suggest(trial: Any, make: Make, budgets: tuple[Budget, ...], rules: Rules) -
     """A shape and a learning rate for a trial; shapes that cannot be had are refused with a `BudgetError`."""
     usual = uniform(make, budgets, rules).depth
     tapers = TAPERS if rules.uneven else (0.0,)
-    point = Point(
+    wanted = Proportions(
         trial.suggest_int("depth", max(1, usual // 3), 2 * usual) if rules.depth is None else rules.depth,
         trial.suggest_categorical("head_dim", HEAD_DIMS),
         trial.suggest_categorical("mlp_share", MLP_SHARES),
         trial.suggest_categorical("taper", tapers),
     )
-    return widest(make, budgets, rules, point), trial.suggest_float("rate", *RATES, log=True)
+    return widest(make, budgets, rules, wanted), trial.suggest_float("rate", *RATES, log=True)
 
 
-def widest(make: Make, budgets: tuple[Budget, ...], rules: Rules, point: Point) -> ModelShape:
+def widest(make: Make, budgets: tuple[Budget, ...], rules: Rules, wanted: Proportions) -> ModelShape:
     """The widest model of these proportions that meets every budget."""
 
     def at(steps: int) -> ModelShape:
-        width = steps * point.head_dim
-        mlp = max(32, round(width * rules.mlp_ratio * point.mlp_share / 32) * 32)
-        model = make(Sketch(width, point.depth, steps, point.head_dim, mlp))
-        return model.with_layers(tapered(model.layers, point.taper))
+        width = steps * wanted.head_dim
+        mlp = max(32, round(width * rules.mlp_ratio * wanted.mlp_share / 32) * 32)
+        model = make(Sketch(width, wanted.depth, steps, wanted.head_dim, mlp))
+        return model.with_layers(tapered(model.layers, wanted.taper))
 
-    fits = _largest(at, budgets, WIDEST // point.head_dim)
+    fits = _largest(at, budgets, WIDEST // wanted.head_dim)
     if not fits:
         texts = " and ".join(budget.text for budget in budgets)
-        raise BudgetError(f"{texts}: no {point.depth} layers with heads of {point.head_dim} fit; give more.")
+        raise BudgetError(f"{texts}: no {wanted.depth} layers with heads of {wanted.head_dim} fit; give more.")
     return at(fits)
 
 

@@ -1,8 +1,7 @@
 """The study: each trial trains one shape for a while and is given up if it falls behind.
 
-Trials live in Optuna's storage, so that a study goes on after a kill, and several workers, on one machine or on many
-that see the same storage, share it: each runs the same command. What a trial is judged by is its held-out loss; the
-front of loss against parameters and FLOPs is drawn from all trials that ran to their end.
+Trials are kept in Optuna's storage. So a study resumes after a kill, and several workers, on one machine or on many
+that see the same storage, can share it: each runs the same command. Trials are compared by their held-out loss.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ from torch import nn
 from headwise import budgets as prices
 from headwise import cost, data, families
 from headwise.errors import BudgetError, DataError, HeadwiseError
-from headwise.families._folder import check_folder, check_tokenizer
 from headwise.research.designs import configs
 from headwise.research.designs.proposals import train_flops
 from headwise.research.designs.shapes import Sketch
 from headwise.research.search import space
+from headwise.research.train.model import read_tokenizer
 from headwise.training.loop import FitSettings, fit
 from headwise.types import ModelShape, Record
 
-LOOKS = 6  # times that a trial is judged
-HELD_OUT = 10  # every so many blocks one is for judging
+LOOKS = 6  # evaluations of a trial
+HELD_OUT = 10  # one block of so many is held out
 START_UP = 4  # trials that are never given up
 STALE = 10  # seconds until the journal's lock counts as left behind by a worker that was killed
 CAUSAL_FAMILIES = ("llama", "gpt2")
@@ -62,18 +61,12 @@ class SearchSettings(Record):
             )
 
 
-class Bench:
+class Trials:
     """What all trials of a worker share: text, budgets, and the family's way to make models."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        from transformers import AutoTokenizer
-
         self.settings = settings
-        with families.explained(settings.tokenizer), families.quietly():
-            where = families.locate(settings.tokenizer)[0]
-            check_folder(where)
-            tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
-            check_tokenizer(tokenizer, where)
+        tokenizer = read_tokenizer(settings.tokenizer)
         count = max(2 * HELD_OUT, settings.tokens // settings.length)
         texts = data.documents(settings.data, settings.seed)
         blocks = data.blocks_of(texts, tokenizer, settings.length, count, settings.data)
@@ -83,14 +76,14 @@ class Bench:
         self.train, self.held = (blocks[part].to(settings.device) for part in (~judged, judged))
         self.maker = configs.Maker(settings.family, len(tokenizer), settings.length)
         self.make = self.maker.make
-        reference = self.make(Sketch(256, 4, 4, 64, 1024))
         if shares := [text for text in settings.budget if "%" in text]:
             raise BudgetError(f"{shares[0]}: a search has no model to take a percentage of; write it as params=5M.")
+        reference = self.make(Sketch(256, 4, 4, 64, 1024))
         self.budgets = tuple(prices.parse(text, reference) for text in settings.budget)
         self.rules = self.maker.rules(False, depth=settings.depth, length=settings.length)
 
     def batch(self, step: int) -> torch.Tensor:
-        """The same rows in the same step of every trial."""
+        """Rows of a step; every trial gets the same in the same step."""
         rng = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         rows = torch.randint(len(self.train), (self.settings.batch,), generator=rng)
         return self.train[rows.to(self.train.device)]
@@ -137,21 +130,8 @@ class Bench:
 
     def shape_of(self, found: Mapping[str, Any]) -> ModelShape:
         """The shape of a finished trial."""
-        rate = {"rate": found["params"]["rate"]}
-        fixed = _Fixed({**found["params"], **rate})
-        return space.suggest(fixed, self.make, self.budgets, self.rules)[0]
-
-
-class _Fixed:
-    """A trial that suggests what was suggested before."""
-
-    def __init__(self, chosen: Mapping[str, Any]) -> None:
-        self.chosen = chosen
-
-    def suggest_int(self, name: str, *_: Any, **__: Any) -> Any:
-        return self.chosen[name]
-
-    suggest_categorical = suggest_float = suggest_int
+        chosen = installed().trial.FixedTrial(dict(found["params"]))
+        return space.suggest(chosen, self.make, self.budgets, self.rules)[0]
 
 
 def storage_of(where: str | None, out: Path) -> Any:
@@ -186,8 +166,8 @@ def search(
     name: str = "headwise",
     minutes: float | None = None,
     watch: Callable[[int, int, float | None], None] = lambda done, wanted, best: None,
-) -> tuple[Any, Bench]:
-    """Run trials until the study, with those of all workers, has as many as were asked for, or time is over."""
+) -> tuple[Any, Trials]:
+    """Run trials until the study has as many as wanted, those of all workers counted, or time is over."""
     optuna = installed()
     study = optuna.create_study(
         storage=storage_of(storage, out),
@@ -198,21 +178,19 @@ def search(
     )
     _same(study, settings)
     study.sampler = optuna.samplers.TPESampler(seed=settings.seed + len(study.trials))
-    bench, start = Bench(settings), time.perf_counter()
+    shared, start = Trials(settings), time.perf_counter()
     while (done := finished(study)) < settings.trials:
         if minutes is not None and time.perf_counter() - start > 60 * minutes:
             break
-        study.optimize(bench.objective, n_trials=1)
+        study.optimize(shared.objective, n_trials=1)
         watch(finished(study), settings.trials, best_value(study))
         if finished(study) == done and len(study.trials) > 20 * settings.trials:
-            raise HeadwiseError(
-                "no trial comes to an end; look at the study's failed trials, or begin another --study."
-            )
-    return study, bench
+            raise HeadwiseError("no trial ends; look at the study's failed trials, or begin another --study.")
+    return study, shared
 
 
 def _same(study: Any, settings: SearchSettings) -> None:
-    """Refuse to go on with a study of something else: its losses could not be compared."""
+    """Refuse to resume a study of something else: its losses could not be compared."""
     asked = {k: v for k, v in settings.to_json().items() if k not in ("trials", "device", "seed")}
     before = study.user_attrs.get("settings")
     if before is None:
