@@ -4,8 +4,7 @@
 
 An experiment is a module `a*.py`, `b*.py` or `q*.py` in this folder with `CLAIM`, `TITLE`, `SAYS`, `run`, `measured`,
 `verdict` and `draw`; the last three take what `run` returned. A `run` that takes `parts` as well is given a dictionary
-that outlives a kill: what it finds there is done. Parts are forgotten once the code changes; where the module has a
-`basis`, only once that does, so that cells and rates can be added to what is done.
+that outlives a kill: what it finds there is done. Parts are forgotten once the experiment's code changes.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ SIZES = ("tiny", "small", "full")
 VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
 ANSWERED = "answered"  # the verdict on a question that the papers left open
 PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
-TRAINING = ("_data.py", "_stack.py", "_tasks.py", "_training.py")  # the code that trains stacks of models
 QUIET_SECONDS = 10.0  # between two lines of progress in a log
 
 
@@ -151,7 +149,7 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     module, device = load(name), choose_device(request.device)
     hardware = machine(device)
     busy = ", shared with other work" if request.shared else ""
-    conditions = [request.size, hardware, digest(name, request.size)]
+    conditions = [request.size, hardware, digest(name)]
     parts = Parts(path.with_name(f".{name}-{request.size}.parts.json"), conditions, request.minutes)
     resumed, before = bool(parts), gpu_allocations(device)
     more = {"parts": parts} if "parts" in inspect.signature(module.run).parameters else {}
@@ -174,18 +172,10 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     return result
 
 
-def digest(name: str, size: str = "full") -> str:
-    """Changes with what the parts of an experiment rest on.
-
-    That is its code and all that experiments share; or, where it has a `basis`, the functions and settings that this
-    names and the code that trains.
-    """
-    basis = getattr(load(name), "basis", None)
-    shared = [FOLDER / file for file in TRAINING] if basis else [FOLDER / f"{name}.py", *sorted(FOLDER.glob("_*.py"))]
-    texts = [path.read_text() for path in shared]
-    for item in basis(size) if basis else ():
-        texts.append(inspect.getsource(item) if callable(item) or inspect.ismodule(item) else repr(item))
-    return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
+def digest(name: str) -> str:
+    """Changes with the code of an experiment and all that experiments share."""
+    files = [FOLDER / f"{name}.py", *sorted(FOLDER.glob("_*.py"))]
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def command(name: str, request: Request) -> str:

@@ -159,6 +159,15 @@ def edges(models: Mapping[str, dict[str, Any]]) -> str:
     return f" Of {len(tried)} models, best rates were {', '.join(words)}: others might be better for those.{text}"
 
 
+def rounded(value: Any, digits: int) -> Any:
+    """Every number of a result to so many significant digits, which is more than its error allows."""
+    if isinstance(value, dict):
+        return {key: rounded(item, digits) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [rounded(item, digits) for item in value]
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
 def column(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
     return [float(row[key]) for row in rows]
 

@@ -2,7 +2,7 @@
 
 Every model tries the same first rates with all its seeds; while the best of those tried is the lowest or the highest,
 the next of the ladder is tried too. So no model is held back by where a list of rates happened to end. Every rate of a
-model is a part of its own: models and rates can be added later without training again what is done.
+model is a part of its own, so that a killed experiment resumes at the next rate.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from scipy.stats import kendalltau, spearmanr
 
+from experiments._points import rounded
 from headwise import data, families
 from headwise.data import own_text
 from headwise.errors import HeadwiseError
@@ -84,7 +85,7 @@ def run(size: str, device: str, assets: Path | None, track: Track = silently) ->
         draws = [measure(subject._replace(model=random_like(subject.model, seed)))[1] for seed in found["seeds"]]
         pooled = [joined(list(parts), axis=0) for parts in zip(*draws, strict=True)]
         found["random"][name] = {**described(pooled, lengths), "text": subject.text}
-    return rounded(found)
+    return rounded(found, 5)
 
 
 def open_subject(name: str, effort: Effort, device: str, assets: Path | None) -> Subject:
@@ -273,15 +274,6 @@ def correlation(test: Callable[..., Any], x: Any, y: Any) -> dict[str, float | N
     found = test(x, y)
     value, p = float(found.statistic), float(found.pvalue)
     return {"value": value if np.isfinite(value) else None, "p": p if np.isfinite(p) else None}
-
-
-def rounded(value: Any) -> Any:
-    """The same with five significant digits, which is more than the errors allow."""
-    if isinstance(value, dict):
-        return {key: rounded(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [rounded(item) for item in value]
-    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def measured(result: dict[str, Any]) -> str:

@@ -30,6 +30,7 @@ from experiments._finetune import (
     only,
 )
 from experiments._models import available, settings_for
+from experiments._points import rounded
 from experiments._training import minimise
 from headwise import pipeline
 from headwise.errors import ModelError
@@ -185,7 +186,7 @@ def study(bench: Bench, track: Track, done: dict[str, Any]) -> dict[str, Any]:
             if (record["way"], record["part"], record["dim"]) == ("activations", "both", least)
         },
     }
-    return _rounded(found)
+    return rounded(found, 4)
 
 
 def _table(bench: Bench, settings: list[Setting], measure: Any, tuned: bool, track: Track) -> list[dict[str, Any]]:
@@ -233,15 +234,6 @@ def depth_correlation(kl_LH: np.ndarray, draws: int = 2000) -> dict[str, float]:
     rho = 1 - 6 * (steps**2).sum(1) / (layers * (layers**2 - 1))
     low, high = np.quantile(rho[1:], [0.025, 0.975])
     return {"rho": float(rho[0]), "low": float(low), "high": float(high)}
-
-
-def _rounded(value: Any) -> Any:
-    """Numbers to four digits, which is more than their errors allow."""
-    if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def run(size: str, device: str, assets: Path | None, track: Track, parts: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from headwise.errors import BudgetError
 from headwise.heal.refit import refit
 from headwise.progress import Track
 from headwise.research.designs import bound, taper
+from headwise.research.designs.proposals import seconds
 from headwise.runs.folder import Settings
 from headwise.strategies._options import finish, menus, ways
 from headwise.types import ModelShape, Plan, Readings
@@ -161,28 +161,17 @@ def prompt_time(source: nn.Module, cut: nn.Module, tokens: torch.Tensor, prompts
     """Seconds to read the same prompts, source and cut in turns; in bfloat16 on CUDA. Ratios with their spread."""
     device = source.device
     ids = tokens[torch.arange(prompts) % len(tokens)].to(device)
-    cuda = device.type == "cuda"
-    low = torch.autocast(device.type, torch.bfloat16, enabled=cuda)
-    ratios, times = [], []
-    for turn in range(8):
-        spent = []
-        for model in (source, cut):
-            if cuda:
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            with low:
-                model.model(ids, use_cache=False)
-            if cuda:
-                torch.cuda.synchronize()
-            spent.append(time.perf_counter() - start)
-        if turn >= 2:  # the first turns warm up
-            ratios.append(spent[1] / spent[0])
-            times.append(spent)
+    with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+        turns = [
+            [seconds(lambda model=model: model.model(ids, use_cache=False), device) for model in (source, cut)]
+            for _ in range(8)
+        ][2:]  # the first turns warm up
+    ratios = [after / before for before, after in turns]
     return {
         "ratio": statistics.median(ratios),
         "ratio_spread": max(ratios) - min(ratios),
-        "source_seconds": statistics.median(t[0] for t in times),
-        "cut_seconds": statistics.median(t[1] for t in times),
+        "source_seconds": statistics.median(before for before, _ in turns),
+        "cut_seconds": statistics.median(after for _, after in turns),
         "prompt_tokens": int(ids.numel()),
     }
 

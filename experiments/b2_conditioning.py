@@ -89,12 +89,6 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
     }
 
 
-def basis(size: str) -> list[Any]:
-    """What a measured model rests on; numbers of heads may be added."""
-    plan = PLANS[size]
-    return [measure, at_start, net_of, RATES, plan._replace(heads=(), grown=())]
-
-
 def net_of(heads: int, dim: int, plan: Plan) -> Net:
     layer = Layer(heads, dim, 2 * plan.width)
     return Net(plan.width, (layer,) * plan.depth, 64, 48, classes=10, patches=True)

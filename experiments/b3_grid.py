@@ -100,12 +100,6 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
     }
 
 
-def basis(size: str) -> list[Any]:
-    """What a trained cell rests on; cells and rates may be added."""
-    plan = PLANS[size]
-    return [attempt, vit, LOOKED_AT, plan.width, plan.steps, plan.batch, plan.seeds]
-
-
 def key(cell: tuple[int, int, int]) -> str:
     return "{} layers, {} heads, MLP {}".format(*cell)
 

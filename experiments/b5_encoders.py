@@ -121,13 +121,6 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
     }
 
 
-def basis(size: str) -> list[Any]:
-    """What a trained model rests on; models and rates may be added."""
-    plan = PLANS[size]
-    settings = plan._replace(shapes={}, ladder=LADDER._replace(rates=(), first=()))
-    return [attempt, sentences, measure, fine_tune, matthews, TUNE_RATES, settings]
-
-
 def sentences(name: str, size: str, assets: Path | None, device: torch.device, plan: Plan) -> Sentences:
     """A GLUE task; a tenth of its training examples chooses the rate."""
     examples, dev = _data.glue(name, size, assets, device, plan.tasks[name][1])

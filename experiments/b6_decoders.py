@@ -34,8 +34,7 @@ SAYS = "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than 
 
 LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (7e-4, 1.5e-3))
 DEEP, LEAN, WIDE = "deep", "lean", "wide lean"
-SHORT = 0.02  # by which a longer training may fall short
-TIMES = 3  # as many tokens, for a last look at the pair of equal parameters
+TIMES = 3  # as many tokens, for a longer comparison of the pair of equal parameters
 
 
 class Plan(NamedTuple):
@@ -119,44 +118,19 @@ def train_longer(
 ) -> list[str]:
     """Train models of `models` for other numbers of steps, at the rates they have, and add what was found there."""
     able = {name: pair for name, pair in wanted.items() if pair[0] in models}
+    keys = {name: f"{of}, {steps} steps, rate {models[of]['rate']:g}" for name, (of, steps) in able.items()}
     jobs = {
-        longer_key(of, steps, models[of]["rate"]): partial(at_one_rate, nets[of], task, plan, steps, models[of]["rate"])
-        for of, steps in able.values()
+        keys[name]: lambda of=of, steps=steps: attempt(nets[of], task, plan, steps, [models[of]["rate"]])[0]
+        for name, (of, steps) in able.items()
     }
     left = _points.work(jobs, parts, track, "longer")
     for name, (of, steps) in able.items():
-        if (found := trained_longer(of, steps, models[of]["rate"], plan, parts)) is not None:
-            share = found["steps"] / plan.steps
-            models[name] = found | {key: models[of][key] * share for key in ("seconds",) if key in models[of]}
+        if keys[name] in parts:
+            found = {field: value for field, value in parts[keys[name]].items() if field != "tried"}
+            models[name] = {**found, "rate": models[of]["rate"], "settled": True}
+            if "seconds" in models[of]:
+                models[name]["seconds"] = models[of]["seconds"] * steps / plan.steps
     return left
-
-
-def longer_key(name: str, steps: int, rate: float) -> str:
-    """The part of a model that was trained for so many steps."""
-    return f"{name}, {steps} steps, rate {rate:g}"
-
-
-def trained_longer(
-    name: str, steps: int, rate: float, plan: Plan, parts: MutableMapping[str, Any]
-) -> dict[str, Any] | None:
-    """A model after so many steps or a little fewer, at its best rate or, before that was trained, at another."""
-    for each in sorted(plan.ladder.rates, key=lambda other: other != rate):
-        for count in range(steps, round(steps * (1 - SHORT)) - 1, -1):
-            if (found := parts.get(longer_key(name, count, each))) is not None:
-                kept = {field: value for field, value in found.items() if field != "tried"}
-                return {**kept, "rate": each, "settled": each == rate and count == steps}
-    return None
-
-
-def at_one_rate(net: Net, task: NextToken, plan: Plan, steps: int, rate: float) -> dict[str, Any]:
-    """All seeds of one model at one rate."""
-    return attempt(net, task, plan, steps, [rate])[0]
-
-
-def basis(size: str) -> list[Any]:
-    """What a trained model rests on; models and rates may be added."""
-    plan = PLANS[size]
-    return [attempt, plan.length, plan.batch, plan.steps, plan.seeds, plan.valid_rows]
 
 
 def attempt(net: Net, task: NextToken, plan: Plan, steps: int, rates: Sequence[float]) -> list[dict[str, Any]]:

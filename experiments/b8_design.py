@@ -11,7 +11,6 @@ FLOP, measured on models of stock size that the runtime builds from the designs'
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, MutableMapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,7 @@ from experiments._stack import Layer, Net
 from experiments._tasks import NextToken, facts, learn_at, times
 from headwise import budgets, cost
 from headwise.progress import Track
-from headwise.research.designs import configs, shapes
+from headwise.research.designs import configs, proposals, shapes
 from headwise.types import ModelShape
 
 if TYPE_CHECKING:
@@ -134,24 +133,6 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
     }
 
 
-def basis(size: str) -> list[Any]:
-    """What a trained design rests on, besides its shape; designs and rates may be added."""
-    plan = PLANS[size]
-    return [
-        attempt,
-        net_of,
-        speed,
-        shapes,
-        configs,
-        plan.base,
-        plan.length,
-        plan.batch,
-        plan.steps,
-        plan.seeds,
-        plan.valid_rows,
-    ]
-
-
 def designed(maker: configs.Maker, base: ModelShape, wanted: Wanted) -> ModelShape:
     """A strategy's shape for a share of the baseline's parameters."""
     limits = (budgets.parse(f"params={wanted.share}%", base),)
@@ -210,64 +191,24 @@ def described(shape: ModelShape) -> dict[str, Any]:
 
 def speed(plan: Plan, device: torch.device) -> dict[str, Any]:
     """Training steps of a uniform and of a tapered model from their configurations, in turns: FLOPs per second."""
-    maker = configs.Maker("llama", vocab=plan.vocabulary, length=plan.rows[1])
-    limits = (budgets.parse(plan.large, maker.make(plan.base)),)
-    found: dict[str, Any] = {}
-    steps = {}
-    for name in ("uniform", "taper"):
-        shape = shapes.design(name, maker.make, limits, maker.rules(False))
-        found[name] = {
-            "parameters": cost.parameters(shape),
-            "kinds_of_layers": len(set(shape.layers)),
-            "flops": training_flops(shape, *plan.rows),
+    rows, length = plan.rows
+    made = proposals.design("llama", plan.large, ("uniform", "taper"), vocab=plan.vocabulary, length=length)
+    found: dict[str, Any] = {
+        each.strategy: {
+            "parameters": cost.parameters(each.shape),
+            "kinds_of_layers": len(set(each.shape.layers)),
+            "flops": rows * length * proposals.train_flops(each.shape, length),
         }
-        steps[name] = _step(configs.build(maker.config(shape), maker.kind.auto, device.type), plan, device)
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for turn in range(plan.repeats + 2):
-        for name, step in steps.items():
-            seconds = _timed(step, device)
-            if turn >= 2:
-                times[name].append(seconds)
-    for name, seconds in times.items():
-        found[name]["seconds"] = statistics.median(seconds)
-        found[name]["flops_per_second"] = found[name]["flops"] / found[name]["seconds"]
-    pairs = zip(times["uniform"], times["taper"], strict=True)
+        for each in made
+    }
+    steps = {each.strategy: proposals.steps_of(each, rows, length, device)[0] for each in made}
+    turns = [{name: proposals.seconds(step, device) for name, step in steps.items()} for _ in range(plan.repeats + 2)]
+    for name, known in found.items():
+        known["seconds"] = statistics.median(turn[name] for turn in turns[2:])
+        known["flops_per_second"] = known["flops"] / known["seconds"]
     scale = found["taper"]["flops"] / found["uniform"]["flops"]
-    found["ratios"] = [scale * a / b for a, b in pairs]
+    found["ratios"] = [scale * turn["uniform"] / turn["taper"] for turn in turns[2:]]
     return found
-
-
-def training_flops(shape: ModelShape, rows: int, length: int) -> float:
-    """Of one step: three times the forward pass, with logits for every token."""
-    seen = cost.attended(shape, length)
-    each = sum(cost.layer_flops_per_token(shape, layer, seen) for layer in shape.layers)
-    return 3.0 * rows * length * (each + 2.0 * shape.hidden_size * shape.vocab_size)
-
-
-def _step(model: Any, plan: Plan, device: torch.device) -> Callable[[], None]:
-    """A plain training step in bfloat16 on a GPU."""
-    model.train()
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
-    ids = torch.randint(5, plan.vocabulary, plan.rows, device=device)
-
-    def step() -> None:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-
-    return step
-
-
-def _timed(step: Callable[[], None], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def against(result: dict[str, Any]) -> dict[str, _points.Mean]:

@@ -9,8 +9,6 @@ The damage of both is measured on the same text. Times that were predicted by ad
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +26,7 @@ from headwise.cuts import Moments, reshape
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
 from headwise.progress import Track
+from headwise.research.designs.proposals import median_seconds
 from headwise.strategies import _program
 from headwise.strategies._options import finish, menus, with_choices
 from headwise.types import LayerShape, ModelShape, Plan, Readings
@@ -228,7 +227,7 @@ class Clock:
     def _time(self, step: Callable[[], torch.Tensor]) -> float:
         """Median milliseconds; on CUDA of a captured graph of ten steps, so that launching does not count."""
         if not self.cuda:
-            return _median(step, self.repeats, lambda: None)
+            return 1e3 * median_seconds(step, self.device, self.repeats)
         with sdpa_kernel(
             [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], True
         ):
@@ -241,18 +240,7 @@ class Clock:
             with torch.cuda.graph(graph):
                 for _ in range(10):
                     step()
-        return _median(graph.replay, self.repeats, torch.cuda.synchronize) / 10
-
-
-def _median(work: Callable[[], Any], repeats: int, wait: Callable[[], None]) -> float:
-    times = []
-    for _ in range(repeats + 2):
-        wait()
-        start = time.perf_counter()
-        work()
-        wait()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[2:]) * 1e3
+        return 1e3 * median_seconds(graph.replay, self.device, self.repeats) / 10
 
 
 def measured(result: dict[str, Any]) -> str:

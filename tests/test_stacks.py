@@ -180,15 +180,6 @@ def test_a_rate_is_found_between_worse_ones_and_added_rates_keep_what_is_done() 
     assert _rates.best("other", long, parts) is None
 
 
-def test_parts_outlive_added_cells_but_not_other_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = b3_grid.PLANS["tiny"]
-    known = _lab.digest("b3_grid", "tiny")
-    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(depths=(1, 2, 3), ladder=_rates.Ladder((1.0,), (1.0,))))
-    assert _lab.digest("b3_grid", "tiny") == known
-    monkeypatch.setitem(b3_grid.PLANS, "tiny", plan._replace(steps=plan.steps + 1))
-    assert _lab.digest("b3_grid", "tiny") != known
-
-
 def test_the_grids_rival_is_chosen_without_the_test_set() -> None:
     def cell(depth: int, held: float, accuracy: float) -> dict[str, Any]:
         sizes = {"depth": depth, "heads": 3, "mlp": 8, "parameters": depth, "flops": depth, "seconds": depth}
@@ -219,11 +210,3 @@ def test_a_decoders_lead_counts_only_if_no_other_rate_can_undo_it() -> None:
     unsure["models"]["deep"]["losses"] = {"0.1": [3.0, 3.01], "0.2": [2.5, 2.51]}
     unsure["models"]["lean"]["losses"] = {"0.2": [2.75, 2.76]}
     assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.told(unsure, "lean")
-
-
-def test_a_longer_training_is_found_again_at_another_rate_or_a_little_shorter() -> None:
-    plan = b6_decoders.PLANS["full"]
-    parts = {"lean, 990 steps, rate 0.0007": {"loss": [1.0], "tried": 1.0, "steps": 990}}
-    found = b6_decoders.trained_longer("lean", 1000, 1.5e-3, plan, parts)
-    assert found == {"loss": [1.0], "steps": 990, "rate": 7e-4, "settled": False}
-    assert b6_decoders.trained_longer("lean", 1100, 1.5e-3, plan, parts) is None

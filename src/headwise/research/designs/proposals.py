@@ -163,27 +163,24 @@ def estimated(shape: ModelShape, length: int, rates: tuple[float, float]) -> dic
 
 
 def _measure(found: Sequence[Proposal], length: int, device: str) -> None:
-    """Real times of training and of reading, all proposals in turns."""
+    """Real times of training and of reading one row, all proposals in turns."""
     where = torch.device(device)
-    steps = [_steps(proposal, length, where) for proposal in found]
-    times: list[tuple[list[float], list[float]]] = [([], []) for _ in found]
-    for turn in range(4):
-        for (train, read), (trained, reads) in zip(steps, times, strict=True):
-            seconds = _seconds(train, where), _seconds(read, where)
-            if turn:  # the first warms up
-                trained.append(seconds[0])
-                reads.append(seconds[1])
-    for proposal, (trained, reads) in zip(found, times, strict=True):
-        proposal.prices["measured_train_seconds_per_million_tokens"] = STEP * statistics.median(trained) / length
-        proposal.prices["measured_prefill_seconds"] = statistics.median(reads)
+    steps = [steps_of(proposal, 1, length, where) for proposal in found]
+    rounds = [[(seconds(train, where), seconds(read, where)) for train, read in steps] for _ in range(4)]
+    for proposal, times in zip(found, zip(*rounds[1:], strict=True), strict=True):  # the first round warms up
+        trained, read = (statistics.median(column) for column in zip(*times, strict=True))
+        proposal.prices["measured_train_seconds_per_million_tokens"] = STEP * trained / length
+        proposal.prices["measured_prefill_seconds"] = read
 
 
-def _steps(proposal: Proposal, length: int, device: torch.device) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """A training step on one row, and a reading of it."""
+def steps_of(
+    proposal: Proposal, rows: int, length: int, device: torch.device
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """A training step of the proposal's model on so many rows, and a reading of them; in bfloat16 on a GPU."""
     model = proposal.build(str(device))
-    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     cast = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    inputs = _row(proposal, length, device)
+    inputs = _inputs(proposal, rows, length, device)
 
     def train() -> None:
         model.train()
@@ -202,28 +199,26 @@ def _steps(proposal: Proposal, length: int, device: torch.device) -> tuple[Calla
     return train, read
 
 
-def _row(proposal: Proposal, length: int, device: torch.device) -> dict[str, torch.Tensor]:
-    """Something to learn from: a text, or an image."""
+def _inputs(proposal: Proposal, rows: int, length: int, device: torch.device) -> dict[str, torch.Tensor]:
+    """Something to learn from: texts, or images."""
     if proposal.auto == IMAGE_CLASSIFIER:
         side, channels = proposal.config.image_size, proposal.config.num_channels
-        return {
-            "pixel_values": torch.zeros(1, channels, side, side, device=device),
-            "labels": torch.zeros(1, dtype=torch.long, device=device),
-        }
-    ids = torch.full((1, length), min(5, proposal.shape.vocab_size - 1), device=device)
+        labels = torch.zeros(rows, dtype=torch.long, device=device)
+        return {"pixel_values": torch.zeros(rows, channels, side, side, device=device), "labels": labels}
+    ids = torch.full((rows, length), min(5, proposal.shape.vocab_size - 1), device=device)
     return {"input_ids": ids, "labels": ids}
 
 
-def median_seconds(work: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
-    """Of one call, the first left out."""
-    return statistics.median([_seconds(work, device) for _ in range(repeats + 1)][1:])
+def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
+    """Median seconds of a call; the first call is left out."""
+    return statistics.median([seconds(work, device) for _ in range(repeats + 1)][1:])
 
 
-def _seconds(work: Callable[[], Any], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, until the device has finished it."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - start
