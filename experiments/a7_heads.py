@@ -69,7 +69,7 @@ class Effort:
 
 
 EFFORTS = {  # in the order of the fields
-    "tiny": Effort(64, 2, 2, (8, 4), 4, 4, 8, 2, 2, 128, 2, 128),
+    "tiny": Effort(32, 2, 1, (8, 4), 4, 4, 8, 2, 1, 64, 1, 64),
     "small": Effort(128, None, 2, (16, 4), 128, 64, 512, 16, 10, 1024, 30, 2048),
     "full": Effort(512, None, None, (32, 16, 8, 4), 128, 256, 3000, 32, 20, 8192, 200, 16384),
 }
