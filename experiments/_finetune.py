@@ -244,7 +244,7 @@ class Narrow(nn.Module):
 
 
 def _even(down: torch.Tensor, up: torch.Tensor) -> tuple[nn.Parameter, nn.Parameter]:
-    """The same product with both factors of equal size, direction by direction, so that one rate suits both."""
+    """Two factors scaled to equal size, direction by direction, so that one rate suits both; their product stays."""
     scale = (up.norm(dim=-1).clamp_min(1e-12) / down.norm(dim=-2).clamp_min(1e-12)).sqrt()
     return nn.Parameter((down * scale.unsqueeze(-2)).float()), nn.Parameter((up / scale.unsqueeze(-1)).float())
 

@@ -167,7 +167,7 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
         "found": found,
     }
     write_atomically(path, json.dumps(result, indent=1) + "\n")
-    if not found.get("left_out"):  # otherwise the same command with --overwrite and more minutes goes on
+    if not found.get("left_out"):  # otherwise the same command resumes with --overwrite and more minutes
         parts.finish()
     return result
 

@@ -44,11 +44,11 @@ def english(shared: Path, seed: int = 0) -> tuple[list[str], list[str]]:
     with lzma.open(shared / "text/imdb-reviews.txt.xz", "rt", encoding="utf-8") as file:
         reviews = file.read(60_000_000)
     border = len(novels) * 95 // 100
-    told = [novels[at : at + 20_000] for at in range(0, border, 20_000)]
+    prose = [novels[at : at + 20_000] for at in range(0, border, 20_000)]
     said = [text for text in reviews.replace("<br />", " ").split("\n") if text.strip()]
     held = [novels[at : at + 20_000] for at in range(border, len(novels), 20_000)] + said[-2_000:]
     rng = random.Random(seed)
-    pieces = told + said[:-2_000]
+    pieces = prose + said[:-2_000]
     rng.shuffle(pieces)
     rng.shuffle(held)
     return pieces, held
@@ -154,24 +154,24 @@ def code(corpus: Path, out: Path) -> None:
 
 
 def main() -> None:
-    """Pack what is asked for."""
+    """Pack text, code, GLUE and images into the output folder."""
     parser = argparse.ArgumentParser(prog="python -m experiments._pack", description=__doc__)
     parser.add_argument("--shared", type=Path, required=True, help="folder with text/ and glue/")
     parser.add_argument("--cifar", type=Path, required=True, help="cifar10.npz with x_train, y_train, x_test, y_test")
     parser.add_argument("--corpus", type=Path, required=True, help="what embedded/corpus.py wrote")
     parser.add_argument("--out", type=Path, default=Path("carry/b"))
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(asked.out / "cifar.npz", cifar(asked.cifar))
-    code(asked.corpus, asked.out)
-    pieces, held = english(asked.shared)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(options.out / "cifar.npz", cifar(options.cifar))
+    code(options.corpus, options.out)
+    pieces, held = english(options.shared)
     tokenizer = train_tokenizer(pieces)
-    write_atomically(asked.out / "text-tokenizer.json", tokenizer.to_str())
-    write_tokens(asked.out, "text-train", encode(tokenizer, pieces, TEXT_TOKENS))
-    write_tokens(asked.out, "text-valid", encode(tokenizer, held, VALID_TOKENS))
-    examples = json.dumps(glue(asked.shared, tokenizer), separators=(",", ":"))
-    write_atomically(asked.out / "glue.json.xz", lzma.compress(examples.encode(), preset=9))
-    sizes = {path.name: path.stat().st_size for path in sorted(asked.out.iterdir())}
+    write_atomically(options.out / "text-tokenizer.json", tokenizer.to_str())
+    write_tokens(options.out, "text-train", encode(tokenizer, pieces, TEXT_TOKENS))
+    write_tokens(options.out, "text-valid", encode(tokenizer, held, VALID_TOKENS))
+    examples = json.dumps(glue(options.shared, tokenizer), separators=(",", ":"))
+    write_atomically(options.out / "glue.json.xz", lzma.compress(examples.encode(), preset=9))
+    sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir())}
     print("\n".join(f"{size / 1e6:7.1f} MB  {name}" for name, size in sizes.items()))
     print(f"{sum(sizes.values()) / 1e6:7.1f} MB  in all")
 

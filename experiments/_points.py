@@ -103,11 +103,11 @@ def while_time(
 
 
 def need(lost: Sequence[str]) -> None:
-    """Refuse a result that lacks what it rests on."""
+    """Refuse a result without what it rests on."""
     if lost:
         raise HeadwiseError(
             f"time was over before {', '.join(lost)} could be measured; what is done is kept: "
-            "the same command with more --minutes goes on."
+            "the same command resumes with more --minutes."
         )
 
 
@@ -135,7 +135,7 @@ def left_out(result: dict[str, Any]) -> str:
     return f" Left out for lack of time: {', '.join(names)}." if names else ""
 
 
-def times_told(result: dict[str, Any]) -> str:
+def whose_times(result: dict[str, Any]) -> str:
     """A sentence on times that are not of the run itself, for the end of a text."""
     if not result.get("times_of_an_earlier_run"):
         return ""

@@ -1,6 +1,7 @@
 """docs/DESIGN_RULES.md: what the results say that a designer of models should do. Written by code, number by number.
 
-Every question is answered from the committed results of one or two experiments; where they are missing it says so.
+Every question is answered from the committed results of one or two experiments; where these are missing, the page
+says what to run.
 `headwise reproduce --render` writes the page beside the evidence, `--check` compares it.
 """
 
@@ -66,7 +67,7 @@ def depth_or_width(decoders: dict[str, Any]) -> str:
             f"{a['depth']} layers of width {a['width']} against {b['depth']} of width {b['width']}"
             f"{long if lean.endswith(long) else ''} "
             f"({a['parameters'] / b['parameters']:.0%} of the parameters{faster(a, b)}): "
-            f"{b6_decoders.told(decoders, lean, deep, ' nats')}, "
+            f"{b6_decoders.in_words(decoders, lean, deep, ' nats')}, "
             + (word(found, "fewer and wider is better", "more and narrower is better") if sure else "not clear yet")
         )
         won += sure * ((found.high < 0) - (found.low > 0))
@@ -76,12 +77,12 @@ def depth_or_width(decoders: dict[str, Any]) -> str:
 
 def fewer_layers(decoders: dict[str, Any], grid: dict[str, Any]) -> str:
     """Layers removed with nothing in exchange."""
-    tokens = b6_decoders.told(decoders, "lean", unit=" nats")
+    tokens = b6_decoders.in_words(decoders, "lean", unit=" nats")
     deep, lean = (decoders["models"][name]["depth"] for name in ("deep", "lean"))
     words = [f"{deep} layers to {lean} at the same width changes the loss by {tokens} at equal tokens"]
     for name, label in (("lean, equal FLOPs", "equal FLOPs"), ("lean, equal time", "equal time")):
         if name in decoders["models"]:
-            words.append(f"{b6_decoders.told(decoders, name)} at {label} (more tokens are seen)")
+            words.append(f"{b6_decoders.in_words(decoders, name)} at {label} (more tokens are seen)")
     steps = b3_grid.gains(grid, "depth")
     ends = f" On images a step to more layers gains {mean(steps).signed(4)} of accuracy." if steps else ""
     return f"For a decoder, {'; '.join(words)}.{ends}"
@@ -94,7 +95,7 @@ def more_heads(conditioning: dict[str, Any], grid: dict[str, Any], decoders: dic
     steps = b3_grid.gains(grid, "heads")
     text = ""
     if {"lean", "lean, 12 heads"} <= set(decoders["models"]):
-        found = b6_decoders.told(decoders, "lean", "lean, 12 heads", " nats")
+        found = b6_decoders.in_words(decoders, "lean", "lean, 12 heads", " nats")
         many, few = (decoders["models"][name]["heads"] for name in ("lean", "lean, 12 heads"))
         text = f"On text {many} heads instead of {few} change the loss by {found}. "
     timed = [cell for cell in grid["cells"].values() if "seconds" in cell]

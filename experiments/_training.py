@@ -19,7 +19,7 @@ from headwise.training.order import Order
 
 CAPTURED_AFTER = 3  # steps: a graph is captured once all that a step allocates is there
 EPSILON = 1e-6  # of AdamW in fine-tuning: a gradient that is rounding alone, as at a KL of zero, must not move anything
-DIVERGED = 1e3  # in place of a loss that is no number: the other members of a stack go on
+DIVERGED = 1e3  # in place of a loss that is no number: the other members of a stack are trained to the end
 
 
 def minimise(

@@ -1,7 +1,7 @@
 """A2: the allocation problem has a best trade-off, and it can be found exactly.
 
 The solver is held against the enumeration of every allocation on random small cases, timed at D = 8192 with 64 lags,
-and asked how its answer changes with the weights of lags. Confirmed: equal to the enumeration in every case, below
+and solved for several weights of lags. Confirmed: equal to the enumeration in every case, below
 `PROMISED_SECONDS` for each large case, and the best allocation beats both ends (heads of one dimension, heads as large
 as the group's share) in every profile. Refuted: it loses to the enumeration anywhere.
 """

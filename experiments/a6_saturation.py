@@ -128,7 +128,7 @@ def text_of(assets: Path | None, word: str) -> str | None:
 
 
 def random_like(model: torch.nn.Module, seed: int) -> torch.nn.Module:
-    """The same architecture as its authors would have begun to train it."""
+    """A model of this architecture with random weights, as before training."""
     torch.manual_seed(seed)
     config = copy.deepcopy(model.config)
     return type(model)(config).eval().to(model.device)

@@ -30,7 +30,7 @@ HEADS = {"tiny": (4, 16, 64), "small": (2, 4, 8, 16, 32, 64, 128), "full": (2, 4
 TOKENS = {"tiny": (16, 64), "small": (16, 64, 197), "full": (16, 64, 197, 256)}
 DRAWS = {"tiny": 8, "small": 20, "full": 40}
 FAR, CLOSE = 16, 0.02  # D >= FAR N; allowed relative difference there
-MANY = 64  # tokens from which a law of large numbers may be asked for
+MANY = 64  # tokens from which a law of large numbers should hold
 FIXED_HEADS = (3, 6, 12, 24, 48)
 
 

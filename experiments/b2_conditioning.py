@@ -3,7 +3,7 @@
 Measured on the matrix of one image's head outputs side by side (tokens x heads dim), by its extreme singular values, in
 every layer, before and after training on CIFAR-10, in two ways of adding heads: at a fixed width, as architectures do
 (dimension = width / heads), and at a fixed dimension, as the theorem does (the attention grows). ViT-B's own size is
-looked at before training only, on the same images enlarged. The reviewers' question: is a better conditioned model one
+measured before training only, on the same images enlarged. The reviewers' question: is a better conditioned model one
 that learns faster? So the rank correlation of the number with the training loss and with test accuracy is reported.
 
 Confirmed: at a fixed width the number falls with heads (rank correlation below -0.5) both before and after training.
@@ -48,7 +48,7 @@ class Plan(NamedTuple):
     steps: int
     batch: int
     seeds: tuple[int, ...]
-    looked_at: int
+    images: int  # whose head outputs are measured
     base: tuple[int, int, tuple[int, ...], int]  # of ViT-B: width, depth, heads, patches along an edge
 
 
@@ -102,7 +102,7 @@ def measure(heads: int, dim: int, task: Pictures, plan: Plan) -> dict[str, Any]:
     tried = torch.tensor([score["loss"] for score in task.score(trained)]).view(len(RATES), -1).mean(1)
     best = int(tried.argmin())
     chosen = slice(best * len(seeds), (best + 1) * len(seeds))
-    x = _data.patches(task.images.valid[: plan.looked_at]).expand(len(seeds), -1, -1, -1)
+    x = _data.patches(task.images.valid[: plan.images]).expand(len(seeds), -1, -1, -1)
     scores = task.score(trained, "test")[chosen]
     return {
         "rate": RATES[best],
@@ -148,7 +148,7 @@ def link(result: dict[str, Any], when: str, field: str) -> dict[str, float] | No
 
 
 def within(result: dict[str, Any], when: str, field: str) -> dict[str, float] | None:
-    """The same among models of equal heads: what each differs by from the mean of its seeds."""
+    """Rank correlation among models of equal heads: of what each differs by from the mean of its seeds."""
     x: list[float] = []
     y: list[float] = []
     for row in [*result["split"], *result["grown"]]:

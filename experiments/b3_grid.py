@@ -1,6 +1,6 @@
 """B3: do fewer layers with more heads beat the deep original, and does a wider MLP help far less?
 
-The paper's grid for ViT-B on ImageNet (depth x heads x MLP width) on CIFAR-10 (patch 4, width 192), with what it lacks:
+The paper's grid for ViT-B on ImageNet (depth x heads x MLP width) on CIFAR-10 (patch 4, width 192), and beyond it
 several seeds, a rate per model by the same rule (`_rates`), parameters, FLOPs and measured time of every point. Heads
 share the width, as in the paper, so more heads cost nothing in parameters. Rates are chosen on images of their own;
 accuracy is reported on the test set.
@@ -37,7 +37,7 @@ WIDTH = 192
 MARGIN = 0.005  # of accuracy
 LADDER = _rates.Ladder((1.25e-4, 2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (5e-4, 1e-3))
 PRICES = {"parameters": "parameters", "flops": "FLOPs", "seconds": "seconds"}
-LOOKED_AT = 8  # images whose head outputs are looked at
+MEASURED = 8  # images whose head outputs are measured
 
 
 class Plan(NamedTuple):
@@ -112,7 +112,7 @@ def vit(depth: int, heads: int, width: int, mlp: int) -> Net:
 def attempt(net: Net, task: Pictures, plan: Plan, rates: Sequence[float]) -> list[dict[str, Any]]:
     """All seeds of one cell at some rates: compared on held-out images, reported on others."""
     start = stacked(net, [Member(seed, 0.0) for seed in plan.seeds], task.device)
-    x = _data.patches(task.images.valid[:LOOKED_AT]).expand(len(plan.seeds), -1, -1, -1)
+    x = _data.patches(task.images.valid[:MEASURED]).expand(len(plan.seeds), -1, -1, -1)
     found = []
     for trained in learn_at(net, task, plan.seeds, plan.steps, rates):
         scores = task.score(trained, "test")
@@ -200,7 +200,7 @@ def measured(result: dict[str, Any]) -> str:
         + " ".join(words)
         + _points.edges(cells)
         + _points.left_out(result)
-        + _points.times_told(result)
+        + _points.whose_times(result)
     )
 
 

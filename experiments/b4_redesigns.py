@@ -183,7 +183,7 @@ def saved(before: float, after: float) -> str:
 
 def measured(result: dict[str, Any]) -> str:
     """The numbers in words."""
-    parts = [told(row) for row in result["rows"]]
+    parts = [counts_in_words(row) for row in result["rows"]]
     known = [row for row in result["rows"] if row["agrees"] is not None]
     agree = sum(row["agrees"] for row in known)
     words = f"Millions of parameters: {'; '.join(parts)}. {agree} of {len(known)} redesigns agree with the paper."
@@ -193,7 +193,7 @@ def measured(result: dict[str, Any]) -> str:
     return f"{words} Whether the accuracy stays was not tested."
 
 
-def told(row: dict[str, Any]) -> str:
+def counts_in_words(row: dict[str, Any]) -> str:
     """The counts of one row."""
     ours, paper = row["millions"], row["paper"]["after"]
     text = f"{row['title']} {ours['before']:.1f} to {ours['after']:.1f} (-{saved(**ours)}"

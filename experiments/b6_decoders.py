@@ -1,7 +1,7 @@
 """B6: does a decoder with 4 layers of 16 heads beat one with 12 layers of 12 heads on real text?
 
 Decoders in the manner of GPT-2 (learned positions, GELU, tied embedding; no biases, norms without gains) learn novels
-and film reviews. Beside the paper's pair stand the controls it lacks: the lean shape with the deep one's heads (is it
+and film reviews. Beside the paper's pair stand controls: the lean shape with the deep one's heads (is it
 the heads?), a wide lean model with the deep one's parameters, a narrow deep model with the lean one's, and the lean
 model trained for as many FLOPs and for as many seconds as the deep one. All have the same optimiser, the same data in
 the same order, a rate chosen by the same rule (`_rates`: the mean over seeds, on the rows that are reported), and
@@ -168,7 +168,7 @@ def clear(result: dict[str, Any], name: str, other: str = DEEP) -> bool:
     return bool(result["models"][other if found.high < 0 else name].get("settled", True))
 
 
-def told(result: dict[str, Any], name: str, other: str = DEEP, unit: str = "") -> str:
+def in_words(result: dict[str, Any], name: str, other: str = DEEP, unit: str = "") -> str:
     """The difference in words; while rates are not settled and might turn it, also at a rate that both had."""
     pair = [result["models"][each] for each in (name, other)]
     found, text = _points.difference(*(model["loss"] for model in pair)), ""
@@ -210,11 +210,11 @@ def measured(result: dict[str, Any]) -> str:
         (LEAN, "lean, 12 heads", "16 heads against 12 in 4 layers"),
         ("deep, 16 heads", DEEP, "16 heads against 12 in 12 layers"),
     )
-    found = [f"{words} {told(result, a, b)}" for a, b, words in pairs if {a, b} <= set(models)]
+    found = [f"{words} {in_words(result, a, b)}" for a, b, words in pairs if {a, b} <= set(models)]
     return (
         f"Held-out loss in nats per token, {len(result['seeds'])} seeds, {result['tokens']:,} tokens: {table}. "
         f"Differences of loss, seed by seed: {'; '.join(found)}. Rates were chosen on the same held-out rows."
-        f"{_points.edges(models)}{_points.left_out(result)}{_points.times_told(result)}"
+        f"{_points.edges(models)}{_points.left_out(result)}{_points.whose_times(result)}"
     )
 
 

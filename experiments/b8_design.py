@@ -259,7 +259,7 @@ def measured(result: dict[str, Any]) -> str:
         f"Held-out loss, {result['tokens']:,} tokens: baseline ({base['depth']} layers, "
         f"width {base['width']}, {base['parameters'] / 1e6:.1f}M) {_points.mean(base['loss']).spelled()}. Designs, "
         f"loss above it: {table}. {ends}{told}{_points.edges(models)}{_points.left_out(result)}"
-        f"{_points.times_told(result)}"
+        f"{_points.whose_times(result)}"
     )
 
 

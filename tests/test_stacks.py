@@ -206,7 +206,7 @@ def test_a_decoders_lead_counts_only_if_no_other_rate_can_undo_it() -> None:
     assert b6_decoders.verdict(models(True, False)) == "confirmed", "the better model can only gain"
     assert b6_decoders.verdict(models(False, True)) == "refuted", "the worse one might catch up"
     unsure = models(False, True)
-    assert "rates not settled: deep at 0.1" in b6_decoders.told(unsure, "lean")
+    assert "rates not settled: deep at 0.1" in b6_decoders.in_words(unsure, "lean")
     unsure["models"]["deep"]["losses"] = {"0.1": [3.0, 3.01], "0.2": [2.5, 2.51]}
     unsure["models"]["lean"]["losses"] = {"0.2": [2.75, 2.76]}
-    assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.told(unsure, "lean")
+    assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.in_words(unsure, "lean")

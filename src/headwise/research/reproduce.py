@@ -1,15 +1,17 @@
 """`headwise reproduce`: the claims of the papers, each as an experiment that anyone can run again.
 
 Experiments live beside the package in its repository, with their committed results; everything written about them in
-docs/EVIDENCE.md comes from there. Nothing heavy is imported before an experiment is asked for.
+docs/EVIDENCE.md comes from there. Nothing heavy is imported before an experiment runs.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import sys
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -71,8 +73,8 @@ def command(
     elif experiment is None:
         _list(root, as_json)
     else:
-        asked = dict(size=size, device=device, assets=assets, out=out, overwrite=overwrite, minutes=minutes)
-        _run(root, experiment, asked | {"shared": shared}, as_json)
+        how = dict(size=size, device=device, assets=assets, out=out, overwrite=overwrite, minutes=minutes)
+        _run(root, experiment, how | {"shared": shared}, as_json)
 
 
 def repository(near: Path | None = None) -> Path:
@@ -109,20 +111,11 @@ def _result(root: Path, name: str) -> dict[str, Any] | None:
 
 def _list(root: Path, as_json: bool) -> None:
     sizes = list(lab(root).SIZES)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for entry in entries(root):
-        result = entry.result or {}
-        rows.append(
-            {
-                "claim": entry.module.CLAIM,
-                "name": entry.name,
-                "title": entry.module.TITLE,
-                "sizes": sizes,
-                "measured": entry.result is not None,
-                **{key: result.get(key) for key in ("size", "date", "hardware")},
-                "verdict": entry.verdict,
-            }
-        )
+        about = {"claim": entry.module.CLAIM, "name": entry.name, "title": entry.module.TITLE, "sizes": sizes}
+        made = {key: (entry.result or {}).get(key) for key in ("size", "date", "hardware")}
+        rows.append({**about, "measured": entry.result is not None, **made, "verdict": entry.verdict})
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -137,9 +130,9 @@ def _list(root: Path, as_json: bool) -> None:
     typer.echo("next: headwise reproduce NAME --size tiny --out FOLDER")
 
 
-def _run(root: Path, experiment: str, asked: dict[str, Any], as_json: bool) -> None:
+def _run(root: Path, experiment: str, how: dict[str, Any], as_json: bool) -> None:
     bench = lab(root)
-    request = bench.Request(**asked)
+    request = bench.Request(**how)
     every = experiment == "all"
     results = []
     with bench.progress() as track:
@@ -173,18 +166,14 @@ def _render(root: Path) -> None:
 
 
 def _check(root: Path) -> None:
-    """Compare the page with the results; figures only need to be there, since drawing differs between versions."""
-    found, stale = entries(root), ""
-    for name, text in (("EVIDENCE.md", evidence(found)), (RULES, rules(found))):
-        page = root / "docs" / name
-        if not stale:
-            lines = page.read_text().splitlines() if page.exists() else None
-            stale = f"docs/{name} is missing" if lines is None else _difference(lines, text.splitlines(), name)
+    """Compare the pages with the results; figures only need to be there, since drawing differs between versions."""
+    found = entries(root)
+    pages = (("EVIDENCE.md", evidence(found)), (RULES, rules(found)))
+    stale = [words for name, text in pages if (words := _difference(root / "docs" / name, text))]
     figures = [_figure(entry.name) for entry in found if entry.result is not None]
-    if not stale and (absent := [name for name in figures if not (root / "docs" / name).exists()]):
-        stale = f"docs/{absent[0]} is missing"
+    stale += [f"docs/{name} is missing" for name in figures if not (root / "docs" / name).exists()]
     if stale:
-        typer.echo(f"{stale}; type: {REWRITE}", err=True)
+        typer.echo(f"{stale[0]}; type: {REWRITE}", err=True)
         raise typer.Exit(1)
     typer.echo(f"docs/EVIDENCE.md and docs/{RULES} say what the results say.")
 
@@ -195,14 +184,16 @@ def rules(found: Sequence[Experiment]) -> str:
     return str(made.page({entry.name: entry.result["found"] for entry in found if entry.result is not None}))
 
 
-def _difference(old: Sequence[str], new: Sequence[str], name: str) -> str:
-    """Where two pages part, in words; empty if they do not."""
-    for number in range(max(len(old), len(new))):
-        before, after = (lines[number] if number < len(lines) else "(nothing)" for lines in (old, new))
+def _difference(page: Path, text: str) -> str:
+    """Where a page differs from what it should say, in words; empty if it does not."""
+    if not page.exists():
+        return f"docs/{page.name} is missing"
+    lines = zip_longest(page.read_text().splitlines(), text.splitlines(), fillvalue="(nothing)")
+    for number, (before, after) in enumerate(lines, 1):
         if before != after:
-            same = next((place for place, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
-            before, after = before[max(0, same - 20) :], after[max(0, same - 20) :]
-            return f"docs/{name} is stale from line {number + 1}: it has '{before[:80]}', results say '{after[:80]}'"
+            first = max(0, len(os.path.commonprefix([before, after])) - 20)
+            before, after = before[first : first + 80], after[first : first + 80]
+            return f"docs/{page.name} is stale from line {number}: it has '{before}', results say '{after}'"
     return ""
 
 

@@ -22,7 +22,7 @@ from headwise.errors import PlanError
 from headwise.research.theory.allocation import allocate as split
 from headwise.research.theory.saturation import norm_bound
 from headwise.strategies._options import Choice, LayerMenu, finish, legal_menus, menus, ways
-from headwise.strategies._program import Solution, solve
+from headwise.strategies._program import solve
 from headwise.types import Budget, LayerShape, ModelShape, Plan, Reading, Readings
 
 SATURATED = -0.5  # slope of the Jacobian's norm against length below which a layer counts as saturating
@@ -54,7 +54,7 @@ def allocate(
 ) -> Plan:
     """The plan of least total bound; its predicted damage is what the probes say, not what the theory says."""
     offered = menus(source, readings, allow, ways(readings))
-    found = cheapest(source, offered, facts_of(readings), budgets, allow)
+    found = solve(source, by_theory(source, offered, facts_of(readings)), budgets, allow)
     known = [{c.sizes: c.damage for kind in (m.heads, m.qk, m.v, m.mlp) for c in kind} for m in offered]
     damage = sum(prices[choice.sizes] for prices, row in zip(known, found.choices, strict=True) for choice in row)
     return finish(source, readings, found.targets, damage, "bound", budgets, seed, gap=found.gap)
@@ -74,21 +74,19 @@ def design(
         return Facts(rho, 2 * index >= len(source.layers), float(norm_bound(length, 1.0)), 1.0, qk, v)
 
     known = [facts(index, shape) for index, shape in enumerate(source.layers)]
-    found = cheapest(source, legal_menus(source, allow), known, budgets, allow)
+    found = solve(source, by_theory(source, legal_menus(source, allow), known), budgets, allow)
     return source.with_layers(tuple(found.targets))
 
 
 def facts_of(readings: Readings) -> list[Facts]:
     """The measured facts of every layer; readings without them are refused."""
-    found: dict[str, Reading] = {}
-    for kind in NEEDED:
-        reading = readings.curve(kind)
-        if reading is None:
-            raise PlanError(
-                f"the bound needs the reading {kind}, which these readings do not hold; probe again with this version: "
-                f"headwise probe {readings.model} --out FOLDER."
-            )
-        found[kind] = reading
+    curves = {kind: readings.curve(kind) for kind in NEEDED}
+    if lost := [kind for kind, reading in curves.items() if reading is None]:
+        raise PlanError(
+            f"the bound needs the reading {lost[0]}, which these readings do not hold; probe again with this version: "
+            f"headwise probe {readings.model} --out FOLDER."
+        )
+    found = {kind: reading for kind, reading in curves.items() if reading is not None}
     slopes = [sum(row) / len(row) for row in found["saturation.slope"].values]
     border = early_layers(slopes)
     return [
@@ -127,16 +125,9 @@ def early_layers(slopes: list[float]) -> int:
     return max(range(len(slopes), -1, -1), key=right)
 
 
-def cheapest(
-    source: ModelShape,
-    offered: list[LayerMenu],
-    facts: list[Facts],
-    budgets: tuple[Budget, ...],
-    allow: tuple[str, ...],
-) -> Solution:
-    """The selection of least total squared error by theory."""
-    rows = zip(source.layers, offered, facts, strict=True)
-    return solve(source, [_by_theory(*row) for row in rows], budgets, allow)
+def by_theory(source: ModelShape, offered: list[LayerMenu], facts: list[Facts]) -> list[LayerMenu]:
+    """The menus with the theory's prices: the least total squared error is then what the solver looks for."""
+    return [_by_theory(*row) for row in zip(source.layers, offered, facts, strict=True)]
 
 
 def _by_theory(shape: LayerShape, menu: LayerMenu, facts: Facts) -> LayerMenu:

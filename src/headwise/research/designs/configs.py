@@ -13,9 +13,11 @@ from torch import nn
 from headwise import families
 from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
-from headwise.errors import HeadwiseError, ModelError, OutputError, ShapeError
+from headwise.errors import ModelError, OutputError, ShapeError
 from headwise.registry import find
 from headwise.research.designs.shapes import Make, Rules, Sketch
+from headwise.research.train.model import loading
+from headwise.runtime import register
 from headwise.runtime.modeling_headwise import CAUSAL, IMAGE_CLASSIFIER, MASKED, classes
 from headwise.types import LayerShape, ModelShape
 
@@ -32,6 +34,7 @@ class Kind(NamedTuple):
     vocabulary: int = 0  # as published; 0: none
     longest: str = "max_position_embeddings"
     fixed_heads: bool = False  # heads must share the width, unless tailored
+    architecture: str | None = None  # written into the configuration, where its family has several
 
 
 def _plain(sketch: Sketch) -> dict[str, Any]:
@@ -54,9 +57,13 @@ def _gpt2(sketch: Sketch) -> dict[str, Any]:
 KINDS = {
     "llama": Kind("llama", CAUSAL, 8 / 3, _llama, 32_000),
     "gpt2": Kind("gpt2", CAUSAL, 4.0, _gpt2, 50_257, "n_positions", True),
-    "bert": Kind("bert", MASKED, 4.0, _plain, 30_522, fixed_heads=True),
-    "vit": Kind("vit", IMAGE_CLASSIFIER, 4.0, _plain, longest="", fixed_heads=True),
-    "nystromformer": Kind("nystromformer", MASKED, 4.0, _plain, 30_522, fixed_heads=True),
+    "bert": Kind("bert", MASKED, 4.0, _plain, 30_522, fixed_heads=True, architecture="BertForMaskedLM"),
+    "vit": Kind(
+        "vit", IMAGE_CLASSIFIER, 4.0, _plain, longest="", fixed_heads=True, architecture="ViTForImageClassification"
+    ),
+    "nystromformer": Kind(
+        "nystromformer", MASKED, 4.0, _plain, 30_522, fixed_heads=True, architecture="NystromformerForMaskedLM"
+    ),
 }
 
 
@@ -66,20 +73,14 @@ class Nystromformer:
     @staticmethod
     def shape_of(config: Any) -> ModelShape:
         """BERT's formulas, and a convolution beside every head."""
-        bert = find("headwise.families", "bert").FAMILY
         from transformers import BertConfig
 
-        same = dict(
-            hidden_size=config.hidden_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings + 2,
-            type_vocab_size=config.type_vocab_size,
-            architectures=["BertForMaskedLM"],
-        )
-        shape: ModelShape = bert.shape_of(BertConfig(**same))
+        bert = find("headwise.families", "bert").FAMILY
+        names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+        same = {name: getattr(config, name) for name in (*names, "type_vocab_size")}
+        positions = config.max_position_embeddings + 2
+        stock = BertConfig(**same, max_position_embeddings=positions, architectures=["BertForMaskedLM"])
+        shape: ModelShape = bert.shape_of(stock)
         kernel = config.conv_kernel_size or 0
         norms = shape.layer_norms + config.num_attention_heads * kernel
         return replace(shape, family="nystromformer", layer_norms=norms)
@@ -125,10 +126,8 @@ class Maker:
                 f"{sketch.heads} heads cannot share the width {sketch.width} evenly, as {self.family} models must."
             )
         config = AutoConfig.for_model(self.kind.stock, **settings)
-        if self.kind.auto == MASKED:
-            config.architectures = [f"{'Bert' if self.family == 'bert' else 'Nystromformer'}ForMaskedLM"]
-        elif self.kind.auto == IMAGE_CLASSIFIER:
-            config.architectures = ["ViTForImageClassification"]
+        if self.kind.architecture:
+            config.architectures = [self.kind.architecture]
         return config
 
     def read(self, length: int) -> int:
@@ -184,18 +183,10 @@ class Maker:
 
 def _read(where: str) -> Any:
     """The configuration of a model by folder or hub id."""
-    from headwise.runtime import register
-
     register()
     place, extra = families.locate(where)
-    with families.quietly():
-        try:
-            return families.read_config(place, **extra)
-        except HeadwiseError:
-            raise
-        except Exception as error:  # transformers and the hub's client raise many kinds
-            reason = " ".join(str(error).split())[:200]
-            raise ModelError(f"{where} holds no configuration that can be read ({reason}).") from None
+    with loading(f"{where} holds no configuration that can be read"):
+        return families.read_config(place, **extra)
 
 
 def _sketch(shape: ModelShape, layer: LayerShape) -> Sketch:
@@ -205,8 +196,6 @@ def _sketch(shape: ModelShape, layer: LayerShape) -> Sketch:
 def build(config: Any, auto: str, device: str = "cpu") -> nn.Module:
     """The model of a configuration, with random weights; on the device "meta" without any."""
     import transformers
-
-    from headwise.runtime import register
 
     register()
     with families.quietly(), torch.device(device):

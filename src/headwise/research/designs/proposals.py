@@ -20,7 +20,7 @@ from headwise.research.designs import configs, shapes
 from headwise.runtime.modeling_headwise import IMAGE_CLASSIFIER
 from headwise.types import ModelShape
 
-STEP = 1e6  # tokens that training times are told for
+STEP = 1e6  # tokens of training that times are given for
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Proposal:
     config: Any  # of transformers, stock or tailored
     auto: str  # the Auto class that trains it
     prices: dict[str, float]
-    length: int  # tokens that reading is told for
+    length: int  # tokens of a text that reading times are given for
 
     @property
     def tailored(self) -> bool:
@@ -97,7 +97,7 @@ def design(
             continue
         found.append(Proposal(name, shape, maker.config(shape), maker.kind.auto, priced(shape, length), length))
     if not found:
-        raise refused[0] if refused else PlanError("no strategy was asked for.")
+        raise refused[0] if refused else PlanError("no strategy was given; name at least one.")
     rates = machine_rates(torch.device(device))
     for proposal in found:
         proposal.prices.update(estimated(proposal.shape, length, rates))

@@ -52,7 +52,7 @@ Make = Callable[[Sketch], ModelShape]
 
 
 class Rules(NamedTuple):
-    """What is settled before a shape is looked for."""
+    """What is fixed before a shape is chosen."""
 
     mlp_ratio: float  # of the MLP's width to the model's, in this family
     width: int | None = None
@@ -104,9 +104,9 @@ def uniform(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
 
 
 def leaner(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
-    """Half of uniform's layers (or as asked), heads of half its dimension, and the width that this pays for.
+    """Half of uniform's layers (or the given depth), heads of half its dimension, and the width that this pays for.
 
-    Where the width is settled, depth is all that is left to give: the most layers that fit, at most half.
+    Where the width is fixed, only depth is free: the most layers that fit, at most half.
     """
     usual = uniform(make, budgets, rules._replace(depth=None, heads=None))
     depth = rules.depth or max(1, (rules.usual_depth or usual.depth) // 2)

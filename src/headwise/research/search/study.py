@@ -191,15 +191,15 @@ def search(
 
 def _same(study: Any, settings: SearchSettings) -> None:
     """Refuse to resume a study of something else: its losses could not be compared."""
-    asked = {k: v for k, v in settings.to_json().items() if k not in ("trials", "device", "seed")}
+    wanted = {k: v for k, v in settings.to_json().items() if k not in ("trials", "device", "seed")}
     before = study.user_attrs.get("settings")
     if before is None:
-        study.set_user_attr("settings", asked)
-    elif before != asked:
-        other = next(key for key in asked if asked[key] != before.get(key))
+        study.set_user_attr("settings", wanted)
+    elif before != wanted:
+        other = next(key for key in wanted if wanted[key] != before.get(key))
         raise HeadwiseError(
-            f"the study in this storage was begun with {other} {before.get(other)}, not {asked[other]}; give the same, "
-            "or another --study or --storage."
+            f"the study in this storage was begun with {other} {before.get(other)}, not {wanted[other]}; give the "
+            "same, or another --study or --storage."
         )
 
 

@@ -19,7 +19,7 @@ KNOWN = "uniform, geometric:RATIO, power:EXPONENT, numbers such as 0.5,0.3,0.2, 
 
 
 def uniform(n: int) -> Floats:
-    """The same weight for lags 1 to n: an n-gram."""
+    """Equal weights for lags 1 to n: an n-gram."""
     return _normalised(np.ones(_lags(n)))
 
 
@@ -77,7 +77,7 @@ def measured(path: Path, layer: str, lags: int | None = None) -> Floats:
 
 def _lags(n: int) -> int:
     if n < 1:
-        raise HeadwiseError(f"{n} lags are asked for; a profile has at least one.")
+        raise HeadwiseError(f"{n} lags were given; a profile has at least one.")
     return n
 
 

@@ -58,7 +58,7 @@ def read_config(where: str) -> Any:
 
 
 def task_for(settings: TrainSettings, config: Any) -> str:
-    """The task that was asked for, or else what the data is for, or else what the model is for."""
+    """The given task, or else the one that the data is for, or else the one that the model is for."""
     if settings.task is not None:
         return settings.task
     if settings.data.endswith(".npz"):
@@ -116,7 +116,7 @@ def read_tokenizer(where: str) -> Any:
 
 
 def tokenizer_for(settings: TrainSettings, config: Any, task: str, made: Path) -> Any:
-    """The tokenizer that was asked for, that beside the configuration, or one trained on the data into `made`."""
+    """The given tokenizer, the one beside the configuration, or one that is trained on the data into `made`."""
     where = settings.tokenizer
     if settings.train_tokenizer is not None:
         if not made.exists():

@@ -51,16 +51,16 @@ def train(
 
     A training that was killed resumes with the same call, and ends as if it had not stopped.
     """
-    asked = TrainSettings(config=str(config), data=str(data), **settings)
-    if not asked.fresh:
-        model.has_weights(asked.config)  # what it refuses is refused before the folder is touched
-    accelerator = accelerator_for(asked.device)
+    wanted = TrainSettings(config=str(config), data=str(data), **settings)
+    if not wanted.fresh:
+        model.has_weights(wanted.config)  # what it refuses is refused before the folder is touched
+    accelerator = accelerator_for(wanted.device)
     folder = Path(out)
-    with held(folder, asked):
+    with held(folder, wanted):
         if accelerator.is_main_process:
-            claim(folder, asked, overwrite)
+            claim(folder, wanted, overwrite)
         accelerator.wait_for_everyone()
-        return Training(asked, folder, accelerator).run(watch)
+        return Training(wanted, folder, accelerator).run(watch)
 
 
 class Training:

@@ -1,4 +1,4 @@
-"""What a training run is asked to do. No torch."""
+"""The settings of a training, and what follows from them. No torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings(Record):
-    """A run that was killed goes on only under the same settings; the number of processes may differ."""
+    """A training that was killed resumes only under the same settings; the number of processes may differ."""
 
     config: str  # folder or config.json; a folder with weights is trained further
     data: str
