@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from experiments import _first_paper
 from experiments._finetune import finetune
 from experiments._models import LABELS, available, settings_for
 from headwise import pipeline, strategies
@@ -27,10 +28,8 @@ from headwise.cuts import Moments, reshape
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
 from headwise.progress import Track
-from headwise.research.designs import bound, taper
 from headwise.research.designs.proposals import seconds
 from headwise.runs.folder import Settings
-from headwise.strategies._options import finish, menus, ways
 from headwise.types import ModelShape, Plan, Readings
 
 CLAIM = "A8"
@@ -40,7 +39,6 @@ SAYS = (
     "accuracy."
 )
 STRATEGIES = ("uniform", "taper", "reversed taper", "bound", "exact")
-OURS = {"taper": taper, "bound": bound}  # the paper's, which no run of headwise offers
 STAGES = ("cut", "refit", "fine-tuned")
 ALLOW = ("qk", "v", "heads", "kv_heads")
 UNSTEADY = 0.1  # of a time's ratio: more than that between turns, and the machine was not quiet
@@ -107,13 +105,11 @@ def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) 
     source = ModelShape.from_json(readings.shape)
     budgets = (parse(budget, source),)
     try:
-        if strategy in OURS:
-            return OURS[strategy].allocate(source, readings, budgets, settings.allow, 0)
-        if strategy != "reversed taper":
-            return strategies.allocate(readings, budgets, strategy, settings.allow)
-        offered = [menus(source, readings, settings.allow, (way,)) for way in ways(readings)]
-        found = taper.least_steep(source, offered, budgets, settings.allow, reverse=True)
-        return finish(source, readings, found.layers, found.damage, strategy, budgets, settings.seed)
+        if strategy == "bound":
+            return _first_paper.bound(source, readings, budgets, settings.allow)
+        if strategy.endswith("taper"):
+            return _first_paper.taper(source, readings, budgets, settings.allow, strategy.startswith("reversed"))
+        return strategies.allocate(readings, budgets, strategy, settings.allow)
     except BudgetError:
         return None
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import replace
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 from conftest import Invented, invent
 
-from headwise import budgets as prices
-from headwise import strategies
-from headwise.errors import BudgetError, PlanError, UnknownNameError
-from headwise.research.designs import bound, taper
-from headwise.strategies._options import menus
-from headwise.types import Grain, LayerShape, ModelShape, Readings
+sys.path.insert(0, str(Path(__file__).parents[1]))  # experiments live beside the package
+
+from experiments import _first_paper  # noqa: E402
+
+from headwise import budgets as prices  # noqa: E402
+from headwise import strategies  # noqa: E402
+from headwise.errors import BudgetError, PlanError, UnknownNameError  # noqa: E402
+from headwise.research.designs import bound, taper  # noqa: E402
+from headwise.strategies._options import menus  # noqa: E402
+from headwise.types import Grain, LayerShape, ModelShape, Plan, Readings  # noqa: E402
 
 WIDE = Invented(layers=6, kv_heads=2, queries_per_group=4, dim=32, mlp_width=256, sizes=13)
 FULL = LayerShape(query_heads=8, kv_heads=8, qk_dim=64, v_dim=64, mlp_width=512, qk_width=64)
@@ -21,9 +27,9 @@ GRAIN = Grain(qk_step=8, v_step=8, mlp_step=32, qk_floor=8, v_floor=8, mlp_floor
 NEW = ModelShape("llama", 512, 1000, True, (FULL,) * 12, GRAIN)
 
 
-def plan_for(rule: ModuleType, readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
+def plan_for(rule: Callable[..., Plan], readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
     source = ModelShape.from_json(readings.shape)
-    plan = rule.allocate(source, readings, tuple(prices.parse(t, source) for t in texts), allow, 0)
+    plan = rule(source, readings, tuple(prices.parse(t, source) for t in texts), allow)
     return list(plan.target.layers)
 
 
@@ -34,7 +40,7 @@ def test_no_run_offers_them(name: str) -> None:
 
 
 def test_a_taper_falls_with_depth_and_starts_where_the_source_is() -> None:
-    layers = plan_for(taper, invent(1, WIDE), "kv=80%", allow=("qk", "v"))
+    layers = plan_for(_first_paper.taper, invent(1, WIDE), "kv=80%", allow=("qk", "v"))
     for size in ("qk_dim", "v_dim"):
         sizes = [getattr(layer, size) for layer in layers]
         assert sizes == sorted(sizes, reverse=True) and sizes[0] > sizes[-1]
@@ -43,9 +49,9 @@ def test_a_taper_falls_with_depth_and_starts_where_the_source_is() -> None:
 
 def test_a_taper_leaves_the_mlp_alone_while_attention_can_pay() -> None:
     allow = ("v", "mlp")
-    some = plan_for(taper, invent(2, WIDE), "flops=95%@256", allow=allow)
+    some = plan_for(_first_paper.taper, invent(2, WIDE), "flops=95%@256", allow=allow)
     assert {layer.mlp_width for layer in some} == {256}
-    more = plan_for(taper, invent(2, WIDE), "flops=75%@64", allow=allow)
+    more = plan_for(_first_paper.taper, invent(2, WIDE), "flops=75%@64", allow=allow)
     assert min(layer.mlp_width for layer in more) < 256
 
 
@@ -63,11 +69,10 @@ def test_no_gentler_taper_meets_the_budget() -> None:
 
 
 def test_a_reversed_taper_spares_the_last_layers() -> None:
-    readings = invent(4, WIDE)
-    source = ModelShape.from_json(readings.shape)
-    offered = [menus(source, readings, ("qk", "v"), ("qk_projected",))]
-    found = taper.least_steep(source, offered, (prices.parse("kv=75%", source),), ("qk", "v"), reverse=True)
-    dims = [layer.qk_dim for layer in found.layers]
+    def reverse(*given: object) -> Plan:
+        return _first_paper.taper(*given, reverse=True)  # type: ignore[arg-type]
+
+    dims = [layer.qk_dim for layer in plan_for(reverse, invent(4, WIDE), "kv=75%", allow=("qk", "v"))]
     assert dims == sorted(dims) and dims[0] < dims[-1]
 
 
@@ -88,9 +93,9 @@ def test_a_budget_below_every_taper_is_refused_with_one_that_works() -> None:
 
 
 def test_early_ends_where_saturation_begins() -> None:
-    assert bound.early_layers([-0.1, -0.2, -0.9, -0.8]) == 2
-    assert bound.early_layers([-0.1, -0.2]) == 2, "nothing saturates: all are early"
-    assert bound.early_layers([-0.9, -0.9]) == 0, "everything does"
+    assert _first_paper.early_layers([-0.1, -0.2, -0.9, -0.8]) == 2
+    assert _first_paper.early_layers([-0.1, -0.2]) == 2, "nothing saturates: all are early"
+    assert _first_paper.early_layers([-0.9, -0.9]) == 0, "everything does"
 
 
 def test_late_layers_lose_the_key_dimensions_that_saturation_makes_cheap() -> None:
@@ -102,7 +107,7 @@ def test_late_layers_lose_the_key_dimensions_that_saturation_makes_cheap() -> No
 
     readings = fixed("saturation.slope", [(0.0,) * 8] * 3 + [(-1.0,) * 8] * 3)
     readings = fixed("saturation.jacobian_norm", [(0.2, 0.01)] * 6)
-    layers = plan_for(bound, readings, "kv=85%", allow=("qk", "v"))
+    layers = plan_for(_first_paper.bound, readings, "kv=85%", allow=("qk", "v"))
     assert min(layer.qk_dim for layer in layers[:3]) > max(layer.qk_dim for layer in layers[3:])
 
 
@@ -115,4 +120,4 @@ def test_readings_without_the_theorys_quantities_are_refused() -> None:
     readings = invent(6)
     old = replace(readings, curves=tuple(c for c in readings.curves if not c.kind.startswith("lags")))
     with pytest.raises(PlanError, match=r"the bound needs the reading lags\.contribution.*headwise probe"):
-        plan_for(bound, old, "kv=80%", allow=("qk", "v"))
+        plan_for(_first_paper.bound, old, "kv=80%", allow=("qk", "v"))

@@ -1,15 +1,12 @@
-"""Sizes by the first paper's theory, fed with measured quantities instead of assumed ones.
+"""Sizes by the first paper's theory: the bound on heads and dimensions, and the saturation of late layers.
 
-Early layers extract: a head count and a dimension cost what the approximation bound says, for the lags that the layer
-was seen to use (`lags.contribution`). Late layers are those whose softmax was seen to saturate (`saturation.slope`):
-there an error of the logits reaches the output only through the norm of the softmax Jacobian, so dimensions cost the
-energy they carry (`spectrum.*_energy_lost`) times that norm. Where early ends is measured too: the depth that best
-separates layers that saturate from those that do not.
+Early layers extract: a head count and a dimension cost what the approximation bound says for the lags that the layer
+reads. In late layers the softmax saturates: an error of the logits reaches the output only through the norm of the
+softmax Jacobian, so dimensions cost the energy they carry times that norm.
 
 Every term is a relative error `e` of a layer's output and enters as `e^2 / 2`: losses are quadratic in small errors.
-The theory is silent on MLPs: they go last, evenly. The integer program that finds the sizes is the exact strategy's;
-what differs is that no loss was ever measured. For cutting trained models it was refuted (experiment A8): it serves
-new designs, and the experiments that test it.
+The theory is silent on MLPs: they go last, evenly. The integer program that finds the sizes is the exact strategy's.
+For cutting trained models the theory was refuted (experiment A8, which measures these facts): here it designs new ones.
 """
 
 from __future__ import annotations
@@ -18,23 +15,13 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from headwise.errors import PlanError
 from headwise.research.theory.allocation import allocate as split
 from headwise.research.theory.saturation import norm_bound
-from headwise.strategies._options import Choice, LayerMenu, finish, legal_menus, menus, ways
+from headwise.strategies._options import Choice, LayerMenu, legal_menus
 from headwise.strategies._program import solve
-from headwise.types import Budget, LayerShape, ModelShape, Plan, Reading, Readings
+from headwise.types import Budget, LayerShape, ModelShape
 
-SATURATED = -0.5  # slope of the Jacobian's norm against length below which a layer counts as saturating
 MLP_WEIGHT = 10.0  # of the squared share of an MLP that is lost, beside errors of attention that are at most about 1
-NEEDED = (
-    "lags.contribution",
-    "saturation.slope",
-    "saturation.jacobian_norm",
-    "saturation.logit_growth",
-    "spectrum.logit_energy_lost",
-    "spectrum.output_energy_lost",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +34,6 @@ class Facts:
     logit_spread: float
     logits_lost: dict[int, float]  # share of the logits' energy lost, by query/key dimension kept
     outputs_lost: dict[int, float]  # of the outputs', by value dimension
-
-
-def allocate(
-    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
-) -> Plan:
-    """The plan of least total bound; its predicted damage is what the probes say, not what the theory says."""
-    offered = menus(source, readings, allow, ways(readings))
-    found = solve(source, by_theory(source, offered, facts_of(readings)), budgets, allow)
-    known = [{c.sizes: c.damage for kind in (m.heads, m.qk, m.v, m.mlp) for c in kind} for m in offered]
-    damage = sum(prices[choice.sizes] for prices, row in zip(known, found.choices, strict=True) for choice in row)
-    return finish(source, readings, found.targets, damage, "bound", budgets, seed, gap=found.gap)
 
 
 def design(
@@ -76,53 +52,6 @@ def design(
     known = [facts(index, shape) for index, shape in enumerate(source.layers)]
     found = solve(source, by_theory(source, legal_menus(source, allow), known), budgets, allow)
     return source.with_layers(tuple(found.targets))
-
-
-def facts_of(readings: Readings) -> list[Facts]:
-    """The measured facts of every layer; readings without them are refused."""
-    curves = {kind: readings.curve(kind) for kind in NEEDED}
-    if lost := [kind for kind, reading in curves.items() if reading is None]:
-        raise PlanError(
-            f"the bound needs the reading {lost[0]}, which these readings do not hold; probe again with this version: "
-            f"headwise probe {readings.model} --out FOLDER."
-        )
-    found = {kind: reading for kind, reading in curves.items() if reading is not None}
-    slopes = [sum(row) / len(row) for row in found["saturation.slope"].values]
-    border = early_layers(slopes)
-    return [
-        Facts(
-            rho=tuple(v for lag, v in _row(found["lags.contribution"], layer).items() if lag > 0),
-            late=layer >= border,
-            jacobian_norm=_last(found["saturation.jacobian_norm"], layer),
-            logit_spread=_last(found["saturation.logit_growth"], layer),
-            logits_lost=_row(found["spectrum.logit_energy_lost"], layer),
-            outputs_lost=_row(found["spectrum.output_energy_lost"], layer),
-        )
-        for layer in range(len(slopes))
-    ]
-
-
-def _row(reading: Reading, layer: int) -> dict[int, float]:
-    return dict(zip(reading.ticks[layer], reading.values[layer], strict=True))
-
-
-def _last(reading: Reading, layer: int) -> float:
-    """The value at the largest tick."""
-    return max(zip(reading.ticks[layer], reading.values[layer], strict=True))[1]
-
-
-def early_layers(slopes: list[float]) -> int:
-    """How many layers count as early: the border with most saturating layers behind it and most others before it.
-
-    >>> early_layers([-0.1, -0.9, -0.2, -0.8, -0.9])
-    3
-    """
-    saturated = [slope < SATURATED for slope in slopes]
-
-    def right(border: int) -> int:
-        return saturated[:border].count(False) + saturated[border:].count(True)
-
-    return max(range(len(slopes), -1, -1), key=right)
 
 
 def by_theory(source: ModelShape, offered: list[LayerMenu], facts: list[Facts]) -> list[LayerMenu]:

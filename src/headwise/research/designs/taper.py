@@ -3,7 +3,7 @@
 A family with one parameter, the slope `t`: layer `l` of `n` keeps the share `1 - t (l + 1) / n` of every size, at least
 the smallest legal one, so that the first layer loses least and the last most. The slope is the smallest that meets the
 budgets. The rule is about attention only; MLP widths follow it where attention alone cannot meet the budgets. For
-cutting trained models the rule was refuted (experiment A8): it serves new designs, and that experiment.
+cutting trained models the rule was refuted (experiment A8): here it designs new ones.
 """
 
 from __future__ import annotations
@@ -13,18 +13,8 @@ from typing import NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import BudgetError
-from headwise.strategies._options import (
-    Choice,
-    LayerMenu,
-    affordable,
-    finish,
-    legal_menus,
-    menus,
-    refuse,
-    ways,
-    with_choices,
-)
-from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
+from headwise.strategies._options import Choice, LayerMenu, affordable, legal_menus, refuse, with_choices
+from headwise.types import Budget, LayerShape, ModelShape
 
 SLOPES = 400  # tried at most: finer than any legal step of the usual models
 
@@ -37,14 +27,6 @@ class Tapered(NamedTuple):
     slope: float
 
 
-def allocate(
-    source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
-) -> Plan:
-    """The least steep taper that meets every budget; of the two ways to shrink keys the one that damages less."""
-    found = least_steep(source, [menus(source, readings, allow, (way,)) for way in ways(readings)], budgets, allow)
-    return finish(source, readings, found.layers, found.damage, "taper", budgets, seed)
-
-
 def design(source: ModelShape, budgets: tuple[Budget, ...], allow: tuple[str, ...]) -> ModelShape:
     """A new model that tapers from `source`'s sizes until it meets the budgets; there is nothing to keep yet."""
     return source.with_layers(tuple(least_steep(source, [legal_menus(source, allow)], budgets, allow).layers))
@@ -55,34 +37,32 @@ def least_steep(
     offered: list[list[LayerMenu]],
     budgets: tuple[Budget, ...],
     allow: tuple[str, ...],
-    reverse: bool = False,
 ) -> Tapered:
     """The first slope that meets the budgets; MLPs taper only where attention alone cannot meet them.
 
-    `offered` holds the menus of every way to shrink queries and keys. `reverse` spares the last layer, not the first.
+    `offered` holds the menus of every way to shrink queries and keys.
     """
     for mlp in (False, True):
-        fits = [found for way in offered for found in _first_fit(source, way, budgets, mlp, reverse)]
+        fits = [found for way in offered for found in _first_fit(source, way, budgets, mlp)]
         if fits:
             return min(fits, key=lambda found: found.damage)
-    raise _out_of_reach(source, offered, budgets, allow, reverse)
+    raise _out_of_reach(source, offered, budgets, allow)
 
 
-def share(layer: int, layers: int, slope: float, reverse: bool = False) -> float:
+def share(layer: int, layers: int, slope: float) -> float:
     """What a layer keeps of its sizes.
 
     >>> [share(layer, 4, 0.4) for layer in range(4)]
     [0.9, 0.8, 0.7, 0.6]
     """
-    depth = layers - layer if reverse else layer + 1
-    return max(0.0, round(1.0 - slope * depth / layers, 12))
+    return max(0.0, round(1.0 - slope * (layer + 1) / layers, 12))
 
 
-def at_slope(source: ModelShape, menu: list[LayerMenu], slope: float, mlp: bool, reverse: bool = False) -> Tapered:
+def at_slope(source: ModelShape, menu: list[LayerMenu], slope: float, mlp: bool) -> Tapered:
     """Every size at the legal one nearest to its share."""
     layers, damage = [], 0.0
     for index, (shape, offer) in enumerate(zip(source.layers, menu, strict=True)):
-        kept = share(index, len(menu), slope, reverse)
+        kept = share(index, len(menu), slope)
         kinds = [offer.heads, offer.qk, offer.v, *([offer.mlp] if mlp else [])]
         choices = [_nearest(choices, kept) for choices in kinds]
         layers.append(with_choices(shape, *choices))
@@ -105,22 +85,20 @@ def _sizes(choice: Choice) -> tuple[int, ...]:
     return (choice.sizes[-1][1],)
 
 
-def _first_fit(
-    source: ModelShape, menu: list[LayerMenu], budgets: tuple[Budget, ...], mlp: bool, reverse: bool
-) -> Iterator[Tapered]:
+def _first_fit(source: ModelShape, menu: list[LayerMenu], budgets: tuple[Budget, ...], mlp: bool) -> Iterator[Tapered]:
     """The least steep taper that meets the budgets, if any does. A price need not fall with the slope: try in order."""
-    for slope in _slopes(menu, mlp, reverse):
-        found = at_slope(source, menu, slope, mlp, reverse)
+    for slope in _slopes(menu, mlp):
+        found = at_slope(source, menu, slope, mlp)
         if affordable(budgets, source.with_layers(tuple(found.layers))):
             yield found
             return
 
 
-def _slopes(menu: list[LayerMenu], mlp: bool, reverse: bool) -> list[float]:
+def _slopes(menu: list[LayerMenu], mlp: bool) -> list[float]:
     """Slopes between those at which some size falls, from none to all at their smallest; thinned if there are many."""
     falls = {0.0}
     for layer, offer in enumerate(menu):
-        reach = 1.0 - share(layer, len(menu), 1.0, reverse)
+        reach = 1.0 - share(layer, len(menu), 1.0)
         for choices in (offer.heads, offer.qk, offer.v, *([offer.mlp] if mlp else [])):
             for full, legal in zip(_sizes(choices[0]), zip(*map(_sizes, choices), strict=True), strict=True):
                 sizes = sorted(set(legal), reverse=True)
@@ -136,10 +114,8 @@ def _out_of_reach(
     offered: list[list[LayerMenu]],
     budgets: tuple[Budget, ...],
     allow: tuple[str, ...],
-    reverse: bool,
 ) -> BudgetError:
     steepest = [
-        source.with_layers(tuple(at_slope(source, menu, _slopes(menu, True, reverse)[-1], True, reverse).layers))
-        for menu in offered
+        source.with_layers(tuple(at_slope(source, menu, _slopes(menu, True)[-1], True).layers)) for menu in offered
     ]
     return refuse(source, budgets, [min(prices.price(b, model) for model in steepest) for b in budgets], allow)
