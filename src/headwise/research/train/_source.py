@@ -12,8 +12,10 @@ Draws = tuple[torch.Tensor, ...]  # random numbers of a step, the first axis bei
 
 
 class Source(ABC):
-    """Rows to train on and rows to evaluate on; on the device, or brought there by `batch`."""
+    """Rows to train on and held-out rows to evaluate on; on the device, or brought there by `take`."""
 
+    train: Any
+    held: Any
     train_rows: int
     eval_rows: int
     row_tokens: int  # what a row costs the model, at most
@@ -22,16 +24,24 @@ class Source(ABC):
     order_on_host: bool = False  # row numbers are needed on the host
 
     def draw(self, rows: int, generator: torch.Generator) -> Draws:
-        """Random numbers for all rows of a step, whoever computes them."""
+        """Random numbers for all rows of a step, equal in all processes."""
+        return ()
+
+    def eval_draws(self, rows: torch.Tensor) -> Draws:
+        """The random numbers of held-out rows, the same every time."""
         return ()
 
     @abstractmethod
-    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
-        """Training rows as the loss reads them."""
+    def take(self, part: Any, rows: torch.Tensor, draws: Draws) -> Any:
+        """Rows of `self.train` or `self.held` as the loss reads them, on the device."""
 
-    @abstractmethod
+    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
+        """Training rows."""
+        return self.take(self.train, rows, draws)
+
     def eval_batch(self, rows: torch.Tensor) -> Any:
-        """Evaluation rows, the same every time."""
+        """Held-out rows."""
+        return self.take(self.held, rows, self.eval_draws(rows))
 
     @abstractmethod
     def scores(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:

@@ -53,16 +53,20 @@ class Images(Source):
             found["x_test"], found["y_test"] = found["x_train"][held], found["y_train"][held]
             found["x_train"], found["y_train"] = found["x_train"][rest], found["y_train"][rest]
         self.augment = settings.augment
-        self.train, self.held = (torch.from_numpy(found[f"x_{p}"]).to(device) for p in ("train", "test"))
-        self.answers, self.held_answers = (
-            torch.from_numpy(found[f"y_{p}"].reshape(-1).astype(np.int64)).to(device) for p in ("train", "test")
-        )
-        self.classes = int(max(self.answers.max(), self.held_answers.max())) + 1
-        some = self.train[:: max(1, len(self.train) // 10_000)].double() / 255
+        self.train, self.held = (self._part(found, name, device) for name in ("train", "test"))
+        images, labels = self.train
+        self.classes = int(max(labels.max(), self.held[1].max())) + 1
+        some = images[:: max(1, len(images) // 10_000)].double() / 255
         self.mean, self.deviation = some.mean((0, 1, 2)).float(), some.std((0, 1, 2)).clamp_min(1e-3).float()
-        self.train_rows, self.eval_rows = len(self.train), len(self.held)
-        self.side, self.channels = tuple(self.train.shape[1:3]), int(self.train.shape[3])
+        self.train_rows, self.eval_rows = len(images), len(self.held[0])
+        self.side, self.channels = tuple(images.shape[1:3]), int(images.shape[3])
         self.row_tokens = (self.side[0] // patch) * (self.side[1] // patch) + 1
+
+    @staticmethod
+    def _part(found: dict[str, Any], name: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """Images (N, H, W, C) as bytes and class numbers (N,)."""
+        labels = found[f"y_{name}"].reshape(-1).astype(np.int64)
+        return torch.from_numpy(found[f"x_{name}"]).to(device), torch.from_numpy(labels).to(device)
 
     def draw(self, rows: int, generator: torch.Generator) -> Draws:
         """By how much images are moved down and right, and whether they are turned over."""
@@ -70,18 +74,11 @@ class Images(Source):
             return ()
         return (torch.rand((rows, 3), generator=generator, device=generator.device),)
 
-    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
-        """Pixels (B, C, H, W) and labels."""
-        images = self.train[rows]
-        return self._normal(_moved(images, draws[0]) if draws else images), self.answers[rows]
-
-    def eval_batch(self, rows: torch.Tensor) -> Any:
-        """Pixels as they are, and labels."""
-        rows = rows.to(self.held.device)
-        return self._normal(self.held[rows]), self.held_answers[rows]
-
-    def _normal(self, images: torch.Tensor) -> torch.Tensor:
-        return ((images.float() / 255 - self.mean) / self.deviation).permute(0, 3, 1, 2).contiguous()
+    def take(self, part: Any, rows: torch.Tensor, draws: Draws) -> Any:
+        """Normalised pixels (B, C, H, W) and labels."""
+        images, labels = (tensor[rows.to(tensor.device)] for tensor in part)
+        images = _moved(images, draws[0]) if draws else images
+        return ((images.float() / 255 - self.mean) / self.deviation).permute(0, 3, 1, 2).contiguous(), labels
 
     def scores(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Surprise at the label, and whether it was the best."""

@@ -151,15 +151,8 @@ class LabelledTexts(Source):
         ids, types = (_padded(made[name], pad) for name, pad in (("input_ids", self.pad), ("token_type_ids", 0)))
         return ids, lengths, types, self.labels.tensor(examples, settings.eval or settings.data)
 
-    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
-        """What the model reads, and the labels."""
-        return self._taken(self.train, rows)
-
-    def eval_batch(self, rows: torch.Tensor) -> Any:
-        """What the model reads, and the labels."""
-        return self._taken(self.held, rows)
-
-    def _taken(self, part: tuple[Any, ...], rows: torch.Tensor) -> Any:
+    def take(self, part: Any, rows: torch.Tensor, draws: Draws) -> Any:
+        """What the model reads, padded to the longest row, and the labels."""
         ids, lengths, types, labels = (tensor[rows.cpu()] for tensor in part)
         longest = min(ids.shape[1], -(-int(lengths.max()) // 8) * 8)
         mask = (torch.arange(longest) < lengths.unsqueeze(1)).long()

@@ -45,13 +45,9 @@ class NextToken(Source):
         self.order_on_host = self.train.rows.device.type == "cpu"
         self.train_rows, self.eval_rows = self.train.count, self.held.count
 
-    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
+    def take(self, part: Any, rows: torch.Tensor, draws: Draws) -> Any:
         """Token rows (B, T)."""
-        return self.train[rows]
-
-    def eval_batch(self, rows: torch.Tensor) -> Any:
-        """Token rows (B, T)."""
-        return self.held[rows]
+        return part[rows]
 
     def scores(self, model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
         """Surprise at every token but the first."""
@@ -75,24 +71,21 @@ class HiddenTokens(NextToken):
         self.words = len(tokenizer)
         self.hidden = max(1, round(HIDDEN * length))
         fixed = torch.Generator(device=device).manual_seed(settings.seed)
-        self.eval_draws = self.draw(self.eval_rows, fixed)
+        self.fixed_draws = self.draw(self.eval_rows, fixed)
 
     def draw(self, rows: int, generator: torch.Generator) -> Draws:
         """Which tokens are hidden, and by what."""
         shape = (rows, self.row_tokens)
         return tuple(torch.rand(shape, generator=generator, device=generator.device) for _ in range(3))
 
-    def batch(self, rows: torch.Tensor, draws: Draws) -> Any:
+    def eval_draws(self, rows: torch.Tensor) -> Draws:
+        """Held-out rows have the same tokens hidden every time."""
+        where = rows.to(self.fixed_draws[0].device)
+        return tuple(draw[where] for draw in self.fixed_draws)
+
+    def take(self, part: Any, rows: torch.Tensor, draws: Draws) -> Any:
         """Inputs (B, T), the places of hidden tokens (B, hidden) and what they were."""
-        return self._hide(self.train[rows], draws)
-
-    def eval_batch(self, rows: torch.Tensor) -> Any:
-        """Inputs, places and labels as in `batch`, with the same tokens hidden every time."""
-        where = rows.to(self.eval_draws[0].device)
-        return self._hide(self.held[rows], tuple(draw[where] for draw in self.eval_draws))
-
-    def _hide(self, inner: torch.Tensor, draws: Draws) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ids = nn.functional.pad(inner, (1, 1), value=self.first)
+        ids = nn.functional.pad(part[rows], (1, 1), value=self.first)
         ids[:, -1] = self.last
         order, way, other = draws
         order = order.clone()
