@@ -58,11 +58,11 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
 def _model(name: str, assets: Path | None, device: str, sizes: Size, track: Track) -> dict[str, Any]:
     settings = settings_for(name, assets, device, sizes.tokens, sizes.length, budgets=sizes.budgets)
     bench = pipeline.workbench(settings, track)
-    probed = pipeline.probe(settings, bench, bench.source, track)
+    looked = pipeline.probe(settings, bench, bench.source, track)
     blocks = {kind: _blocks(kind, name, assets, bench, sizes) for kind in ("clean", *SHIFTS, "unfamiliar")}
     rows = []
     for budget in sizes.budgets:
-        fitted = pipeline.fit(replace(settings, budgets=(budget,)), bench, lambda number, model: probed)
+        fitted = pipeline.fit(replace(settings, budgets=(budget,)), bench, lambda number, model: looked)
         found = {
             kind: quality.compare(bench.family, bench.source, fitted.model, tokens)
             for kind, tokens in blocks.items()

@@ -86,8 +86,8 @@ def _measured(
             tokens=calibration, eval_tokens=evaluation, swap_tokens=prices, length=sizes.length,
         )  # fmt: skip
         bench = pipeline.workbench(settings, track)
-        probed = pipeline.probe(settings, bench, bench.source, track, diagnose=False)
-        fitted = pipeline.fit(settings, bench, lambda number, model: probed)
+        looked = pipeline.probe(settings, bench, bench.source, track, diagnose=False)
+        fitted = pipeline.fit(settings, bench, lambda number, model: looked)
         found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation)
     damage = found.loss_after - found.loss_before
     return {
