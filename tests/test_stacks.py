@@ -16,10 +16,24 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _data, _lab, _listops, _points, _rates, _rules, _stack, _tasks, b3_grid, b6_decoders, b8_design  # noqa: E402
+from experiments import (  # noqa: E402
+    _data,
+    _lab,
+    _listops,
+    _points,
+    _rates,
+    _rules,
+    _stack,
+    _tasks,
+    _training,
+    b3_grid,
+    b6_decoders,
+    b8_design,
+)  # fmt: skip
 
 import headwise  # noqa: E402
 from headwise.errors import DataError, HeadwiseError  # noqa: E402
+from headwise.training.loop import pace  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -39,6 +53,32 @@ def test_members_do_not_touch_each_other() -> None:
         alone = _stack.train(net, [member], task().loss(net, [member.seed], 6), 6, CPU)
         torch.testing.assert_close(alone.curve[:, 0], together.curve[:, place])
     assert together.curve[-1].max() < together.curve[0].min(), "and they learn"
+
+
+def test_a_member_is_trained_by_adamw_with_its_own_rate_and_clipping() -> None:
+    torch.manual_seed(0)
+    start, data = torch.randn(2, 6), torch.randn(8, 2, 6) * 5
+    rates, settings = [0.1, 0.02], _training.settings_of(8, [0.1, 0.02], warm_up=0.25, decay=0.05)
+    found = _training.train_stack(start, lambda w, step: (w - data[step][0]).square().sum(1), rates, settings)
+    for place, rate in enumerate(rates):
+        weight = torch.nn.Parameter(start[place].clone())
+        adam = torch.optim.AdamW([weight], betas=(0.9, 0.95), weight_decay=0.05)
+        for step in range(8):
+            adam.param_groups[0]["lr"] = rate * pace(step, settings)
+            loss = (weight - data[step, place]).square().sum()
+            assert float(loss.detach()) == pytest.approx(float(found.curve[step, place]), rel=1e-5)
+            weight.grad = torch.autograd.grad(loss, weight)[0]
+            torch.nn.utils.clip_grad_norm_([weight], 1.0)
+            adam.step()
+        torch.testing.assert_close(found.flat[place], weight.detach())
+
+
+def test_a_member_that_diverges_leaves_the_others_alone() -> None:
+    settings = _training.settings_of(6, [0.1, 0.1], warm_up=0.0, decay=0.0)
+    scale = torch.tensor([1.0, math.nan])
+    losses: _training.Losses = lambda w, _: (w * scale[:, None]).square().sum(1)  # noqa: E731
+    found = _training.train_stack(torch.ones(2, 3), losses, [0.1, 0.1], settings)
+    assert found.curve[-1, 0] < found.curve[0, 0] and found.curve[-1, 1].isnan()
 
 
 @pytest.mark.parametrize("strategy", ["uniform", "taper", "bound"])

@@ -75,16 +75,20 @@ def command(
         device=choose_device(device),
         measure=measure,
     )
-    length = found[0].length
-    summary = {"family": family, "budgets": budget, "length": length, "designs": [p.to_json() for p in found]}
+    _answer(found, {"family": family, "budgets": budget}, out, overwrite, as_json)
+
+
+def _answer(found: list[Any], about: dict[str, Any], out: Path | None, overwrite: bool, as_json: bool) -> None:
+    """Write and print the proposals."""
+    text = json.dumps({**about, "length": found[0].length, "designs": [p.to_json() for p in found]}, indent=1)
     if out is not None:
         for proposal in found:
             proposal.write(out / proposal.strategy, overwrite)
-        write_atomically(out / "designs.json", json.dumps(summary, indent=1) + "\n")
+        write_atomically(out / "designs.json", text + "\n")
     if as_json:
-        typer.echo(json.dumps(summary, indent=1))
+        typer.echo(text)
         return
-    _table(found, length)
+    _table(found, found[0].length)
     if out is not None:
         typer.echo(f"{out}/designs.json; next: headwise train {out / found[-1].strategy} --data TEXT --out FOLDER")
 

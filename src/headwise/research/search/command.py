@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -40,7 +40,7 @@ def command(
 ) -> None:
     """Search shapes under a budget by training each a little; bad ones are given up early.
 
-    The same command goes on with a study that was stopped. On several machines, give all workers the same --storage.
+    The same command resumes a study that was stopped. On several machines, give all workers the same --storage.
     """
     from headwise.research.designs import configs
     from headwise.research.search.study import SearchSettings, search
@@ -60,28 +60,30 @@ def command(
         device=choose_device(device),
     )
     front.refuse(out)
-    done, bench = search(settings, out, storage, study, minutes, watch=_say)
+    done, trials_made = search(settings, out, storage, study, minutes, watch=_say)
     rows = front.rows_of(done)
     found = front.summary(rows, settings.to_json())
     best = next((row for row in rows if row["number"] == found["best"]), None)
     with explained(out), locked(out, "search", PATIENCE):  # workers share a folder, and take turns here
         recover(out)
-        paths = front.write(found, out)
+        page = front.write(found, out)[-1]
         if best is not None:
-            configs.write(bench.maker.config(bench.shape_of(best)), bench.maker.kind.auto, out / "best", overwrite=True)
-    if as_json:
-        typer.echo(json.dumps(found, indent=1))
-        return
+            maker = trials_made.maker
+            configs.write(maker.config(trials_made.shape_of(best)), maker.kind.auto, out / "best", overwrite=True)
+    typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, best, page))
+
+
+def _summary(found: dict[str, Any], best: dict[str, Any] | None, page: Path) -> str:
+    """What was found, in words."""
     if best is None:
-        typer.echo("no trial ran to its end yet; the same command goes on.")
-        return
+        return "no trial ran to its end yet; the same command resumes."
     layers, first = best["layers"], best["layers"][0]
-    typer.echo(
+    return (
         f"{found['trials']} trials, {found['given_up']} given up; best loss {best['loss']:.4f}: {len(layers)} layers, "
         f"width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the first, "
-        f"{best['parameters']:,} parameters"
+        f"{best['parameters']:,} parameters\n"
+        f"{page}; next: headwise train {page.parent / 'best'} --data TEXT --out FOLDER"
     )
-    typer.echo(f"{paths[-1]}; next: headwise train {out / 'best'} --data TEXT --out FOLDER")
 
 
 def _say(done: int, wanted: int, best: float | None) -> None:

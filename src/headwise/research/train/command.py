@@ -73,6 +73,11 @@ def command(
 
     with _bar() as watch:
         found = train(config, data, out, watch=watch, **given)
+    _answer(found, out, as_json)
+
+
+def _answer(found: dict[str, Any], out: Path, as_json: bool) -> None:
+    """Print the result, in the main process alone."""
     if os.environ.get("RANK", "0") == "0":
         typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, out))
 
