@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
+from headwise.devices import timed
 from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths, side_by_side
 from headwise.fast.table import Table
 
@@ -190,16 +190,6 @@ def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless:
     Where the first call takes longer than is `hopeless`, that is the answer.
     """
 
-    def batch(run: Callable[[], object], calls: int) -> float:
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
-        return (time.perf_counter() - start) / calls
-
     together = 1
     if case.phase == "decode" and case.device.type == "cuda":
         graph, together = torch.cuda.CUDAGraph(), 10
@@ -207,8 +197,8 @@ def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless:
             for _ in range(together):
                 work()
         work = graph.replay
-    once = batch(work, 1)
+    once = timed(work, case.device)[1]
     if once / together > hopeless:
         return once / together
     calls = max(1, min(50, int(least / 4 / max(once, 1e-7))))
-    return min(batch(work, calls) for _ in range(3)) / together
+    return min(timed(work, case.device, calls)[1] for _ in range(3)) / calls / together
