@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
     "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
-    "tasks": {"errors", "files", "registry", "data", "families"},  # what a model is for
+    "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for
     "cuts": {"errors", "files", "types", "families", "linalg", "runtime"},
     "runs": FIRST | {"strategies", "cuts"},  # run folders
     "probes": FIRST | MODEL | {"runs"},

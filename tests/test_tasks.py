@@ -212,15 +212,15 @@ def test_random_signs_price_an_embedding_by_its_cosine():
 
 @pytest.mark.parametrize("task", [Classification(), Classification("several", 3), Classification("score", 2)])
 def test_drawn_answers_price_a_classifier_by_its_kl(task):
-    logits = torch.tensor([[0.3, -0.2, 0.9]])[:, : task.answers if task.kind != "one" else 3].double()
+    logits = torch.tensor([[0.3, -0.2, 0.9]])[:, : task.labels_per_row if task.kind != "one" else 3].double()
     step = 1e-3 * torch.tensor([[1.0, -2.0, 0.5]])[:, : logits.shape[1]].double()
-    draw = torch.rand(20_000, task.answers, generator=torch.Generator().manual_seed(0)).double()
+    draw = torch.rand(20_000, task.labels_per_row, generator=torch.Generator().manual_seed(0)).double()
     moved = logits.clone().requires_grad_()
     changes = []
     for labels in draw[:: 20 if task.kind == "several" else 40]:
-        (slope,) = torch.autograd.grad(task.loss(task._answers(moved), labels.unsqueeze(0)), moved)
+        (slope,) = torch.autograd.grad(task.loss(task.answers(moved), labels.unsqueeze(0)), moved)
         changes.append(float((slope * step).sum()))
-    kl = float(task.divergence(task._answers(logits), task._answers(logits + step)))
+    kl = float(task.divergence(task.answers(logits), task.answers(logits + step)))
     assert np.square(changes).mean() / 2 == pytest.approx(kl, rel=0.15)
 
 

@@ -113,7 +113,7 @@ def compare(
     task = task or Causal()
     columns: list[list[torch.Tensor]] = [[], [], [], []]
     right: list[list[torch.Tensor]] = [[], []]
-    for batch in track(task.prepare(tokens, seed).with_truth(truth).batches(2048), "quality"):
+    for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), "quality"):
         batch = batch.to(source.device)
         before, after = (task.outputs(family, model, batch) for model in (source, cut))
         for column, outputs in zip(right, (before, after), strict=True):

@@ -22,6 +22,7 @@ from headwise.research.theory.saturation import jacobian_norm
 from headwise.types import Reading
 
 NAME = "saturation"
+NEEDS_PAST = True  # of decoders only
 LONGEST = 1024
 SEQUENCES = 8
 FLOOR = 1e-12  # of a norm: a head that looks at one token alone has none, and no logarithm

@@ -52,7 +52,7 @@ class Solution(NamedTuple):
         return sum(choice.damage for layer in self.choices for choice in layer)
 
 
-class Case:
+class Problem:
     """A model's menus under budgets, ready to be solved for these and for other limits of the first budget."""
 
     def __init__(self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> None:
@@ -69,10 +69,9 @@ class Case:
     def solve(self, limits: Sequence[float] | None = None, gap: float = 0.0) -> Solution | None:
         """The selection of least total damage that meets every budget, or other limits; None where there is none.
 
-        A `gap` above nothing lets the search stop that near to the bound.
+        With a `gap` above 0 the search may stop that close to the bound.
         """
-        wanted = [budget.limit for budget in self.budgets] if limits is None else limits
-        solved = select(self.program, np.array(wanted) - self.fixed, self.seen, gap)
+        solved = self._select([budget.limit for budget in self.budgets] if limits is None else limits, gap)
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))
@@ -83,19 +82,21 @@ class Case:
         """Least damage at a share of the first budget's full price, the others as they are; infinite out of reach."""
         limit = share * self.full[0]
         limit = self.least[0] if abs(limit - self.least[0]) < 1e-9 * limit else limit  # its own least is in reach
-        limits = np.array([limit, *(budget.limit for budget in self.budgets[1:])]) - self.fixed
-        solved = select(self.program, limits, self.seen, FRONTIER_GAP)
+        solved = self._select([limit, *(budget.limit for budget in self.budgets[1:])], FRONTIER_GAP)
         return float("inf") if solved is None else float(self.program.damage[solved[0]].sum())
+
+    def _select(self, limits: Sequence[float], gap: float) -> tuple[list[int], float] | None:
+        return select(self.program, np.array(limits) - self.fixed, self.seen, gap)
 
 
 def solve(
     source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> Solution:
     """The selection of least total damage that meets every budget; budgets out of reach are refused."""
-    case = Case(source, offered, budgets)
-    found = case.solve()
+    problem = Problem(source, offered, budgets)
+    found = problem.solve()
     if found is None:
-        raise refuse(source, budgets, case.least.tolist(), allow)
+        raise refuse(source, budgets, problem.least.tolist(), allow)
     return found
 
 

@@ -76,9 +76,9 @@ class Seq2Seq(Target):
         found: dict[int, list[int]] = {}
         for places, length in track(rows_by_length(rows, 4096), "targets by the model"):
             inputs = rows[places, :length]
-            told = {"encoder_outputs": model.get_encoder()(inputs.to(model.device))}
+            given = {"encoder_outputs": model.get_encoder()(inputs.to(model.device))}
             begun = torch.full((len(inputs), 1), self.start, device=model.device)
-            targets = self.drawn(model, told, begun, max(SHORTEST_TARGET, length), random)
+            targets = self.drawn(model, given, begun, max(SHORTEST_TARGET, length), random)
             for place, row, target in zip(places.tolist(), inputs, targets, strict=True):
                 found[place] = [*row.tolist(), WRITTEN, *target]
         return padded([found[place] for place in range(len(rows))])

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import torch
 
-from headwise.data import GIVEN, NOTHING, WRITTEN, Rows, audio, marks_of
+from headwise.data import GIVEN, NOTHING, WRITTEN, DataRows, audio, marks_of
 from headwise.errors import DataError, ModelError, lacks_memory
 from headwise.families import quietly
 from headwise.tasks._target import Target, padded
@@ -41,14 +41,14 @@ class Speech(Target):
             raise ModelError(f"the feature extractor makes {frames} frames where the model hears {2 * tokens}.")
         return cls(tokens, config.max_target_positions, ends[0] if isinstance(ends, list) else ends)
 
-    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> Rows:
+    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> DataRows:
         """Recordings of a source as `audio` names it, with their texts where those are known."""
         heard = audio.read(source, reader.feature_extractor, count, seed)
         if heard.targets is None:
-            return Rows(heard.rows)
+            return DataRows(heard.rows)
         most, ends = min(length, self.longest - BEGINNING), [] if self.end is None else [self.end]
         texts = [reader.tokenizer(text, add_special_tokens=False)["input_ids"] for text in heard.targets]
-        return Rows(audio.with_tokens(heard.rows, padded([[GIVEN, *text[:most], *ends] for text in texts])))
+        return DataRows(audio.with_tokens(heard.rows, padded([[GIVEN, *text[:most], *ends] for text in texts])))
 
     def block_tokens(self, length: int) -> int:
         """What a recording counts for, with its text."""
@@ -68,9 +68,9 @@ class Speech(Target):
                 pairs = zip(begun.tolist(), given[part], strict=True)
                 texts += [[GIVEN, *start, *text[text != NOTHING].tolist()] for start, text in pairs]
                 continue
-            told = {"encoder_outputs": model.get_encoder()(features)}
+            encoded = {"encoder_outputs": model.get_encoder()(features)}
             most = self.longest - begun.shape[1]
-            texts += [[WRITTEN, *text] for text in self.drawn(model, told, begun, most, random)]
+            texts += [[WRITTEN, *text] for text in self.drawn(model, encoded, begun, most, random)]
         return audio.with_tokens(sound, padded(texts))
 
     def _taken(self, model: Any, features: torch.Tensor) -> torch.Tensor:
