@@ -13,11 +13,13 @@ import gzip
 import importlib.util
 import json
 import lzma
+import os
 import random
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -33,7 +35,8 @@ GIVEN, WRITTEN = -2, -3  # before the target of an encoder-decoder: it was given
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
 PEEKED = 1 << 16  # characters of a file that are checked before it is read
-AT_ONCE = 1 << 20  # characters that are tokenized at once
+AT_ONCE = 1 << 16, 1 << 20  # characters that are tokenized at once: at first, and at most
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
@@ -83,18 +86,25 @@ def peek(source: str) -> None:
 
 
 def _stdlib(seed: int) -> Iterator[str]:
-    """Python source of the standard library in a seeded order; tests and data-like files are left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-    files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts[:-1])]
-    files = [p for p in files if 2_000 < p.stat().st_size < 300_000]
+    """Python source of the standard library in random order; tests and data-like files are left out."""
+    files = list(_stdlib_files())
     if not files:
         raise DataError(
-            f"no Python source in {root}: this interpreter has no standard library to read. Give --data FILE."
+            f"no Python source in {sysconfig.get_paths()['stdlib']}: this interpreter has no standard library to read. "
+            "Give --data FILE."
         )
     random.Random(seed).shuffle(files)
     for file in files:
         yield file.read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def _stdlib_files() -> tuple[Path, ...]:
+    found: list[Path] = []
+    for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inner[:] = [name for name in inner if name not in NOT_READ]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return tuple(file for file in sorted(found) if 2_000 < file.stat().st_size < 300_000)
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -192,16 +202,16 @@ def blocks_of(
 
 
 def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
-    """The tokens of every text. Many texts are tokenized at once: a tokenizer shares them among the cores."""
+    """The tokens of every text. Many texts are tokenized at once, more each time: cores share them, few are wasted."""
     some: list[str] = []
-    size = 0
+    size, (wanted, most) = 0, AT_ONCE
     for text in chain(texts, (None,)):
         if text is not None:
             some.append(text)
             size += len(text)
-        if some and (text is None or size >= AT_ONCE):
+        if some and (text is None or size >= wanted):
             yield from tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
-            some, size = [], 0
+            some, size, wanted = [], 0, min(2 * wanted, most)
 
 
 def closed_lengths(length: int) -> tuple[int, ...]:
