@@ -13,7 +13,7 @@ from test_latency import WORK, FakeClock, costly, invented_table, own_cache, smo
 from test_pipeline import SMALL, call, folder, refused  # noqa: F401  # a fixture
 
 from headwise import budgets, families, processes, strategies
-from headwise.checks import speed
+from headwise.checks import exactness, speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
 from headwise.fast import choice, decode
@@ -22,6 +22,7 @@ from headwise.latency.stacks import Stacks
 from headwise.report import certificate
 from headwise.runs.folder import RunFolder
 from headwise.types import (
+    Check,
     LatencyTable,
     ModelShape,
     Plan,
@@ -294,6 +295,7 @@ def test_a_run_under_a_limit_on_time(here, folder, tmp_path, monkeypatch, capsys
     _, clock, _ = here
     took = {"before": 10.0, "after": 8.0}
     monkeypatch.setattr(speed, "side_by_side", lambda source, cut, work: took)
+    monkeypatch.setattr(exactness, "reload_check", lambda *given: Check(exactness.RELOADS, True, "", ""))
     out, text = tmp_path / "run", "latency=90%@decode,64,b2"
     assert call("run", folder, "--budget", text, "--data", "stdlib", *SMALL, "--rounds", 2, "--out", out) == 0
     assert "all 5 checks passed" in capsys.readouterr().out

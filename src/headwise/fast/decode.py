@@ -1,4 +1,4 @@
-"""A lean loop: greedy text without the ordinary one's work between steps."""
+"""Decode steps on a filled cache, repeated to be timed: nothing runs between them."""
 
 from __future__ import annotations
 
@@ -7,44 +7,14 @@ from typing import Any
 
 import torch
 
-from headwise.errors import ModelError
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import Case, rounded
 from headwise.fast.model import attentions, decode_step
 from headwise.types import LayerShape
 
 
-@torch.no_grad()
-def greedy(
-    model: Any,
-    ids: torch.Tensor,
-    steps: int,
-    attention_mask: torch.Tensor | None = None,
-    cache: FastCache | None = None,
-) -> torch.Tensor:
-    """The likeliest next tokens (B, steps) of a fast model; it does not stop at an end of text."""
-    if not hasattr(model, "headwise_fast"):
-        raise ModelError("only a model loaded with optimise=True writes this way.")
-    rows, tokens = ids.shape
-    cache = cache or model.headwise_fast.cache(model, rows, tokens + steps)
-    given: dict[str, Any] = {}
-    if attention_mask is not None:
-        given = {"attention_mask": attention_mask, "position_ids": (attention_mask.cumsum(1) - 1).clamp(min=0)}
-    out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
-    token = out.logits[:, -1].argmax(-1, keepdim=True)
-    positions = given["position_ids"][:, -1:] + 1 if given else torch.full_like(token, cache.get_seq_length())
-    if ids.device.type == "cuda" and not cache.irregular:
-        return torch.cat((token, replayed(model, cache, token, positions, steps - 1)), 1)
-    written = [token]
-    for step in range(steps - 1):
-        out = model(input_ids=token, position_ids=positions + step, past_key_values=cache, use_cache=True)
-        token = out.logits[:, -1].argmax(-1, keepdim=True)
-        written.append(token)
-    return torch.cat(written, 1)
-
-
 def filled(model: Any, rows: int, length: int) -> FastCache:
-    """A cache for texts of `length` with random keys and values but for the last place: what a step is timed with."""
+    """A cache for texts of `length`, filled with random keys and values up to the last place."""
     cache, some = FastCache(model.headwise_fast.layers, length), next(model.parameters())
     for part in attentions(model):
         layer: Any = cache.layers[part.layer_idx]
@@ -57,7 +27,7 @@ def filled(model: Any, rows: int, length: int) -> FastCache:
 
 
 def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype: torch.dtype) -> list[Case]:
-    """What decode steps of layers like a model's, but of these sizes, will ask for."""
+    """The cases of decode steps of a model whose layers have these sizes."""
     kinds = {(part.attend.sliding_window, part.attend.softcap is not None) for part in attentions(model)}
     device, places = next(model.parameters()).device, rounded(FastCache(1, length).capacity)
     made = []
@@ -70,7 +40,7 @@ def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype
 
 @torch.no_grad()
 def repeated(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """One step after what a cache holds, which holds no more afterwards: again and again the same, for its time."""
+    """One step on a cache, which is rewound afterwards, so that every call times the same work."""
     length = cache.get_seq_length()
     try:
         if token.is_cuda:
@@ -84,7 +54,7 @@ def repeated(model: Any, cache: FastCache, token: torch.Tensor, positions: torch
 
 @torch.no_grad()
 def replayed(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor, steps: int) -> torch.Tensor:
-    """So many tokens after one, on CUDA: nothing but replays."""
+    """The `steps` tokens after `token`, on CUDA: nothing but replays of the captured step."""
     model.headwise_fast.switch.cache = cache
     try:
         step = decode_step(model, cache)
