@@ -18,7 +18,7 @@ from headwise.types import Retrieval
 PASSAGE = 32  # tokens
 SLOT = 2 * PASSAGE  # a passage, and as many random tokens behind it
 SIDE_BY_SIDE = 8  # passages in one row, at most
-PASSAGES = 16  # of every distance, unless asked otherwise
+PASSAGES = 16  # of every distance
 NEAREST, GROWTH = 64, 4
 
 

@@ -27,7 +27,9 @@ from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 
 PROOF_TOKENS = 64
 RELOADS = "reloads in a fresh process without headwise"
-TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times whatever format they are in
+TOLERANCE = (
+    1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
+)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
 import ctypes, os, signal, sys
@@ -91,8 +93,8 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: str, before: torch.Tensor) -> Check:
     out = scratch / "logits.safetensors"
     places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    told = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
-    command = [sys.executable, "-c", RELOAD, *told]
+    arguments = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
+    command = [sys.executable, "-c", RELOAD, *arguments]
     environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -113,7 +115,7 @@ def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
     auto = tensors.metadata(proof, advice=advice).get("auto", "AutoModelForCausalLM")
     logits = tensors.read(proof, advice=advice).get("logits")
     if auto not in families.TASKS.values() or logits is None or not logits.is_floating_point():
-        raise PlanError(f"{proof} does not hold what a model said; {advice}.")
+        raise PlanError(f"{proof} does not hold the answer of a model; {advice}.")
     return auto, logits
 
 
@@ -184,7 +186,7 @@ def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check
 
 
 def plan_checks(counted: dict[str, int], plan: Plan, source: ModelShape) -> list[Check]:
-    """The plan is for this source, and what was counted is what it says."""
+    """Whether the plan is for this source, and whether the counted sizes are the planned ones."""
     found = [equal("parameters as planned", counted["parameters"], parameters(plan.target))]
     if "kv_bytes_per_token" in counted:
         cached, planned = counted["kv_bytes_per_token"], kv_bytes_per_token(plan.target)

@@ -40,7 +40,7 @@ class Comparison:
         return changes
 
     def summary(self, seed: int = 0) -> dict[str, float]:
-        """Means and 95% intervals. Both models read the same text, so the interval is that of their difference."""
+        """Means and 95% intervals. Both models read the same text, so intervals are of their difference."""
         found = self._losses(seed) if len(self.loss_before) else {}
         mean, (low, high) = float(self.kl.mean()), interval(self.kl, seed)
         if self.task.divergence_name == "1 - cosine":
@@ -87,7 +87,7 @@ class Comparison:
         return not np.isfinite(more).all() or bool(interval(more, seed)[0] > 0 and apart.mean() > 0)
 
     def expected_damage(self) -> float:
-        """What this text lets one expect on other text: loss and KL, weighted by how well each is known.
+        """The damage to expect on other text: loss and KL, weighted by how well each is known.
 
         The increase of the loss is unbiased but noisy on little text; the KL is what it would be if the source
         predicted its text perfectly: hardly noisy, but off by up to about `KL_TRUST` of itself.
@@ -137,7 +137,7 @@ def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> tor
 def samples(
     source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
 ) -> tuple[Sample, ...]:
-    """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
+    """Beginnings of held-out text, continued greedily by both models; encoder-decoders answer whole texts."""
     out, family = [], family_of(source.config)
     step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
     for row in tokens[::step][:count]:
@@ -152,6 +152,6 @@ def samples(
             ]
         decode = tokenizer.decode  # type: ignore[attr-defined]
         parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
-        asked = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
-        out.append(Sample(asked, *parts))
+        shown = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
+        out.append(Sample(shown, *parts))
     return tuple(out)

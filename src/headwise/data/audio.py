@@ -1,8 +1,8 @@
 """Calibration and evaluation recordings from .wav files, prepared by the model's own feature extractor.
 
-A row is a recording and what is said in it: one place for every token of both, with a marker between them. A place is a
-mark, the token where it is one of the text, and numbers, two frames of the spectrogram where it is one of the sound. So
-rows are as long as the tokens that they make. All of it is float32, where every token is exact.
+A row is a recording and its transcript: one place for every token of both, with a marker between them. A place holds a
+mark (the token, in the transcript) and numbers (two frames of the spectrogram, in the sound). So a row is as long
+as its tokens. All of it is float32, which is exact for every token.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ MEANING = (
 
 
 class Recording(NamedTuple):
-    """Sound of one channel, and what is said in it where that is known."""
+    """Sound of one channel, and its transcript where that is known."""
 
     sound: np.ndarray
     target: str | None = None
 
 
 class RecordingRows(NamedTuple):
-    """Rows without their texts, and the texts, if they are known."""
+    """Rows without their transcripts, and the transcripts, if they are known."""
 
     rows: torch.Tensor
     targets: list[str] | None

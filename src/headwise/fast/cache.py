@@ -80,7 +80,7 @@ class FastCache(Cache):
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[FastLayer(-(-capacity // STEP) * STEP) for _ in range(layers)])
         self.seen: Seen | None = None
-        self.rows = slice(0, 0)  # of the batch, that the step under way concerns
+        self.rows = slice(0, 0)  # of the batch, in the step that is running
         self.batch = 0  # rows of the whole batch
         self.place: torch.Tensor | None = (
             None  # on the device, of one new token; otherwise it is behind the filled ones

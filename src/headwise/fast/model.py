@@ -28,7 +28,7 @@ HOLES = (
     "its attention mask has holes, or padding at the right. Pad prompts at the left; where the pad token is part of a "
     "prompt, pass attention_mask=torch.ones_like(input_ids)"
 )
-COUNTING = ("dynamic", "longrope")  # rotary tables that look at positions on the host: such a step is not captured
+COUNTING = ("dynamic", "longrope")  # rotary tables that read positions on the host: such a step is not captured
 
 
 class Fast:

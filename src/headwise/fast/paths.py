@@ -89,7 +89,7 @@ def _sdpa(
     k: torch.Tensor,
     v: torch.Tensor,
     seen: Seen,
-    backend: SDPBackend | None = None,  # on a CPU torch takes the fused one by itself
+    backend: SDPBackend | None = None,  # None: torch chooses, on a CPU the fused one
     widen: bool = False,
     repeat: bool = False,
 ) -> torch.Tensor:

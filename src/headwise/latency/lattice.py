@@ -133,7 +133,7 @@ class Measurements:
         self.whole = self.rest + self.chain * self.times[self.base].ms
 
     def _begin(self) -> None:
-        """The base's time and that of all but layers, from a short and a long stack of it."""
+        """The time of a base layer and of all but layers, from a short and a long stack."""
         few = max(1, self.chain // 4)
         if few == self.chain:
             self.rest, long = 0.0, self.clock([(self.base,) * few])[0]
@@ -167,7 +167,7 @@ class Measurements:
         return [[time / beside * self.whole for time, beside in zip(times, base, strict=True)] for times in others]
 
     def table(self) -> LatencyTable:
-        """What is known so far."""
+        """The table so far."""
         return replace(self.start, rest_ms=self.rest, times=tuple(self.times.values()))
 
 
@@ -179,17 +179,17 @@ def settle(
     what: str,
     most: int,
 ) -> tuple[list[int], list[int]]:
-    """Sizes to add to `ticks` so that the others lie on lines between them, and all that were measured for that.
+    """Sizes to add to `ticks` so that all others lie on lines between them, and all sizes measured for that.
 
-    Between two neighbours the middle is measured; where it is off the line, both halves are looked at again.
+    The middle between two neighbours is measured; where it is off the line, both halves are refined.
     """
     settled, seen = set(ticks), set(ticks)
     spans = list(zip(ticks, ticks[1:], strict=False))
     allowed = TOLERANCE * times.times[times.base].ms
     while spans and len(settled) < most:
         middles = {span: _middle(sizes, span) for span in spans}
-        asked = [size for span, size in middles.items() if size is not None for size in (*span, size)]
-        found = times.need(map(shape, asked), f"timing {what}, {times.start.workload}")
+        wanted = [size for span, size in middles.items() if size is not None for size in (*span, size)]
+        found = times.need(map(shape, wanted), f"timing {what}, {times.start.workload}")
         spans = []
         for (low, high), size in middles.items():
             if size is None:
@@ -222,7 +222,7 @@ def thin(sizes: Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def _thinned(times: Measurements, lattice: Lattice, most: int) -> Lattice:
-    """A lattice of fewer sizes: every axis alone shows, at the largest of the others, where it needs them."""
+    """A lattice of fewer sizes: each axis is refined alone, with the others at their largest."""
     axes = [thin(axis, 3) for axis in lattice.axes]
     names = ("kv_heads", "sharing", "qk_dim", "v_dim")
     for place, (axis, name) in enumerate(zip(lattice.axes, names, strict=True)):
@@ -251,7 +251,7 @@ def _widths(times: Measurements, sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mixed(times: Measurements, table: LatencyTable, source: ModelShape) -> list[HeldOut]:
-    """Stacks whose layers are drawn from all sizes: do attention and MLPs, and layers, add up?"""
+    """Stacks of random layers, predicted and measured: do attention and MLPs, and layers, add up?"""
     draw, stacks = random.Random(0), []
     for _ in range(HELD_OUT):
         layers = []

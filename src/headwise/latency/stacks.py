@@ -28,7 +28,7 @@ class Stacks:
         self.shape, self.captured = family.shape_of(like.config), True  # unless a step is not
         self.chain = self._chain()
         self.shared: dict[str, torch.Tensor] = {}  # what is not in layers: embeddings and the head are large
-        self.kept: tuple[Stack, measuring.TimedStep] | None = None  # the first stack, which comes again with every call
+        self.kept: tuple[Stack, measuring.TimedStep] | None = None  # the first stack, which is timed with every call
 
     def _chain(self) -> int:
         """Layers in a stack: enough that caches and weights do not stay near the processor, as far as they fit."""

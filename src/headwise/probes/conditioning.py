@@ -1,7 +1,7 @@
-"""How well conditioned attention is: of the heads' outputs side by side, and of the map that makes them.
+"""How well conditioned attention is: the heads' outputs side by side, and the map that computes them.
 
-"Leaner Transformers" (arXiv 2505.20802) says that more heads bring the first towards 1. Measured here, at the start,
-or after training, on any tailored model; `family.tailor` makes one of any other.
+"Leaner Transformers" (arXiv 2505.20802) states that more heads bring the first towards 1. Measured before or after
+training, on any tailored model (see `family.tailor`).
 
 Outputs: the ratio of the extreme singular values of a (tokens x heads dim) matrix, for the first 8, 16, ... tokens of a
 text. Jacobian of those outputs with respect to what the block reads: by products with it and with its transpose alone
@@ -31,7 +31,7 @@ MEANING = "condition numbers of the heads' outputs and of their Jacobian"
 NEEDS_PAST = False
 SEQUENCES = 4
 COUNTS = (8, 16, 32, 64)  # tokens of a matrix
-FLOOR = 1e-7  # of a singular value against the largest: below it float32 knows nothing
+FLOOR = 1e-7  # of a singular value over the largest: below it float32 has no precision
 JACOBIAN_TOKENS, JACOBIAN_STEPS = 8, 24
 
 
@@ -84,7 +84,7 @@ def extremes(
 
 
 def _apart(vector: Tensor, others: list[Tensor]) -> Tensor:
-    """The vector without its part along others; twice, since once leaves rounding behind."""
+    """The vector made orthogonal to others; twice, because once leaves rounding errors."""
     for _ in range(2):
         for other in others:
             vector = vector - (vector @ other) * other
@@ -137,7 +137,7 @@ def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], 
     """Every layer's head outputs (B, T, H V) and its attention's arguments, from one forward pass."""
     blocks = family.blocks(model)
     outputs: list[Tensor] = [torch.empty(0)] * len(blocks)
-    handed: list[AttentionInput] = []
+    inputs: list[AttentionInput] = []
 
     def note(layer: int, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> None:
         outputs[layer] = z.flatten(2).float()
@@ -145,7 +145,7 @@ def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], 
     def hand(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream = args[0] if args else kwargs["hidden_states"]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        handed.append(AttentionInput(stream, kwargs.get("position_embeddings"), mask))
+        inputs.append(AttentionInput(stream, kwargs.get("position_embeddings"), mask))
 
     hooks = [block.attention.register_forward_pre_hook(hand, with_kwargs=True) for block in blocks]
     try:
@@ -154,7 +154,7 @@ def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], 
     finally:
         for hook in hooks:
             hook.remove()
-    return outputs, handed
+    return outputs, inputs
 
 
 @torch.no_grad()
@@ -176,17 +176,17 @@ def measure(
     found = [_reading("outputs", counts, table, len(few) * max(map(max, counts)), seed)]
     if jacobian and plain:
         length = min(JACOBIAN_TOKENS, few.shape[1])
-        _, handed = look(family, model, few[:1, :length].to(device))
+        _, inputs = look(family, model, few[:1, :length].to(device))
         values = [
             [torch.tensor([jacobian_extremes(block.attention, seen, seed=seed).ratio]).log()]
-            for block, seen in zip(family.blocks(model), track(handed, f"{NAME} of Jacobians"), strict=True)
+            for block, seen in zip(family.blocks(model), track(inputs, f"{NAME} of Jacobians"), strict=True)
         ]
         found.append(_reading("jacobian", [(length,)] * len(values), values, length, seed))
     return found
 
 
 def _long_ones(tokens: Tensor) -> Tensor:
-    """A few of the longest rows, cut to what all of them have: shorter rows end in negative numbers."""
+    """A few of the longest rows, cut to their common length: shorter rows end in negative numbers."""
     lengths = (tokens >= 0).sum(1)
     few = spaced(tokens[lengths >= min(int(lengths.max()), COUNTS[-1])], SEQUENCES)
     return few[:, : min(COUNTS[-1], int((few >= 0).sum(1).min()))]

@@ -4,11 +4,11 @@ A binary variable picks one head count per layer; under each head count one pick
 size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately. Under a
 budget of measured time, where a kernel's price is no sum over the two sizes, one picks a pair of them.
 
-Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
-multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and
-says of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
-cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by
-nodes, not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
+Large models have so many sizes that HiGHS alone takes minutes. So budgets first get prices (Lagrange multipliers, by
+column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
+size, the least additional damage. Sizes beyond the best known plan cannot be part of a better one and are left out;
+HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes, not by time, so a plan never
+depends on the machine; what is not proven within them is the plan's `gap`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headwise.types import Budget, LayerShape, ModelShape
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
-NODE_LIMIT = 4000  # of one run of HiGHS: seconds; a plan that is not proven by then says so in its gap
+NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -256,7 +256,7 @@ def select(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tu
         least = proven if whole else min(proven, bound + reach)  # what was left out has at least that
         if whole or (found and (damage - least <= gap * damage or proven < bound + reach)):
             break
-        # Rounding must not drop a column of the optimum; a larger program in small steps meets better plans on the way.
+        # Rounding must not drop a column of the optimum; small steps find better plans on the way.
         reach = min(damage - bound + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
     return (found[0], max(0.0, 1.0 - least / damage) if damage > 0 else 0.0) if found else None
 
