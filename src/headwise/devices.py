@@ -50,3 +50,11 @@ def timed(work: Callable[[], Result], device: torch.device, count: int = 1) -> t
     if waits:
         torch.cuda.synchronize(device)
     return result, now() - start
+
+
+def free_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, with what torch has reserved but does not use."""
+    import torch
+
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)

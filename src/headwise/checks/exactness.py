@@ -27,9 +27,7 @@ from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 
 PROOF_TOKENS = 64
 RELOADS = "reloads in a fresh process without headwise"
-TOLERANCE = (
-    1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
-)
+TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
 import ctypes, os, signal, sys

@@ -111,26 +111,24 @@ def compare(
 ) -> Comparison:
     """Read the same rows with both models; `truth` holds their classes, -1 where one is not known."""
     task = task or Causal()
-    columns: list[list[torch.Tensor]] = [[], [], [], []]
-    right: list[list[torch.Tensor]] = [[], []]
+    columns: list[list[torch.Tensor | None]] = [[], [], [], [], [], []]
     for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), "quality"):
         batch = batch.to(source.device)
         before, after = (task.outputs(family, model, batch) for model in (source, cut))
-        for column, outputs in zip(right, (before, after), strict=True):
-            column.append(_right(task, outputs, batch.truth))
-        for column, values in zip(columns, task.compare(before, after, batch.labels), strict=True):
-            if values is not None:
-                column.append(values.double().cpu())
-    rows = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
-    answered = [torch.cat(column).numpy() for column in right]
-    known = answered if len(answered[0]) else (None, None)
+        right = [_right(task, outputs, batch.truth) for outputs in (before, after)]
+        for column, values in zip(columns, (*task.compare(before, after, batch.labels), *right), strict=True):
+            column.append(values)
+    rows = [
+        torch.cat([v.double().cpu() for v in column if v is not None] or [torch.zeros(0)]).numpy() for column in columns
+    ]
+    known = (rows[4], rows[5]) if len(rows[4]) else (None, None)
     return Comparison(rows[0], rows[1], rows[2], rows[3], type(task), *known)
 
 
-def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor:
+def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor | None:
     """Whether each answer is right, of rows whose right answer is known."""
     found = None if truth is None else task.right(outputs, truth)
-    return torch.zeros(0) if truth is None or found is None else found[truth >= 0].double().cpu()
+    return None if truth is None or found is None else found[truth >= 0]
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from headwise import families
-from headwise.devices import timed
+from headwise.devices import free_bytes, timed
 from headwise.latency import measuring
 from headwise.latency.measuring import FAST, PLAIN
 from headwise.types import Budget, Check, Plan, Workload
@@ -26,10 +26,8 @@ def runtime(source: nn.Module, cut: nn.Module) -> str:
     if device.type != "cuda" or PLAIN in (measuring.runtime_of(source), measuring.runtime_of(cut)):
         return PLAIN
     gc.collect()  # models that were timed before
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    free -= torch.cuda.memory_allocated(device)
     joined = sum(tensor.nbytes for model in (source, cut) for tensor in model.parameters())
-    return FAST if 1.2 * joined < free else PLAIN
+    return FAST if 1.2 * joined < free_bytes(device) else PLAIN
 
 
 @torch.no_grad()

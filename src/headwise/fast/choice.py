@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from headwise.devices import timed
+from headwise.devices import free_bytes, timed
 from headwise.fast.cache import STEP
 from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths, side_by_side
 from headwise.fast.table import Table
@@ -139,7 +139,7 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
     if case.phase == "prefill":
         each *= 2 * case.query_heads // case.kv_heads
-    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, _free(case.device) // 16)
+    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, free_bytes(case.device) // 16)
     places, rows = max(2, min(case.places, most // each // case.rows)), case.rows
     places = places // STEP * STEP or places  # as caches have them: kernels are built anew for odd ones
     if case.phase == "prefill":
@@ -164,12 +164,6 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     known = places if case.phase == "prefill" or case.device.type != "cuda" else None
     seen = Seen(ends, starts, known, case.masked, case.window, case.qk_dim**-0.5, 30.0 if case.capped else None)
     return q, k, v, seen
-
-
-def _free(device: torch.device) -> int:
-    """Free bytes of a device, with those that torch has reserved but does not use."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + kept)
 
 
 def measured(case: Case) -> dict[str, float]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from headwise.devices import free_bytes
 from headwise.errors import ModelError
 from headwise.fast.cache import STEP, FastCache
 from headwise.fast.fused import Switch, fuse, subclass
@@ -157,8 +158,7 @@ def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
 
 def _fits(model: Any, rows: int, length: int) -> bool:
     own = model.headwise_fast.pool
-    free = torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
-    free += (own.nbytes() if own is not None else 0) - torch.cuda.memory_allocated(model.device)
+    free = free_bytes(model.device) + (own.nbytes() if own is not None else 0)
     return bool(model.headwise_fast.place_bytes * rows * (length + STEP) * model.dtype.itemsize < 0.9 * free)
 
 

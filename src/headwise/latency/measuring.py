@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 from headwise.devices import timed
 from headwise.errors import BudgetError
@@ -84,54 +82,18 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Tim
 
 def _plain(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> TimedStep:
     if work.phase == "decode":
-        cache = filled_cache(family, model, work)
-        return TimedStep(lambda: model(input_ids=rows, past_key_values=cache, use_cache=True))
+        before = family.example(model.config, work.batch, max(1, work.length - 1)).to(rows.device)
+        cache = model(**family.first_step(before), use_cache=True).past_key_values
+
+        def write() -> object:
+            found = model(input_ids=rows, past_key_values=cache, use_cache=True)
+            cache.crop(-1)  # the next step does the same work
+            return found
+
+        return TimedStep(write)
     if family.shape_of(model.config).cached:
         return TimedStep(lambda: model(**family.first_step(rows), use_cache=True))
     return TimedStep(lambda: family.call(model, rows))
-
-
-class FullLayer(DynamicLayer):
-    """A cache of one layer that is full but for the last token, at every step again."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        super().__init__()
-        self.keys: torch.Tensor = keys
-        self.values: torch.Tensor = values
-        self.length = length
-        self.is_sliding = keys.shape[-2] < length  # masks are made for each kind of layer
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the new token to the end."""
-        self.keys[:, :, -1:].copy_(key_states)
-        self.values[:, :, -1:].copy_(value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Tokens before the new one."""
-        return self.length - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that are kept, and how many came before them."""
-        kept = self.keys.shape[-2]
-        return kept, self.length - kept
-
-
-def filled_cache(family: Family, model: Any, work: Workload) -> DynamicCache:
-    """Random keys and values of every layer at the workload's length; a sliding window keeps only what it sees."""
-    weight = next(model.parameters())
-    kinds, cache = DynamicCache(config=model.config), DynamicCache()
-    for index, block in enumerate(family.blocks(model)):
-        part, kind = block.attention, kinds.layers[index] if index < len(kinds.layers) else None
-        window = getattr(kind, "sliding_window", None) if getattr(kind, "is_sliding", False) else None
-        kept = min(work.length, window or work.length)
-        keys, values = (
-            torch.randn(work.batch, part.kv_heads, kept, dim, dtype=weight.dtype, device=weight.device)
-            for dim in (part.qk_dim, part.v_dim)
-        )
-        cache.layers.append(FullLayer(keys, values, work.length))
-    return cache
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from headwise.research.theory.saturation import jacobian_norm
 from headwise.types import Reading
 
 NAME = "saturation"
+MEANING = "whether heads stay sharp as the text gets longer"
 NEEDS_PAST = True  # of decoders only
 LONGEST = 1024
 SEQUENCES = 8
