@@ -24,6 +24,7 @@ def describe(
     family: Family, model: nn.Module, tokens: torch.Tensor, seed: int, track: Track = silently, past: bool = False
 ) -> list[Reading]:
     """The readings of all probes that need a past (decoders only), or of those that do not."""
-    modules = [find("headwise.probes", name) for name in reversed(names("headwise.probes"))]
+    every = reversed(names("headwise.probes"))  # the order that readings have always had in their file
+    modules = [find("headwise.probes", name) for name in every]
     chosen = [module for module in modules if getattr(module, "NEEDS_PAST", None) is past]
     return [reading for module in chosen for reading in module.measure(family, model, tokens, seed, track)]
