@@ -30,9 +30,9 @@ from transformers import StaticCache
 from headwise import families
 from headwise.devices import timed
 from headwise.fast.cache import FastCache
-from headwise.fast.decode import replayed
 from headwise.fast.fused import joined
 from headwise.fast.model import optimise
+from headwise.latency.measuring import replayed
 from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -15,10 +15,10 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.fast import choice
 from headwise.fast.cache import FastCache
-from headwise.fast.decode import cases, filled, repeated, replayed
 from headwise.fast.model import optimise, parts
 from headwise.fast.paths import eager
 from headwise.fast.step import DecodeStep
+from headwise.latency.measuring import cases, filled, repeated, replayed
 
 DECODERS = [
     pytest.param("llama", "llama", {}, id="llama"),

@@ -16,7 +16,7 @@ from headwise import budgets, families, processes, strategies
 from headwise.checks import exactness, speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
-from headwise.fast import choice, decode
+from headwise.fast import choice
 from headwise.latency import lattice, measured, measuring
 from headwise.latency.stacks import Stacks
 from headwise.report import certificate
@@ -260,11 +260,11 @@ def test_a_step_at_the_end_of_a_full_cache_is_the_models_own():
     for _ in range(2):  # every step does the same work
         torch.testing.assert_close(plain.run().logits, wanted, atol=1e-5, rtol=1e-4)
     fast, ids = measuring.fast_twin(model), rows[:, 8:]
-    cache = decode.filled(fast, 2, 9)
+    cache = measuring.filled(fast, 2, 9)
     for full, layer in zip(cache.layers, own.layers, strict=True):
         full.keys[:, :, :8], full.values[:, :, :8] = layer.keys, layer.values
     for _ in range(2):
-        found = decode.repeated(fast, cache, ids, torch.full_like(ids, 8))
+        found = measuring.repeated(fast, cache, ids, torch.full_like(ids, 8))
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 

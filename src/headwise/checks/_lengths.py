@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from headwise import memory
-from headwise.checks._interval import interval
 from headwise.data import batches
 from headwise.families import Family
 from headwise.progress import Track
@@ -24,6 +23,7 @@ from headwise.types.verdict import LEAST_ROWS
 
 MOST = 5  # lengths
 GROWTH = 4  # from one to the next
+RESAMPLES = 2000  # of a bootstrap interval
 LOGITS = 2**25  # numbers of one model's logits that are held at a time
 
 
@@ -35,6 +35,17 @@ class Tokens(NamedTuple):
     kl: torch.Tensor
     right_before: torch.Tensor  # 1 where the best token is the right one
     right_after: torch.Tensor
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval of the mean.
+
+    >>> interval(np.ones(8))
+    (1.0, 1.0)
+    """
+    draws = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
 
 
 def lengths_for(length: int, context: int) -> tuple[int, ...]:

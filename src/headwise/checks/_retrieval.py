@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.checks._interval import interval
-from headwise.checks._lengths import Tokens
+from headwise.checks._lengths import Tokens, interval
 from headwise.data import start_of
 from headwise.types import Retrieval
 

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.checks._interval import interval as interval
+from headwise.checks._lengths import interval as interval
 from headwise.families import Family, explained, family_of, quietly
 from headwise.progress import Track, silently
 from headwise.tasks import Task

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,10 @@ from headwise.devices import timed
 from headwise.errors import BudgetError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
-from headwise.fast import decode
 from headwise.fast.cache import FastCache
-from headwise.fast.model import covers, optimise
-from headwise.types import Workload
+from headwise.fast.choice import Case, rounded
+from headwise.fast.model import attentions, covers, decode_step, optimise
+from headwise.types import LayerShape, Workload
 
 FAST, PLAIN = "fast", "plain"  # runtimes: with `optimise=True`, and without
 LEAST_SECONDS = {"cuda": 0.004, "cpu": 0.02}  # of one timing; shorter steps are repeated
@@ -66,11 +66,11 @@ def prepare(family: Family, model: Any, work: Workload) -> TimedStep:
 def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> TimedStep:
     model = fast_twin(model)
     if work.phase == "decode":
-        cache = decode.filled(model, work.batch, work.length)
+        cache = filled(model, work.batch, work.length)
         positions = torch.full_like(rows, work.length - 1)
-        decode.repeated(model, cache, rows, positions)
+        repeated(model, cache, rows, positions)
         captured = cache.captured is not None and cache.captured.graph is not None
-        return TimedStep(lambda: decode.repeated(model, cache, rows, positions), FAST, captured)
+        return TimedStep(lambda: repeated(model, cache, rows, positions), FAST, captured)
     cache = FastCache(model.headwise_fast.layers, work.length)
 
     def read() -> object:
@@ -78,6 +78,60 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Tim
         return model(**family.first_step(rows), past_key_values=cache, use_cache=True)
 
     return TimedStep(read, FAST)
+
+
+def filled(model: Any, rows: int, length: int) -> FastCache:
+    """A cache for texts of `length`, filled with random keys and values up to the last place."""
+    cache, some = FastCache(model.headwise_fast.layers, length), next(model.parameters())
+    for part in attentions(model):
+        layer: Any = cache.layers[part.layer_idx]
+        layer.allocate(rows, *(some.new_empty(1, part.kv_heads, 1, dim) for dim in (part.qk_dim, part.v_dim)))
+        for x in (layer.keys, layer.values):
+            x.normal_()
+    cache.rewind(length - 1)
+    cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=some.device)
+    return cache
+
+
+def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype: torch.dtype) -> list[Case]:
+    """The cases of decode steps of a model whose layers have these sizes."""
+    kinds = {(part.attend.sliding_window, part.attend.softcap is not None) for part in attentions(model)}
+    device, places = next(model.parameters()).device, rounded(FastCache(1, length).capacity)
+    made = []
+    for x in sizes:
+        heads = (x.query_heads, x.kv_heads, x.qk_dim, x.v_dim)
+        for window, capped in sorted(kinds, key=str):
+            made.append(Case(device, dtype, "decode", *heads, places, rounded(rows), capped=capped, window=window))
+    return made
+
+
+@torch.no_grad()
+def repeated(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One step on a cache, which is rewound afterwards, so that every call times the same work."""
+    length = cache.get_seq_length()
+    try:
+        if token.is_cuda:
+            return replayed(model, cache, token, positions, 1)
+        given = {"input_ids": token, "position_ids": positions, "past_key_values": cache}
+        logits: torch.Tensor = model(**given, use_cache=True, logits_to_keep=1).logits
+        return logits
+    finally:
+        cache.rewind(length)
+
+
+@torch.no_grad()
+def replayed(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor, steps: int) -> torch.Tensor:
+    """The `steps` tokens after `token`, on CUDA: nothing but replays of the captured step."""
+    model.headwise_fast.switch.cache = cache
+    try:
+        step = decode_step(model, cache)
+        step.set(token, positions)
+        first = cache.get_seq_length() + 1
+        for _ in range(steps):
+            step.run()
+        return step.tokens[:, first : first + steps].clone()
+    finally:
+        model.headwise_fast.switch.cache = None
 
 
 def _plain(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> TimedStep:

@@ -11,7 +11,7 @@ from torch import nn
 from headwise.cost import layer_kv_bytes_per_token, layer_parameters
 from headwise.errors import BudgetError
 from headwise.families import Family
-from headwise.fast import choice, decode
+from headwise.fast import choice
 from headwise.latency import measuring
 from headwise.types import GONE, LayerShape, Workload
 
@@ -66,7 +66,7 @@ class Stacks:
             and self.work.phase == "decode"
             and measuring.runtime_of(self.like) == measuring.FAST
         ):
-            choice.choose(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
+            choice.choose(measuring.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
 
     def _step(self, stack: Stack, first: bool) -> measuring.TimedStep:
         if self.kept is not None and self.kept[0] == stack:
