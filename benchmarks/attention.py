@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from headwise.devices import timed
 from headwise.fast.paths import TILES, Seen, _split, decode_paths, prefill_paths, side_by_side
 
 RESULT = Path(__file__).parent / "results" / "attention.json"
@@ -52,12 +53,7 @@ def clock(work: Any, calls: int, captured: bool = False) -> dict[str, float]:
     run()
     times = []
     for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / calls)
+        times.append(timed(run, torch.device("cuda"))[1] * 1e3 / calls)
     return {"ms": statistics.median(times), "low": min(times), "high": max(times)}
 
 

@@ -15,8 +15,6 @@ import itertools
 import json
 import platform
 import statistics
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ import transformers
 from solve import hardware
 
 from headwise import cuts, families, pipeline, strategies
+from headwise.devices import timed
 from headwise.runs.folder import budgets_for
 from headwise.runs.settings import Settings
 from headwise.types import write_atomically
@@ -49,15 +48,17 @@ def cut_models() -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def one(model: Any, ids: torch.Tensor, clock: Callable[[], float]) -> tuple[float, float]:
+def one(model: Any, ids: torch.Tensor) -> tuple[float, float]:
     """Milliseconds per token of reading the prompt and of writing on."""
-    start = clock()
-    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
-    middle = clock()
-    for _ in range(STEPS):
+    out, prefill = timed(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1), ids.device)
+
+    def write() -> None:
+        nonlocal out
         token = out.logits[:, -1].argmax(-1, keepdim=True)
         out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
-    return (middle - start) * 1e3 / ids.shape[1], (clock() - middle) * 1e3 / STEPS
+
+    decode = timed(write, ids.device, STEPS)[1]
+    return prefill * 1e3 / ids.shape[1], decode * 1e3 / STEPS
 
 
 def spread(values: list[float]) -> dict[str, float]:
@@ -66,12 +67,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high, "least": min(values)}
 
 
-def compare(source: Any, cut: Any, ids: torch.Tensor, repeats: int, clock: Callable[[], float]) -> dict[str, Any]:
+def compare(source: Any, cut: Any, ids: torch.Tensor, repeats: int) -> dict[str, Any]:
     """Source and cut in turns."""
     times: dict[str, list[tuple[float, float]]] = {"source": [], "cut": []}
     for number in range(-1, repeats):
         for name, model in (("source", source), ("cut", cut)) if number % 2 else (("cut", cut), ("source", source)):
-            found = one(model, ids, clock)
+            found = one(model, ids)
             if number >= 0:  # the first warms up
                 times[name].append(found)
     return {
@@ -110,19 +111,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--threads", type=int, nargs="+", default=(1, 2))
-    parser.add_argument("--cpu-time", action="store_true", help="count CPU seconds, for one thread on a busy machine")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     torch.manual_seed(0)
     source, _ = families.load("embedded")
     models = cut_models()
     ids = torch.randint(3, source.config.vocab_size, (1, max(PROMPTS)))
-    clock = time.process_time if asked.cpu_time else time.perf_counter
     rows = []
     for threads, prompt in itertools.product(asked.threads, PROMPTS):
         torch.set_num_threads(threads)
         for text, cut in models.items():
-            found = compare(source, cut, ids[:, :prompt], asked.repeats, clock)
+            found = compare(source, cut, ids[:, :prompt], asked.repeats)
             rows.append({"threads": threads, "prompt": prompt, "budget": text, **found})
             ratios = [f"{stage} {found[stage]['ratio']['median']:.3f}" for stage in ("prefill", "decode")]
             print(f"{threads} threads, prompt of {prompt}, {text}: {', '.join(ratios)}", flush=True)
@@ -130,7 +129,7 @@ def main() -> None:
         "benchmark": "time per token of the embedded model, cut, over that of its source",
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": hardware(),
-        "clock": "CPU time" if asked.cpu_time else "wall clock",
+        "clock": "CPU time of one thread, wall clock of more",
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

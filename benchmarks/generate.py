@@ -28,13 +28,14 @@ from torch import nn
 from transformers import StaticCache
 
 from headwise import families
+from headwise.devices import timed
 from headwise.fast.cache import FastCache
-from headwise.fast.decode import replayed
 from headwise.fast.fused import joined
 from headwise.fast.model import optimise
+from headwise.latency.measuring import replayed
 from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RESULT = Path(__file__).parent / "results" / "generate.json"
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3-8b": ("llama", dict(hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -124,9 +125,7 @@ def ours(model: Any, rows: int, context: int, steps: int) -> tuple[list[float], 
     replayed(model, cache, token, places, 2)
     times = []
     for _ in range(3):
-        start = _now()
-        replayed(model, cache, token, places, steps)
-        times.append((_now() - start) / steps * 1e3)
+        times.append(timed(lambda: replayed(model, cache, token, places, steps), DEVICE)[1] / steps * 1e3)
     return times, torch.cuda.max_memory_allocated() - before
 
 
@@ -154,15 +153,8 @@ def stocks(model: Any, rows: int, context: int, steps: int) -> tuple[list[float]
     run(1)
     times = []
     for _ in range(3):
-        start = _now()
-        run(steps)
-        times.append((_now() - start) / steps * 1e3)
+        times.append(timed(lambda: run(steps), DEVICE)[1] / steps * 1e3)
     return times, torch.cuda.max_memory_allocated() - before
-
-
-def _now() -> float:
-    torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 def _fresh() -> int:
@@ -218,9 +210,7 @@ def texts(name: str, prompt: int = 2048, tokens: int = 64) -> Iterator[dict[str,
     times: dict[str, list[float]] = {rival: [] for rival in rivals}
     for _ in range(4):
         for rival, model in rivals.items():
-            start = _now()
-            model.generate(ids, **how)
-            times[rival].append(_now() - start)
+            times[rival].append(timed(lambda model=model: model.generate(ids, **how), DEVICE)[1])
     for rival, (first, *more) in times.items():
         found = {"s": statistics.median(more), "low": min(more), "high": max(more), "first_s": first}
         yield {"model": name, "rival": rival, "prompt": prompt, "tokens": tokens, **found}

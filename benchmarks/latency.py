@@ -29,8 +29,8 @@ from headwise import budgets, families, pipeline, strategies
 from headwise.checks import speed
 from headwise.cuts import reshape
 from headwise.errors import HeadwiseError
+from headwise.latency import lattice as latency
 from headwise.latency import measured, measuring
-from headwise.latency import probe as latency
 from headwise.latency.stacks import Stacks
 from headwise.runs.settings import Settings
 from headwise.types import (

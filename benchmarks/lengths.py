@@ -24,7 +24,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
 FIRST = 512  # the shortest length, unless rows of the calibration are shorter
-PASSAGES = 128  # of every distance
+PASSAGES = 128  # of every distance: more than a certificate takes, for narrow intervals
 INTRO = """A cut that was calibrated on short rows can break on long ones: queries and keys after rotary depend on the
 position. Calibration rows therefore begin at random positions of the context that will be served (`--context`, the
 model's own by default). Below: the increase of the loss in nats per token by length of the text, the same text at every
@@ -63,16 +63,15 @@ def _measure_way(
 ) -> None:
     """Probe once, then cut and refit to every budget."""
     from headwise import heal, pipeline
-    from headwise.checks import _retrieval as retrieval
     from headwise.checks import certificate
     from headwise.types import write_atomically
 
-    retrieval.PASSAGES = PASSAGES  # more than a certificate takes, for narrow intervals
     family, config = bench.family, bench.source.config
     seen = pipeline.probe(settings, bench, bench.source, diagnose=False)
     rows = certificate.rows_for(
-        config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens
-    )
+        config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens,
+        passages=PASSAGES,
+    )  # fmt: skip
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")
         fitted = pipeline.fit(one, bench, lambda number, model: seen)

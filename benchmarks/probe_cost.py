@@ -29,6 +29,7 @@ from solve import hardware
 from torch import nn
 
 from headwise import budgets, cuts, data, families, strategies
+from headwise.devices import timed
 from headwise.families import Family
 from headwise.probes import gram, sensitivity
 from headwise.tasks.causal import Causal
@@ -90,18 +91,6 @@ def plain_backward(bench: Bench, weights: bool) -> None:
     bench.model.requires_grad_(True)
 
 
-def timed(work: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
-    """What work gives, and its seconds."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    found = work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return found, time.perf_counter() - start
-
-
 def works(bench: Bench, moments: Any) -> dict[str, Callable[[], Any]]:
     """What is timed, in the order of one repeat."""
 
@@ -135,6 +124,7 @@ def costs(bench: Bench, repeats: int, seconds: float) -> dict[str, Any]:
         if repeat > 1 and time.perf_counter() - begin > seconds:
             break
         for name, work in todo.items():
+            gc.collect()
             seconds = timed(work, device)[1]
             if repeat >= 0:
                 times[name].append(seconds)

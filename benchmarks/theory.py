@@ -12,7 +12,7 @@ import json
 import os
 import platform
 import statistics
-import time
+import timeit
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -41,13 +41,7 @@ RESULT = Path(__file__).parent / "results" / "theory.json"
 
 def seconds(work: Callable[[], Any], inner: int = 1) -> float:
     """Median time of one call; `inner` calls per measurement where one is too short to time."""
-    found = []
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        for _ in range(inner):
-            work()
-        found.append((time.perf_counter() - start) / inner)
-    return statistics.median(found)
+    return statistics.median(timeit.repeat(work, repeat=REPEATS, number=inner)) / inner
 
 
 def norms(scale: float) -> dict[str, float]:

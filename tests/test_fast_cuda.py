@@ -11,7 +11,6 @@ import torch
 from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
 
 from headwise.fast import paths
-from headwise.fast.decode import greedy
 from headwise.fast.model import optimise
 from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths, side_by_side
 
@@ -122,8 +121,6 @@ def test_replayed_steps_write_the_same_text(name, kind, changes, cutting, monkey
         assert (got == want).float().mean() > 0.95, "the same but where two tokens are as likely"
     step = fast.headwise_fast.pool.captured
     assert step.graph is not None
-    written = greedy(fast, ids, 20, attention_mask=mask)
-    assert (written == want[:, ids.shape[1] :]).float().mean() > 0.95
     sampled = fast.generate(ids, max_new_tokens=5, do_sample=True, num_return_sequences=2, pad_token_id=0)
     assert len(sampled) == 2 * len(ids)
 

@@ -17,14 +17,13 @@ import torch
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("kernel", ["decode", "heads"])
-def test_kernels_agree_with_plain_code(kernel):
+def test_kernels_agree_with_plain_code():
     done = subprocess.run(
-        [sys.executable, __file__, kernel],
+        [sys.executable, __file__],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
 
@@ -97,4 +96,5 @@ def as_numbers():
 
 if __name__ == "__main__":
     as_numbers()
-    {"decode": check_decode, "heads": check_heads}[sys.argv[1]]()
+    check_decode()
+    check_heads()

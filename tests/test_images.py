@@ -8,7 +8,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from test_tasks import call, refused
+from test_pipeline import call, refused
 
 from headwise import families, tasks
 from headwise.checks import quality

@@ -32,9 +32,9 @@ ALLOWED: dict[str, set[str]] = {
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
     "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
-    "fast": {"errors", "files", "types", "runtime"},  # fast inference, never needed
+    "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
-    "tasks": {"errors", "files", "registry", "data", "families"},  # what a model is for
+    "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for
     "cuts": {"errors", "files", "types", "families", "linalg", "runtime"},
     "runs": FIRST | {"strategies", "cuts"},  # run folders
     "probes": FIRST | MODEL | {"runs"},

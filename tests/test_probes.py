@@ -7,8 +7,9 @@ import copy
 import pytest
 import torch
 
-from headwise import families
+from headwise import families, probes, registry
 from headwise.families._watch import watching
+from headwise.families.llama import FAMILY as llama
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
 from headwise.probes import gram, sensitivity
 from headwise.probes._products import Gram
@@ -155,3 +156,12 @@ def test_turning_is_that_of_stock_code_to_the_last_bit(dtype, width):
     for x, stock in zip((q, k), apply_rotary_pos_emb(q[..., :width], k[..., :width], cos, sin), strict=True):
         found = _turned(x, cos[:, None], _signed(*sin[:, None].chunk(2, -1)))
         assert torch.equal(found[..., :width], stock) and torch.equal(found[..., width:], x[..., width:])
+
+
+def test_probes_that_describe_layers_are_found_in_their_folder():
+    model = llama.tailor(llama.tiny())
+    rows = llama.example(model.config, 4, 16)
+    kinds = [{reading.probe for reading in probes.describe(llama, model, rows, 0, past=past)} for past in (True, False)]
+    assert kinds == [{"saturation", "lags"}, {"conditioning"}], "those that need a past apart from the others"
+    for name in registry.names("headwise.probes"):
+        assert registry.find("headwise.probes", name).MEANING, "every probe says what it measures"

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_encoder_decoders import tokenizer
 from test_families import cut, logits, random_plan, rows, tiny
-from test_tasks import refused
+from test_pipeline import refused
 from typer.testing import CliRunner
 
 from headwise import data, families, tasks

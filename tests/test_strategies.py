@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
@@ -215,36 +216,27 @@ def small_case(seed: int) -> tuple[Readings, tuple[Budget, ...], tuple[str, ...]
 
 
 @pytest.mark.parametrize("core", [4, 0], ids=["as shipped", "starting from almost nothing"])
-def test_exact_equals_brute_force_on_200_small_cases(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exact_equals_brute_force_and_is_never_worse_than_uniform(core: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_program, "CORE", core)  # small programs would never be cut down otherwise
-    feasible = 0
-    for seed in range(200):
+    monkeypatch.setattr(exact.Depths, "frontier", lambda self: ())  # it has a test of its own
+    feasible = better = 0
+    for seed in range(bool(core), 160, 2):
         readings, budgets, allow = small_case(seed)
         best = brute_force(readings, budgets, allow)
         if best is None:
             with pytest.raises(BudgetError):
                 strategies.allocate(readings, budgets, "exact", allow)
             continue
-        feasible += 1
         plan = strategies.allocate(readings, budgets, "exact", allow)
         assert plan.predicted_damage == pytest.approx(best, rel=1e-9, abs=1e-12), f"case {seed} is not optimal"
         assert plan.gap == 0, "and proven to be"
         assert all(prices.price(b, plan.target) <= b.limit * HAIR for b in budgets)
-    assert feasible >= 50, "most cases should test something"
-
-
-def test_exact_is_never_worse_than_uniform() -> None:
-    compared = better = 0
-    for seed in range(200):
-        readings, budgets, allow = small_case(seed)
-        try:
+        with suppress(BudgetError):  # equal sizes may be out of reach
             uniform = strategies.allocate(readings, budgets, "uniform", allow)
-        except BudgetError:
-            continue
-        plan = strategies.allocate(readings, budgets, "exact", allow)
-        assert plan.predicted_damage <= uniform.predicted_damage + 1e-12
-        compared, better = compared + 1, better + (plan.predicted_damage < uniform.predicted_damage - 1e-12)
-    assert compared >= 40 and better >= 20, "and often better"
+            assert plan.predicted_damage <= uniform.predicted_damage + 1e-12
+            better += plan.predicted_damage < uniform.predicted_damage - 1e-12
+        feasible += 1
+    assert feasible >= 25 and better >= 10, "most cases should test something, and exact is often better"
 
 
 @EVERY
@@ -256,12 +248,13 @@ def test_no_strategy_beats_exact(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("texts", [("kv=70%",), ("params=80%", "kv=75%"), ("flops=80%", "params=90%", "kv=80%")])
-def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...]) -> None:
+def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     readings = invent(10, Invented(layers=4))
     plan = plan_for("exact", readings, *texts)
     shares, damages = [p.share for p in plan.frontier], [p.damage for p in plan.frontier]
     assert len(plan.frontier) >= 2 and shares == sorted(shares) and shares[-1] == 1.0
     assert damages == sorted(damages, reverse=True) and damages[0] > damages[-1], "more budget, less damage"
+    monkeypatch.setattr(exact.Depths, "frontier", lambda self: ())
     for point in plan.frontier[1:-1:4]:
         name = plan.budgets[0].name
         there = plan_for("exact", readings, f"{name}={100 * point.share:.12f}%", *texts[1:]).predicted_damage

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cosine_similarity, kl_div
 
-from headwise import budgets, cli, data, families, tasks
+from headwise import budgets, data, families, tasks
 from headwise.checks import quality
 from headwise.cuts import reshape_layer
 from headwise.data import own_text
@@ -212,15 +210,15 @@ def test_random_signs_price_an_embedding_by_its_cosine():
 
 @pytest.mark.parametrize("task", [Classification(), Classification("several", 3), Classification("score", 2)])
 def test_drawn_answers_price_a_classifier_by_its_kl(task):
-    logits = torch.tensor([[0.3, -0.2, 0.9]])[:, : task.answers if task.kind != "one" else 3].double()
+    logits = torch.tensor([[0.3, -0.2, 0.9]])[:, : task.labels_per_row if task.kind != "one" else 3].double()
     step = 1e-3 * torch.tensor([[1.0, -2.0, 0.5]])[:, : logits.shape[1]].double()
-    draw = torch.rand(20_000, task.answers, generator=torch.Generator().manual_seed(0)).double()
+    draw = torch.rand(20_000, task.labels_per_row, generator=torch.Generator().manual_seed(0)).double()
     moved = logits.clone().requires_grad_()
     changes = []
     for labels in draw[:: 20 if task.kind == "several" else 40]:
-        (slope,) = torch.autograd.grad(task.loss(task._answers(moved), labels.unsqueeze(0)), moved)
+        (slope,) = torch.autograd.grad(task.loss(task.answers(moved), labels.unsqueeze(0)), moved)
         changes.append(float((slope * step).sum()))
-    kl = float(task.divergence(task._answers(logits), task._answers(logits + step)))
+    kl = float(task.divergence(task.answers(logits), task.answers(logits + step)))
     assert np.square(changes).mean() / 2 == pytest.approx(kl, rel=0.15)
 
 
@@ -333,90 +331,6 @@ def test_attention_parameters_are_those_of_the_attention_blocks():
     blocks = bert.blocks(model)
     counted = sum(p.numel() for block in blocks for part in (block.attention, block.output) for p in part.parameters())
     assert budgets.parse("attention_params=100%", shape).limit == counted
-
-
-# From the command line.
-
-SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "32", "--device", "cpu"]
-
-
-def call(*arguments) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
-        try:
-            cli.main()
-        except SystemExit as stop:
-            return int(stop.code or 0)
-    return 0
-
-
-def refused(capsys, *arguments) -> str:
-    capsys.readouterr()
-    assert call(*arguments) == 2
-    return capsys.readouterr().err.strip().splitlines()[-1]
-
-
-def saved(folder: Path, head: str, family=bert, kind: str = "bert") -> Path:
-    model = family.tiny(kind, head=head)
-    model.save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    return folder
-
-
-PAGES = {
-    "masked": ("AutoModelForMaskedLM", "loss went from", "fill-mask"),
-    "embedding": ("AutoModel", "cosine to the source is", "sentence-similarity"),
-    "classification": ("AutoModelForSequenceClassification", "KL to the source is", "text-classification"),
-}
-SAID = {
-    "masked": "loss ",
-    "embedding": "mean cosine to the source's embeddings ",
-    "classification": "KL to the source ",
-}
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_an_encoder_from_folder_to_report(name, text, tmp_path, capsys):
-    model, out = saved(tmp_path / "source", HEADS[name]), tmp_path / "run"
-    if name == "embedding":
-        (model / "1_Pooling").mkdir()
-        (model / "1_Pooling" / "config.json").write_text('{"pooling_mode_cls_token": true}')
-        modules = [{"idx": 0, "name": "0", "path": ""}, {"idx": 1, "name": "1", "path": "1_Pooling"}]
-        (model / "modules.json").write_text(json.dumps(modules))
-    assert call("run", model, "--budget", "attention_params=80%", "--data", text, *SMALL, "--out", out) == 0
-    said = capsys.readouterr().out
-    assert SAID[name] in said and "all 3 checks passed" in said and "cache" not in said
-    verdict = json.loads((out / "verdict.json").read_text())
-    assert verdict["samples"] == [] and set(verdict["size"]) == {"parameters_before", "parameters_after"}
-    assert "decode_ms_per_token_after" not in verdict["speed"] and verdict["speed"]["prefill_ms_per_token_after"] > 0
-    auto, words, tag = PAGES[name]
-    page, card = (out / "report.html").read_text(), (out / "report.md").read_text()
-    assert words in page and f"{auto}.from_pretrained" in card and f"pipeline_tag: {tag}" in card
-    assert "nats per token" not in page and "KV cache" not in page
-    loaded, _ = families.load(str(out / "model"))
-    assert families.task_of(loaded.config) == name
-    for file in ("modules.json", "1_Pooling/config.json") if name == "embedding" else ():
-        assert (out / "model" / file).read_bytes() == (model / file).read_bytes(), "still a sentence-transformers model"
-    assert call("allocate", out, "--budget", "attention_params=90%") == 0
-
-
-def test_what_encoders_cannot_do_is_said(text, tmp_path, capsys):
-    model = saved(tmp_path / "source", MASKED)
-    run = ["run", model, *SMALL, "--out", tmp_path / "run", "--overwrite"]
-    given = ["--data", text, "--budget"]
-    assert "bert models keep no cache; use params, flops or attention" in refused(capsys, *run, *given, "kv=75%")
-    assert "give --data FILE" in refused(capsys, *run, "--budget", "params=99%")
-    found = refused(capsys, *run, *given, "params=99%", "--task", "causal")
-    assert "bert models cannot be reshaped for the task causal, only for: masked, embedding, classification" in found
-    assert "no task is called 'writing'" in refused(capsys, *run, *given, "params=99%", "--task", "writing")
-
-
-def test_another_task_than_the_heads_own(text, tmp_path, capsys):
-    model = saved(tmp_path / "source", MASKED)
-    run = ["run", model, "--budget", "attention_params=80%", "--data", text, *SMALL, "--task"]
-    assert call(*run, "embedding", "--out", tmp_path / "run") == 0, "a pooler that is not in the file is not needed"
-    assert "mean cosine" in capsys.readouterr().out
-    assert "damaged: 4 tensors are missing" in refused(capsys, *run, "classification", "--out", tmp_path / "other")
 
 
 def test_pooling_is_read_and_unknown_ways_are_refused(tmp_path):

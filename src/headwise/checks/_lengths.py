@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from headwise import memory
-from headwise.checks._interval import interval
 from headwise.data import batches
 from headwise.families import Family
 from headwise.progress import Track
@@ -24,17 +23,29 @@ from headwise.types.verdict import LEAST_ROWS
 
 MOST = 5  # lengths
 GROWTH = 4  # from one to the next
+RESAMPLES = 2000  # of a bootstrap interval
 LOGITS = 2**25  # numbers of one model's logits that are held at a time
 
 
 class Tokens(NamedTuple):
-    """How both models predict every token of some rows but the first: each (rows, length - 1)."""
+    """How both models predict every token of rows but the first: each tensor is (rows, length - 1)."""
 
     loss_before: torch.Tensor
     loss_after: torch.Tensor
     kl: torch.Tensor
     right_before: torch.Tensor  # 1 where the best token is the right one
     right_after: torch.Tensor
+
+
+def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
+    """95% bootstrap interval of the mean.
+
+    >>> interval(np.ones(8))
+    (1.0, 1.0)
+    """
+    draws = np.random.default_rng(seed).integers(0, len(values), (RESAMPLES, len(values)))
+    low, high = np.quantile(values[draws].mean(axis=1), [0.025, 0.975])
+    return float(low), float(high)
 
 
 def lengths_for(length: int, context: int) -> tuple[int, ...]:
@@ -51,7 +62,7 @@ def lengths_for(length: int, context: int) -> tuple[int, ...]:
 
 
 def tokens_for(length: int, context: int, eval_tokens: int) -> int:
-    """How much text to read: all longer lengths together as much as the evaluation, but two rows of the context.
+    """How much text to read: for all longer lengths together as much as the evaluation, but at least two rows each.
 
     >>> tokens_for(512, 8192, 32768), tokens_for(512, 32768, 32768)
     (16384, 65536)
@@ -61,7 +72,7 @@ def tokens_for(length: int, context: int, eval_tokens: int) -> int:
 
 
 def joined(rows: torch.Tensor, start: int | None) -> torch.Tensor:
-    """Consecutive rows as one text (N); `start` is the token that begins every row, and is kept once."""
+    """Consecutive rows as one text (N); `start`, the token that begins every row, is kept once."""
     if start is None or not bool((rows[:, 0] == start).all()):
         return rows.flatten()
     return torch.cat((rows[0, :1], rows[:, 1:].flatten()))
@@ -82,7 +93,7 @@ def rows_of(text: torch.Tensor, length: int, context: int, tokens: int, start: i
 def rows_by_length(
     text: torch.Tensor, start: int | None, length: int, context: int, eval_tokens: int
 ) -> tuple[dict[int, torch.Tensor], list[str]]:
-    """Rows of every length that there is text for, and in words for which there is too little."""
+    """Rows of every length for which there is text, and sentences about those for which there is too little."""
     tokens = tokens_for(length, context, eval_tokens)
     rows = {size: rows_of(text, size, context, tokens, start) for size in lengths_for(length, context)}
     short = [size for size, found in rows.items() if len(found) < LEAST_ROWS]
@@ -131,9 +142,9 @@ def predictions(
 
 
 def summed_up(found: Tokens, length: int, block: int, seed: int) -> LengthQuality:
-    """Means over all tokens, with intervals over blocks of at most `block` tokens of text.
+    """Means over all tokens, with intervals over blocks of about `block` tokens.
 
-    Rows of the full context are few; blocks inside them are as many at every length, and so are their intervals.
+    Rows of the full context are few. Blocks are equally many at every length, so intervals are comparable.
     """
     change = _by_block(found.loss_after - found.loss_before, block)
     kl = _by_block(found.kl, block)
@@ -153,8 +164,8 @@ def _by_block(values: torch.Tensor, block: int) -> np.ndarray:
 
 
 def bytes_needed(family: Family, config: Any, length: int) -> int:
-    """Memory that one row takes beside the model: the streams of the widest layer, logits of some positions, a mask
-    where windows need one, and the weights of attention where no kernel spares them.
+    """Memory of one row beside the model: the streams of the widest layer, logits of some positions, a mask where
+    windows need one, and attention weights where no fused kernel avoids them.
     """
     shape = family.shape_of(config)
     widest = max(4 * shape.hidden_size + shape.mlp_matrices * layer.mlp_width for layer in shape.layers)
@@ -166,7 +177,7 @@ def bytes_needed(family: Family, config: Any, length: int) -> int:
 
 
 def too_large(family: Family, configs: Sequence[Any], length: int, device: torch.device | str) -> str:
-    """Why a row of a length cannot be read here, or nothing."""
+    """Why a row of this length does not fit into memory; empty if it does."""
     needed, free = max(bytes_needed(family, config, length) for config in configs), memory.available_bytes(device)
     if needed <= memory.SHARE * free:
         return ""
@@ -176,7 +187,7 @@ def too_large(family: Family, configs: Sequence[Any], length: int, device: torch
 def predicted(
     family: Family, models: tuple[nn.Module, nn.Module], rows: torch.Tensor, track: Track, label: str
 ) -> Tokens | str:
-    """How both models predict rows of one length, or why that cannot be found out here."""
+    """How both models predict rows of one length, or why they cannot on this machine."""
     device = models[0].device
     if reason := too_large(family, [model.config for model in models], rows.shape[1], device):
         return reason

@@ -1,7 +1,7 @@
-"""Retrieval without data: a passage of random tokens comes twice, and the second copy is to be predicted.
+"""Retrieval without data: a passage of random tokens occurs twice, and the second copy is to be predicted.
 
-Nothing but attention over that distance can predict it, so this shows what perplexity hides: text is mostly predicted
-from its last few hundred tokens.
+Only attention over that distance can predict it. Perplexity hides this, because text is mostly predicted from its last
+few hundred tokens.
 """
 
 from __future__ import annotations
@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from headwise.checks._interval import interval
-from headwise.checks._lengths import Tokens
+from headwise.checks._lengths import Tokens, interval
 from headwise.data import start_of
 from headwise.types import Retrieval
 
@@ -22,7 +21,7 @@ PASSAGES = 16  # of every distance
 NEAREST, GROWTH = 64, 4
 
 
-class Rows(NamedTuple):
+class RepeatedRows(NamedTuple):
     """Rows of one distance, and where in each the second copies begin."""
 
     ids: torch.Tensor
@@ -50,35 +49,39 @@ def _in_a_row(distance: int) -> int:
 
 
 def vocabulary(config: Any, tokenizer: Any) -> torch.Tensor:
-    """All tokens that are text."""
+    """All tokens but the special ones."""
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
     return torch.tensor([token for token in range(min(config.vocab_size, len(tokenizer))) if token not in special])
 
 
-def rows_for(distance: int, tokens: torch.Tensor, start: int | None, seed: int = 0) -> Rows:
-    """Rows of random `tokens` in which passages come again `distance` tokens later, behind other random tokens."""
+def rows_for(
+    distance: int, tokens: torch.Tensor, start: int | None, seed: int = 0, passages: int = PASSAGES
+) -> RepeatedRows:
+    """Rows of random `tokens` in which passages are repeated `distance` tokens later, after other random tokens."""
     count = _in_a_row(distance)
     draw = torch.Generator().manual_seed(seed + distance)
-    shape = (-(-PASSAGES // count), distance + SLOT * count)
+    shape = (-(-passages // count), distance + SLOT * count)
     ids = tokens[torch.randint(len(tokens), shape, generator=draw)]
     places = tuple(distance + SLOT * slot for slot in range(count))
     for place in places:
         ids[:, place : place + PASSAGE] = ids[:, place - distance : place - distance + PASSAGE]
     if start is None:
-        return Rows(ids, places)
+        return RepeatedRows(ids, places)
     lead = torch.full((len(ids), 1), start)
-    return Rows(torch.cat((lead, ids), 1), tuple(place + 1 for place in places))
+    return RepeatedRows(torch.cat((lead, ids), 1), tuple(place + 1 for place in places))
 
 
-def rows_by_distance(config: Any, tokenizer: Any, context: int, seed: int = 0) -> dict[int, Rows]:
+def rows_by_distance(
+    config: Any, tokenizer: Any, context: int, seed: int = 0, passages: int = PASSAGES
+) -> dict[int, RepeatedRows]:
     """Rows of every distance that a context has room for."""
     tokens, start = vocabulary(config, tokenizer), start_of(tokenizer)
     first = start[0] if start else None
-    return {distance: rows_for(distance, tokens, first, seed) for distance in distances_for(context)}
+    return {distance: rows_for(distance, tokens, first, seed, passages) for distance in distances_for(context)}
 
 
 def summed_up(found: Tokens, distance: int, places: tuple[int, ...], seed: int = 0) -> Retrieval:
-    """Accuracy and loss on second copies, but for their first token, which nothing predicts; intervals by passage."""
+    """Accuracy and loss on second copies without their first token, which nothing predicts; intervals by passage."""
     kept = {  # column of predictions: the token at a place is predicted one before it
         name: torch.cat([column[:, place : place + PASSAGE - 1].mean(1) for place in places]).numpy()
         for name, column in found._asdict().items()

@@ -17,16 +17,16 @@ from headwise.types.verdict import LEAST_ROWS
 
 
 class Asked(NamedTuple):
-    """What to read: rows by length and by distance; and in words what there is no text for."""
+    """What to read: rows by length and by distance; and sentences about lengths without enough text."""
 
     lengths: dict[int, torch.Tensor]
-    distances: dict[int, retrieval.Rows]
+    distances: dict[int, retrieval.RepeatedRows]
     not_measured: tuple[str, ...]
     length: int  # of the rows that the model was calibrated on
     context: int
 
     def rows(self) -> dict[str, torch.Tensor]:
-        """All rows, by what they are for."""
+        """All rows, by a label of their measurement."""
         far = {_retrieving(distance): rows for distance, (rows, _) in self.distances.items()}
         return {_reading(size): rows for size, rows in self.lengths.items()} | far
 
@@ -40,7 +40,7 @@ def _retrieving(distance: int) -> str:
 
 
 class Found(NamedTuple):
-    """What a verdict says about lengths, by the names that it has there."""
+    """The part of a verdict that is about lengths, with the same field names."""
 
     lengths: tuple[LengthQuality, ...] = ()
     retrieval: tuple[Retrieval, ...] = ()
@@ -50,10 +50,17 @@ class Found(NamedTuple):
 
 
 def rows_for(
-    config: Any, tokenizer: Any, text: Any, length: int, context: int, eval_tokens: int, seed: int = 0
+    config: Any,
+    tokenizer: Any,
+    text: Any,
+    length: int,
+    context: int,
+    eval_tokens: int,
+    seed: int = 0,
+    passages: int = retrieval.PASSAGES,
 ) -> Asked:
     """What to read for a certificate up to `context`. `text` has `tokens` and `start`; None: the model wrote it."""
-    distances = retrieval.rows_by_distance(config, tokenizer, context, seed)
+    distances = retrieval.rows_by_distance(config, tokenizer, context, seed, passages)
     if text is None:
         words = [] if context <= length else [
             f"Quality beyond {length:,} tokens: the model wrote its own evaluation text, in rows of {length:,}; give "
@@ -76,19 +83,19 @@ def measure(
 
 
 def gathered(asked: Asked, predict: Callable[[str, torch.Tensor], lengths.Tokens | str], seed: int = 0) -> Found:
-    """The certificate, from what `predict(label, rows)` finds of rows, or from the reason that it gives."""
+    """The certificate. `predict(label, rows)` returns predictions, or the reason why there are none."""
     found = {label: predict(label, rows) for label, rows in asked.rows().items()}
     known = {label: tokens for label, tokens in found.items() if not isinstance(tokens, str)}
     left_out = [f"{label.capitalize()}: {why}." for label, why in found.items() if isinstance(why, str)]
     by_length = [
-        lengths.summed_up(known[_reading(size)], size, asked.length, seed)
+        lengths.summed_up(known[label], size, asked.length, seed)
         for size in asked.lengths
-        if _reading(size) in known
+        if (label := _reading(size)) in known
     ]
     by_distance = [
-        retrieval.summed_up(known[_retrieving(distance)], distance, rows.places, seed)
+        retrieval.summed_up(known[label], distance, rows.places, seed)
         for distance, rows in asked.distances.items()
-        if _retrieving(distance) in known
+        if (label := _retrieving(distance)) in known
     ]
     left_out = [*asked.not_measured, *left_out]
     return Found(tuple(by_length), tuple(by_distance), asked.length, asked.context, tuple(left_out))

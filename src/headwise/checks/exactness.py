@@ -1,4 +1,4 @@
-"""Does the saved model do what the plan says? Counted on the real object, reloaded in a fresh process."""
+"""Does the saved model have the planned sizes? Counted on the loaded model, reloaded in a fresh process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 
 PROOF_TOKENS = 64
 RELOADS = "reloads in a fresh process without headwise"
-TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times whatever format they are in
+TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
 import ctypes, os, signal, sys
@@ -52,9 +52,9 @@ with torch.no_grad():
 
 @torch.no_grad()
 def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
-    """Keep what the model in memory says to a few tokens, to be compared with what the reloaded model says.
+    """Store the model's answer to a few tokens, to be compared with the reloaded model's answer.
 
-    That is its logits, or the last stream of a model without a head. How to load it is written beside them.
+    That is its logits, or the last stream of a model without a head. The class that loads it is stored too.
     """
     family = families.family_of(model.config)
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
@@ -64,15 +64,15 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
 
 
 def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
-    """Keep what a model was given and its `logits`; `auto` names the class that loads it."""
+    """Store a model's inputs and its `logits`; `auto` names the class that loads it."""
     save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata={"auto": auto})
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
     """Load the folder in a new process, without headwise, and compare logits with those before saving.
 
-    Its scratch files lie beside the model: a full temporary folder is not the model's failure, and no room there is
-    an error, not a verdict.
+    Temporary files lie beside the model, because a full temporary folder is not the model's failure. Where there is no
+    room, that is an error, not a verdict.
     """
     if not portable and (foreign := foreign_code(folder)):  # it would be run with trust
         return Check(RELOADS, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
@@ -91,8 +91,8 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: str, before: torch.Tensor) -> Check:
     out = scratch / "logits.safetensors"
     places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    told = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
-    command = [sys.executable, "-c", RELOAD, *told]
+    arguments = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
+    command = [sys.executable, "-c", RELOAD, *arguments]
     environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -108,20 +108,20 @@ def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: st
 
 
 def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
-    """The class that loads the model, and what it said before it was saved."""
+    """The class that loads the model, and its logits before it was saved."""
     advice = "run headwise heal again"
     auto = tensors.metadata(proof, advice=advice).get("auto", "AutoModelForCausalLM")
     logits = tensors.read(proof, advice=advice).get("logits")
     if auto not in families.TASKS.values() or logits is None or not logits.is_floating_point():
-        raise PlanError(f"{proof} does not hold what a model said; {advice}.")
+        raise PlanError(f"{proof} does not hold the answer of a model; {advice}.")
     return auto, logits
 
 
 @torch.no_grad()
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
-    """Numbers that the model really keeps in its cache for a token, times the bytes of one when stored.
+    """Numbers that the model keeps in its cache per token, times the bytes of one when stored.
 
-    A model that reads one text and writes another keeps them for a token of each.
+    An encoder-decoder keeps them for a token of the input and for one of the output.
     """
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
@@ -147,7 +147,7 @@ def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
 
 
 def counted_shape(model: nn.Module) -> ModelShape:
-    """The shape of a tailored model by the tensors that it really has, whatever its configuration says."""
+    """The shape of a tailored model by its tensors, whatever its configuration says."""
     family = families.family_of(model.config)
     said = family.shape_of(model.config)
     pairs = zip(said.layers, family.blocks(model), strict=True)
@@ -164,7 +164,7 @@ def _counted_layer(said: LayerShape, block: families.Block) -> LayerShape:
 
 
 def layer_of(said: LayerShape, shapes: Mapping[str, Sequence[int]]) -> LayerShape:
-    """A layer with the sizes of its tensors, by our names of them; how many heads share a width is as it says."""
+    """A layer with the sizes of its tensors, by our names; only the number of heads is taken from the configuration."""
     width = {"mlp_width": shapes["down"][1] if "down" in shapes else 0}
     if not said.query_heads:
         return replace(said, **width)
@@ -184,7 +184,7 @@ def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check
 
 
 def plan_checks(counted: dict[str, int], plan: Plan, source: ModelShape) -> list[Check]:
-    """The plan is for this source, and what was counted is what it says."""
+    """Whether the plan is for this source, and whether the counted sizes are the planned ones."""
     found = [equal("parameters as planned", counted["parameters"], parameters(plan.target))]
     if "kv_bytes_per_token" in counted:
         cached, planned = counted["kv_bytes_per_token"], kv_bytes_per_token(plan.target)
@@ -195,16 +195,16 @@ def plan_checks(counted: dict[str, int], plan: Plan, source: ModelShape) -> list
 
 
 def priced_again(plan: Plan, source: ModelShape) -> Plan:
-    """The plan with its limits read again from what the user wrote: the numbers in a plan's file may be edited."""
+    """The plan with its limits parsed again from the user's text: numbers in a plan's file may have been edited."""
     tables = [budget.table for budget in plan.budgets if budget.table is not None]
     known = [prices.parse(b.text, source, tables) if b.workload is None or b.table else b for b in plan.budgets]
     return replace(plan, budgets=tuple(known))
 
 
 def budget_checks(budgets: Sequence[Budget], shape: ModelShape, counted: dict[str, int]) -> list[Check]:
-    """Every budget is met by the model as counted; FLOPs and times follow from the sizes of its tensors.
+    """Whether every budget is met by the model as counted; FLOPs and times follow from the sizes of its tensors.
 
-    A limit on time without its table cannot be predicted; it is measured elsewhere in any case.
+    A limit on time without its table cannot be predicted; `speed` measures it in any case.
     """
     found = []
     for budget in (b for b in budgets if b.workload is None or b.table is not None):
@@ -217,7 +217,7 @@ def budget_checks(budgets: Sequence[Budget], shape: ModelShape, counted: dict[st
 
 
 def _said(amount: float) -> str:
-    """Whole numbers, but for what is counted in a few."""
+    """Whole numbers; small amounts with four digits."""
     return f"{amount:,.0f}" if amount >= 1000 or amount == int(amount) else f"{amount:.4g}"
 
 

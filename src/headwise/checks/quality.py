@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from headwise.checks._interval import interval as interval
+from headwise.checks._lengths import interval as interval
 from headwise.families import Family, explained, family_of, quietly
 from headwise.progress import Track, silently
 from headwise.tasks import Task
@@ -40,7 +40,7 @@ class Comparison:
         return changes
 
     def summary(self, seed: int = 0) -> dict[str, float]:
-        """Means and 95% intervals. Both models read the same text, so the interval is that of their difference."""
+        """Means and 95% intervals. Both models read the same text, so intervals are of their difference."""
         found = self._losses(seed) if len(self.loss_before) else {}
         mean, (low, high) = float(self.kl.mean()), interval(self.kl, seed)
         if self.task.divergence_name == "1 - cosine":
@@ -87,7 +87,7 @@ class Comparison:
         return not np.isfinite(more).all() or bool(interval(more, seed)[0] > 0 and apart.mean() > 0)
 
     def expected_damage(self) -> float:
-        """What this text lets one expect on other text: loss and KL, weighted by how well each is known.
+        """The damage to expect on other text: loss and KL, weighted by how well each is known.
 
         The increase of the loss is unbiased but noisy on little text; the KL is what it would be if the source
         predicted its text perfectly: hardly noisy, but off by up to about `KL_TRUST` of itself.
@@ -111,33 +111,31 @@ def compare(
 ) -> Comparison:
     """Read the same rows with both models; `truth` holds their classes, -1 where one is not known."""
     task = task or Causal()
-    columns: list[list[torch.Tensor]] = [[], [], [], []]
-    right: list[list[torch.Tensor]] = [[], []]
-    for batch in track(task.prepare(tokens, seed).with_truth(truth).batches(2048), "quality"):
+    columns: list[list[torch.Tensor | None]] = [[], [], [], [], [], []]
+    for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), "quality"):
         batch = batch.to(source.device)
         before, after = (task.outputs(family, model, batch) for model in (source, cut))
-        for column, outputs in zip(right, (before, after), strict=True):
-            column.append(_right(task, outputs, batch.truth))
-        for column, values in zip(columns, task.compare(before, after, batch.labels), strict=True):
-            if values is not None:
-                column.append(values.double().cpu())
-    rows = [torch.cat(column).numpy() if column else np.zeros(0) for column in columns]
-    answered = [torch.cat(column).numpy() for column in right]
-    known = answered if len(answered[0]) else (None, None)
+        right = [_right(task, outputs, batch.truth) for outputs in (before, after)]
+        for column, values in zip(columns, (*task.compare(before, after, batch.labels), *right), strict=True):
+            column.append(values)
+    rows = [
+        torch.cat([v.double().cpu() for v in column if v is not None] or [torch.zeros(0)]).numpy() for column in columns
+    ]
+    known = (rows[4], rows[5]) if len(rows[4]) else (None, None)
     return Comparison(rows[0], rows[1], rows[2], rows[3], type(task), *known)
 
 
-def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor:
+def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor | None:
     """Whether each answer is right, of rows whose right answer is known."""
     found = None if truth is None else task.right(outputs, truth)
-    return torch.zeros(0) if truth is None or found is None else found[truth >= 0].double().cpu()
+    return None if truth is None or found is None else found[truth >= 0]
 
 
 @torch.no_grad()
 def samples(
     source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
 ) -> tuple[Sample, ...]:
-    """The same beginnings of held-out text, continued greedily by both models, or the same texts answered."""
+    """Beginnings of held-out text, continued greedily by both models; encoder-decoders answer whole texts."""
     out, family = [], family_of(source.config)
     step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
     for row in tokens[::step][:count]:
@@ -152,6 +150,6 @@ def samples(
             ]
         decode = tokenizer.decode  # type: ignore[attr-defined]
         parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
-        asked = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
-        out.append(Sample(asked, *parts))
+        shown = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
+        out.append(Sample(shown, *parts))
     return tuple(out)

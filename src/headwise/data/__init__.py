@@ -1,9 +1,9 @@
-"""Calibration and evaluation text from any source, cut into blocks; seeded.
+"""Calibration and evaluation text from any source, cut into blocks of tokens.
 
-Blocks are rows of one tensor. Decoders get rows of equal length. Encoders meet texts of any length and mind which, so
-their rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together. How many
-tokens a row of something else than tokens makes, such as an image, is told as `row`. Where a place of a row holds more
-than a token, such as sound, the rows are (count, length, numbers), and the first number is the place's mark: its token.
+Blocks are rows of one tensor. Decoders get rows of equal length. For encoders the length of a text matters, so their
+rows differ in length, and shorter ones end in `NOTHING`; `batches` puts rows of equal length together. A row that does
+not consist of tokens, such as an image, makes `row` tokens. Where a place of a row holds more than a token, such as
+sound, rows are (count, length, numbers), and the first number is the place's mark: its token.
 """
 
 from __future__ import annotations
@@ -13,39 +13,45 @@ import gzip
 import importlib.util
 import json
 import lzma
+import os
 import random
 import sysconfig
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from headwise.errors import DataError
 
-NOTHING = -1  # where a row has ended
-GIVEN, WRITTEN = -2, -3  # in rows of encoder-decoders before the target: one that was given, or that the model wrote
+Item = TypeVar("Item")
+
+NOTHING = -1  # behind the end of a row
+GIVEN, WRITTEN = -2, -3  # before the target of an encoder-decoder: it was given, or written by the model
 SHORTEST = 8  # block of an encoder's text
 SEPARATOR = "<|endoftext|>"
-PEEKED = 1 << 16  # characters of a text that are looked at before it is read
-ARMFUL = 1 << 20  # characters to make tokens of at once
+PEEKED = 1 << 16  # characters of a file that are checked before it is read
+AT_ONCE = 1 << 16, 1 << 20  # characters that are tokenized at once: at first, and at most
+NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
 )
 
 
-class Rows(NamedTuple):
-    """What was read, row by row, and the right answers where they are known: a class for every row, -1 for none."""
+class DataRows(NamedTuple):
+    """Rows that were read, and their classes where any is known: one per row, -1 where it is not known."""
 
     rows: torch.Tensor
     truth: torch.Tensor | None = None
 
-    def part(self, chosen: slice) -> Rows:
+    def part(self, chosen: slice) -> DataRows:
         """Some of the rows."""
-        return Rows(self.rows[chosen], None if self.truth is None else self.truth[chosen])
+        return DataRows(self.rows[chosen], None if self.truth is None else self.truth[chosen])
 
 
 def documents(source: str, seed: int = 0) -> Iterator[str]:
@@ -58,11 +64,11 @@ def documents(source: str, seed: int = 0) -> Iterator[str]:
     elif path.suffix and not path.is_dir():
         raise DataError(f"{source} does not exist. Give {MEANING}.")
     else:
-        yield from _dataset(source)
+        yield from from_dataset(source, "file", MEANING, lambda rows: (_record(row, Path(source), 0) for row in rows))
 
 
 def peek(source: str) -> None:
-    """Refuse a source that does not exist or does not begin as text does; data sets are not asked for."""
+    """Refuse a source that does not exist or does not begin as text does; data sets are not loaded."""
     path = Path(source)
     if source == "stdlib":
         next(_stdlib(0))
@@ -76,22 +82,29 @@ def peek(source: str) -> None:
     elif path.suffix and not path.is_dir():
         raise DataError(f"{source} does not exist. Give {MEANING}.")
     elif importlib.util.find_spec("datasets") is None:
-        raise _no_data_sets(source)
+        raise _no_datasets(source, "file")
 
 
 def _stdlib(seed: int) -> Iterator[str]:
-    """Python source of the standard library in a seeded order; tests and data-like files are left out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-    files = [p for p in sorted(root.rglob("*.py")) if not skip & set(p.relative_to(root).parts[:-1])]
-    files = [p for p in files if 2_000 < p.stat().st_size < 300_000]
+    """Python source of the standard library in random order; tests and data-like files are left out."""
+    files = list(_stdlib_files())
     if not files:
         raise DataError(
-            f"no Python source in {root}: this interpreter has no standard library to read. Give --data FILE."
+            f"no Python source in {sysconfig.get_paths()['stdlib']}: this interpreter has no standard library to read. "
+            "Give --data FILE."
         )
     random.Random(seed).shuffle(files)
     for file in files:
         yield file.read_text(encoding="utf-8", errors="replace")
+
+
+@cache
+def _stdlib_files() -> tuple[Path, ...]:
+    found: list[Path] = []
+    for folder, inner, names in os.walk(sysconfig.get_paths()["stdlib"]):
+        inner[:] = [name for name in inner if name not in NOT_READ]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    return tuple(file for file in sorted(found) if 2_000 < file.stat().st_size < 300_000)
 
 
 def _file(path: Path) -> Iterator[str]:
@@ -111,7 +124,7 @@ def _inner(path: Path) -> str:
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Say in one line that a file is no text."""
+    """Refuse a file that is no text in one line."""
     try:
         yield
     except (ValueError, RecursionError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
@@ -119,7 +132,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 
 class Paired(str):
-    """A text that comes with the one that is wanted for it, such as its translation."""
+    """A text with the text that is wanted for it, such as its translation."""
 
     __slots__ = ("target",)
     target: str
@@ -143,24 +156,23 @@ def _record(item: Any, path: Path, number: int) -> str:
     return pair
 
 
-def _no_data_sets(name: str) -> DataError:
-    return DataError(f"'{name}' is not a file, and the datasets package is missing: pip install datasets.")
+def _no_datasets(name: str, place: str) -> DataError:
+    return DataError(f"'{name}' is not a {place}, and the datasets package is missing: pip install datasets.")
 
 
-def _dataset(name: str) -> Iterator[str]:
+def from_dataset(name: str, place: str, meaning: str, made: Callable[[Any], Iterable[Item]]) -> Iterator[Item]:
+    """What `made` makes of the rows of a data set (name:config:split); `place` and `meaning` are for errors."""
     try:
         import datasets
     except ImportError:
-        raise _no_data_sets(name) from None
+        raise _no_datasets(name, place) from None
     repo, config, split = (*name.split(":"), "", "")[:3]
     try:
-        rows = datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
-        for row in rows:
-            yield _record(row, Path(name), 0)
+        yield from made(datasets.load_dataset(repo, config or None, split=split or "train", streaming=True))
     except DataError:
         raise
     except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
-        raise DataError(f"'{name}' is neither a file nor a data set that loads ({error}). Give {MEANING}.") from None
+        raise DataError(f"'{name}' is neither a {place} nor a data set that loads ({error}). Give {meaning}.") from None
 
 
 def start_of(tokenizer: Any) -> list[int]:
@@ -176,7 +188,7 @@ def blocks_of(
     start = start_of(tokenizer)
     rows: list[list[int]] = []
     pool: list[int] = []
-    for tokens in (found for some in _armfuls(texts) for found in _tokens(some, tokenizer)):
+    for tokens in _tokenized(texts, tokenizer):
         pool += start + tokens
         at = 0
         while len(pool) - at >= length:
@@ -186,32 +198,24 @@ def blocks_of(
             if count is not None and len(rows) == count:
                 return torch.tensor(rows)
         pool = pool[at:]
-    if not rows:
-        raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {length}; give a longer text.")
-    return torch.tensor(rows)
+    return _as_tensor(rows, pool, length, what)
 
 
-def _armfuls(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Texts, some at a time: tokenizers share them among the cores."""
+def _tokenized(texts: Iterable[str], tokenizer: Any) -> Iterator[list[int]]:
+    """The tokens of every text. Many texts are tokenized at once, more each time: cores share them, few are wasted."""
     some: list[str] = []
-    size = 0
-    for text in texts:
-        some.append(text)
-        size += len(text)
-        if size >= ARMFUL:
-            yield some
-            some, size = [], 0
-    if some:
-        yield some
-
-
-def _tokens(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    found: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return found
+    size, (wanted, most) = 0, AT_ONCE
+    for text in chain(texts, (None,)):
+        if text is not None:
+            some.append(text)
+            size += len(text)
+        if some and (text is None or size >= wanted):
+            yield from tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]
+            some, size, wanted = [], 0, min(2 * wanted, most)
 
 
 def closed_lengths(length: int) -> tuple[int, ...]:
-    """The lengths of an encoder's blocks: short texts are as many as long ones.
+    """The lengths of an encoder's blocks, each equally frequent.
 
     >>> closed_lengths(64)
     (8, 16, 32, 64)
@@ -225,9 +229,9 @@ def closed_lengths(length: int) -> tuple[int, ...]:
 def closed_blocks(
     texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
 ) -> torch.Tensor:
-    """Token blocks (count, length) for encoders: rows of drawn lengths, between the tokens that open and close a text.
+    """Token blocks (count, length) for encoders: rows of random lengths, between the tokens that open and close a text.
 
-    Lengths matter because learned positions do: what lies behind the longest block is not calibrated at all.
+    Positions behind the longest block would not be calibrated at all, so lengths up to `length` occur.
     """
     ends = tokenizer("", add_special_tokens=True)["input_ids"]
     half = 0 if ends == [tokenizer.eos_token_id] else (len(ends) + 1) // 2
@@ -243,13 +247,17 @@ def closed_blocks(
             pool, size = pool[size - len(ends) :], draw.choice(lengths)
         if count is not None and len(rows) == count:
             break
+    return _as_tensor(rows, pool, size, what)
+
+
+def _as_tensor(rows: list[list[int]], left: list[int], length: int, what: str) -> torch.Tensor:
     if not rows:
-        raise DataError(f"{what} has {len(pool)} tokens, fewer than one block of {size}; give a longer text.")
+        raise DataError(f"{what} has {len(left)} tokens, fewer than one block of {length}; give a longer text.")
     return torch.tensor(rows)
 
 
 def marks_of(blocks: torch.Tensor) -> torch.Tensor:
-    """The token of every place, or what else stands there: `NOTHING`, or the marker before a target."""
+    """The mark of every place: a token, `NOTHING`, or the marker before a target."""
     return blocks if blocks.dim() == 2 else blocks[..., 0]
 
 
@@ -259,17 +267,17 @@ def lengths_of(blocks: torch.Tensor, row: int | None = None) -> torch.Tensor:
 
 
 def count_tokens(blocks: torch.Tensor, row: int | None = None) -> int:
-    """How many tokens blocks hold."""
+    """The number of tokens in blocks."""
     return int((marks_of(blocks) >= 0).sum()) if row is None else row * len(blocks)
 
 
 def mean_length(blocks: torch.Tensor, row: int | None = None) -> int:
-    """Tokens of a block."""
+    """Mean tokens of a block."""
     return count_tokens(blocks, row) // len(blocks)
 
 
 def places(blocks: torch.Tensor, row: int | None = None) -> int:
-    """How many tokens blocks have room for."""
+    """The number of places in blocks, filled or not."""
     return len(blocks) * (blocks.shape[1] if row is None else row)
 
 
@@ -298,7 +306,7 @@ def batches(blocks: torch.Tensor, tokens: int = 4096, row: int | None = None) ->
 def measured_and_others(
     tokens: torch.Tensor, measured: int, least: int, row: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """About `measured` tokens to measure options on, and others, twice as many, to heal each option on before."""
+    """About `measured` tokens to measure options on, and twice as many others to heal each option on first."""
 
     def spread(rows: list[int], count: int) -> list[int]:
         return rows[:: max(1, len(rows) // count)][:count]

@@ -1,8 +1,8 @@
-"""Calibration and evaluation recordings from .wav files, prepared by the model's own feature extractor; seeded.
+"""Calibration and evaluation recordings from .wav files, prepared by the model's own feature extractor.
 
-A row is a recording and what is said in it: one place for every token of both, with a marker between them. A place is a
-mark, the token where it is one of the text, and numbers, two frames of the spectrogram where it is one of the sound. So
-rows are as long as the tokens that they make. All of it is float32, where every token is exact.
+A row is a recording and its transcript: one place for every token of both, with a marker between them. A place holds a
+mark (the token, in the transcript) and numbers (two frames of the spectrogram, in the sound). So a row is as long
+as its tokens. All of it is float32, which is exact for every token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import random
 import struct
 import wave
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,41 +32,33 @@ MEANING = (
 
 
 class Recording(NamedTuple):
-    """Sound of one channel, and what is said in it where that is known."""
+    """Sound of one channel, and its transcript where that is known."""
 
     sound: np.ndarray
     target: str | None = None
 
 
-class Heard(NamedTuple):
-    """Rows without their texts, and the texts, if they are known."""
+class RecordingRows(NamedTuple):
+    """Rows without their transcripts, and the transcripts, if they are known."""
 
     rows: torch.Tensor
     targets: list[str] | None
 
 
-def read(source: str, extractor: Any, count: int, seed: int) -> Heard:
-    """At most `count` recordings in a seeded order; longer ones than the model hears at once are cut in pieces."""
+def read(source: str, extractor: Any, count: int, seed: int) -> RecordingRows:
+    """At most `count` recordings in random order; those longer than the model hears at once are cut in pieces."""
     rows: list[torch.Tensor] = []
     targets: list[str | None] = []
-    waiting: list[np.ndarray] = []
-    for recording in _recordings(source, extractor, seed):
-        waiting.append(recording.sound)
-        targets.append(recording.target)
-        done = len(targets) == count
-        if len(waiting) == BATCH or done:
-            rows.append(prepare(waiting, extractor, source))
-            waiting = []
-        if done:
-            break
-    if waiting:
-        rows.append(prepare(waiting, extractor, source))
+    recordings = islice(_recordings(source, extractor, seed), count)
+    while some := list(islice(recordings, BATCH)):
+        rows.append(prepare([recording.sound for recording in some], extractor, source))
+        targets += [recording.target for recording in some]
     if not rows:
         raise DataError(f"{source} holds no recordings. Give {MEANING}.")
     known = [target for target in targets if target is not None]
     if known and len(known) < len(targets):
         raise DataError(f'{source} has a "target" on some lines only; give one on every line, or on none.')
-    return Heard(torch.cat(rows), known or None)
+    return RecordingRows(torch.cat(rows), known or None)
 
 
 def prepare(sounds: Sequence[np.ndarray], extractor: Any, what: str = "these recordings") -> torch.Tensor:
@@ -105,19 +98,27 @@ def with_tokens(rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 def peek(source: str) -> None:
     """Refuse a source that holds no recordings."""
     path = Path(source)
-    found = any(path.rglob(WAV)) if path.is_dir() else path.suffix == ".jsonl" and path.is_file()
-    if not found:
-        raise DataError(f"{source} {'holds no recordings' if path.exists() else 'does not exist'}. Give {MEANING}.")
+    if not (any(path.rglob(WAV)) if path.is_dir() else _lists(path)):
+        raise _no_recordings(source)
+
+
+def _lists(path: Path) -> bool:
+    return path.suffix == ".jsonl" and path.is_file()
+
+
+def _no_recordings(source: str) -> DataError:
+    what = "holds no recordings" if Path(source).exists() else "does not exist"
+    return DataError(f"{source} {what}. Give {MEANING}.")
 
 
 def _recordings(source: str, extractor: Any, seed: int) -> Iterator[Recording]:
     path, rate, most = Path(source), int(extractor.sampling_rate), int(extractor.n_samples)
     if path.is_dir():
         listed: list[tuple[Path, str | None]] = [(file, None) for file in sorted(path.rglob(WAV))]
-    elif path.suffix == ".jsonl" and path.is_file():
+    elif _lists(path):
         listed = list(_lines(path))
     else:
-        raise DataError(f"{source} {'holds no recordings' if path.exists() else 'does not exist'}. Give {MEANING}.")
+        raise _no_recordings(source)
     random.Random(seed).shuffle(listed)
     for file, target in listed:
         sound = wav(file, rate)

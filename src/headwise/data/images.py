@@ -1,4 +1,4 @@
-"""Calibration and evaluation images from any source, prepared by the model's own image processor; seeded.
+"""Calibration and evaluation images from any source, prepared by the model's own image processor.
 
 Pillow is needed where images are read from files; arrays of pixels need nothing more.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from headwise.data import Rows
+from headwise.data import DataRows, from_dataset
 from headwise.errors import DataError, ModelError
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm"}
@@ -34,27 +35,18 @@ class Picture(NamedTuple):
     label: int = -1
 
 
-def read(source: str, processor: Any, count: int, seed: int, labels: Mapping[str, int] | None = None) -> Rows:
-    """At most `count` images in a seeded order (N, C, H, W), and their classes where any is known."""
+def read(source: str, processor: Any, count: int, seed: int, labels: Mapping[str, int] | None = None) -> DataRows:
+    """At most `count` images in random order (N, C, H, W), and their classes where any is known."""
     rows: list[torch.Tensor] = []
     truth: list[int] = []
-    waiting: list[Picture] = []
-    for picture in _pictures(source, seed, labels or {}):
-        waiting.append(picture)
-        done = len(truth) + len(waiting) == count
-        if len(waiting) == BATCH or done:
-            rows.append(prepare([p.image for p in waiting], processor, source))
-            truth += [p.label for p in waiting]
-            waiting = []
-        if done:
-            break
-    if waiting:
-        rows.append(prepare([p.image for p in waiting], processor, source))
-        truth += [p.label for p in waiting]
+    pictures = islice(_pictures(source, seed, labels or {}), count)
+    while some := list(islice(pictures, BATCH)):
+        rows.append(prepare([picture.image for picture in some], processor, source))
+        truth += [picture.label for picture in some]
     if not rows:
         raise DataError(f"{source} holds no images. Give {MEANING}.")
     known = torch.tensor(truth)
-    return Rows(torch.cat(rows), known if (known >= 0).any() else None)
+    return DataRows(torch.cat(rows), known if (known >= 0).any() else None)
 
 
 def prepare(pictures: Sequence[Any], processor: Any, what: str = "these images") -> torch.Tensor:
@@ -69,7 +61,7 @@ def prepare(pictures: Sequence[Any], processor: Any, what: str = "these images")
 
 
 def blank(processor: Any, config: Any) -> torch.Tensor:
-    """One black image as the model reads it: it says how large prepared images are."""
+    """One black image as the model reads it: it has the size of all prepared images."""
     rows = prepare([np.zeros((64, 64, 3), np.uint8)], processor, "a black image")
     if rows.shape[1] != getattr(config, "num_channels", rows.shape[1]):
         raise ModelError(f"the image processor makes {rows.shape[1]} channels where the model takes another number.")
@@ -85,30 +77,42 @@ def _coloured(picture: Any) -> Any:
 
 
 def peek(source: str) -> None:
-    """Refuse a source that holds no images; data sets are not asked for."""
-    path, _, split = source.partition(".npz:")
-    file = Path(f"{path}.npz" if split else source)
+    """Refuse a source that holds no images; data sets are not loaded."""
+    file, _ = _place(source)
     if file.is_dir():
         _pillow()
         found = any(p.suffix.lower() in ENDINGS and p.is_file() for p in file.rglob("*"))
     else:
         found = file.suffix == ".npz" and file.exists() or not (file.exists() or file.suffix or source == "stdlib")
     if not found:
-        what = "holds no images" if file.exists() or source == "stdlib" else "does not exist"
-        raise DataError(f"{source} {what}. Give {MEANING}.")
+        raise _no_images(source, file)
+
+
+def _place(source: str) -> tuple[Path, str]:
+    """The file or folder of a source, and the split that follows an .npz file."""
+    path, _, split = source.partition(".npz:")
+    return Path(f"{path}.npz" if split else source), split
+
+
+def _no_images(source: str, file: Path) -> DataError:
+    what = "holds no images" if file.exists() or source in ("self", "stdlib") else "does not exist"
+    return DataError(f"{source} {what}. Give {MEANING}.")
 
 
 def _pictures(source: str, seed: int, labels: Mapping[str, int]) -> Iterator[Picture]:
-    path, _, split = source.partition(".npz:")
-    if split or source.endswith(".npz"):
-        yield from _arrays(Path(f"{path}.npz" if split else source), split, seed)
-    elif Path(source).is_dir():
-        yield from _folder(Path(source), seed, labels)
-    elif Path(source).exists() or Path(source).suffix or source in ("self", "stdlib"):
-        what = "holds no images" if source in ("self", "stdlib") or Path(source).exists() else "does not exist"
-        raise DataError(f"{source} {what}. Give {MEANING}.")
-    else:
-        yield from _dataset(source, seed, labels)
+    file, split = _place(source)
+    if file.suffix == ".npz":
+        return _arrays(file, split, seed)
+    if file.is_dir():
+        return _folder(file, seed, labels)
+    if file.exists() or file.suffix or source in ("self", "stdlib"):
+        raise _no_images(source, file)
+
+    def examples(rows: Any) -> Iterator[Picture]:
+        classes = _classes(rows.features or {}, labels)
+        return (_example(row, source, classes) for row in rows.shuffle(seed=seed, buffer_size=SHUFFLED))
+
+    return from_dataset(source, "folder", MEANING, examples)
 
 
 def _arrays(path: Path, split: str, seed: int) -> Iterator[Picture]:
@@ -158,23 +162,6 @@ def _pillow() -> Any:
     except ImportError:
         raise DataError("images in files need Pillow: pip install 'headwise[vision]', or give an .npz file.") from None
     return Image.open
-
-
-def _dataset(name: str, seed: int, labels: Mapping[str, int]) -> Iterator[Picture]:
-    try:
-        import datasets
-    except ImportError:
-        raise DataError(f"'{name}' is no folder, and the datasets package is missing: pip install datasets.") from None
-    repo, config, split = (*name.split(":"), "", "")[:3]
-    try:
-        rows = datasets.load_dataset(repo, config or None, split=split or "train", streaming=True)
-        classes = _classes(rows.features or {}, labels)
-        for row in rows.shuffle(seed=seed, buffer_size=SHUFFLED):
-            yield _example(row, name, classes)
-    except DataError:
-        raise
-    except Exception as error:  # the hub's client raises many kinds; all mean the same to the user
-        raise DataError(f"'{name}' is neither a folder nor a data set that loads ({error}). Give {MEANING}.") from None
 
 
 def _classes(features: Mapping[str, Any], labels: Mapping[str, int]) -> dict[int, int] | None:

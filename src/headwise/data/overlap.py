@@ -1,6 +1,6 @@
-"""How much of an evaluation text also stands in the calibration text: what a cut was fitted to flatters it.
+"""How much of an evaluation text is also in the calibration text: such text makes a cut look better than it is.
 
-By hashes of lines, stripped, those that are too short to say anything left out. No torch.
+Stripped lines are compared by their hashes; very short ones are left out. No torch.
 """
 
 from __future__ import annotations
@@ -10,31 +10,31 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SHORTEST = 20  # characters of a line that counts
-BYTES = 8  # of text for a token, at most: what is read of a file for so many tokens
-LEAST, MOST = 1 << 20, 64 << 20  # characters of a text that are looked at
+BYTES = 8  # of text per token, at most
+LEAST, MOST = 1 << 20, 64 << 20  # characters of a text that are compared
 WORTH_SAYING = 0.05
 
 
 def share(calibration: str, evaluation: str, tokens: int, eval_tokens: int, seed: int = 0) -> float | None:
-    """The share of the evaluation's lines that are in the calibration too, of what a run reads of both.
+    """The share of the evaluation's lines that are also in the calibration text, in the part that a run reads.
 
-    None where it cannot be told: of text that the model writes, of data sets, of images and recordings.
+    None where it is unknown: text that the model writes, data sets, images and recordings.
     """
     ours, theirs = (name.removesuffix("+self") for name in (calibration, evaluation))
     if "self" in (ours, theirs):
         return None
     if ours == theirs or _same_file(ours, theirs):
         return 1.0
-    known, asked = _lines(ours, tokens, seed), _lines(theirs, eval_tokens, seed)
-    if known is None or asked is None:
+    known, wanted = _lines(ours, tokens, seed), _lines(theirs, eval_tokens, seed)
+    if known is None or wanted is None:
         return None
     seen = set(map(hash, known))
-    found = [hash(line) in seen for line in asked]
+    found = [hash(line) in seen for line in wanted]
     return sum(found) / len(found) if found else None
 
 
 def in_words(shared: float | None) -> str:
-    """What to say of it; nothing where it is too little."""
+    """The overlap as a clause; empty where it is small."""
     if shared is None or shared <= WORTH_SAYING:
         return ""
     return f"{shared:.0%} of its lines are also in the calibration text"
@@ -46,7 +46,7 @@ def _same_file(first: str, second: str) -> bool:
 
 
 def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
-    """Lines that count, of as much of a text as may be read for so many tokens; None for other sources."""
+    """The lines to compare, of as much text as a run may read; None for other sources."""
     from headwise.data import documents  # which needs torch
 
     most = min(MOST, max(LEAST, BYTES * tokens))
@@ -56,7 +56,7 @@ def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
 
 
 def _file_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file or of the texts of a jsonl file; what cannot be read is refused elsewhere."""
+    """The lines of a text file or of the texts of a jsonl file; damaged files are refused elsewhere."""
     from headwise.data import OPENERS
 
     opener = OPENERS.get(path.suffix, open)

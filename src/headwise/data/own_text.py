@@ -1,4 +1,4 @@
-"""Text that a model writes itself: calibration for users who have none."""
+"""Calibration text that the model writes, for users who have none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CACHE = 8 << 30  # bytes of keys and values of texts that a model writes side by
 
 
 def writes_itself(source: str) -> bool:
-    """Whether some of a source is text that the model writes.
+    """Whether a source includes text that the model writes.
 
     >>> [writes_itself(source) for source in ("self", "notes.txt+self", "myself.txt")]
     [True, True, False]
@@ -29,7 +29,7 @@ def too_slow_to_write() -> DataError:
 
 
 def refuse_to_write(name: str, config: Any, hears: bool, generates: bool) -> None:
-    """Models that cannot write the text that they are calibrated on."""
+    """Refuse models that cannot write their own calibration text."""
     if config.is_encoder_decoder:
         first, give = ("hears a recording", "recordings with --data FOLDER") if hears else ("reads a text", "")
         raise DataError(f"{name} {first} before it writes one; give {give or 'texts with --data FILE'}.")
@@ -46,11 +46,11 @@ def written_by(
     batch: int | None = None,
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
 ) -> torch.Tensor:
-    """Text that the model writes itself at temperature 1: calibration for users who have none.
+    """Text sampled from the model at temperature 1.
 
-    Every row has random numbers of its own, so that it comes out the same however many rows are written side by side,
-    but for rounding: a batch of another size may round logits otherwise, which changes a token in some hundred thousand
-    and what follows it in its row.
+    Every row has random numbers of its own, so it does not depend on how many rows are written at once, except for
+    rounding: another batch size may round logits differently, which changes one token in about a hundred thousand and
+    the rest of its row.
     """
     refuse_to_write(
         type(model).__name__, model.config, model.main_input_name == "input_features", bool(model.can_generate())
@@ -72,7 +72,7 @@ def _drawn(count: int, length: int, seed: int) -> torch.Tensor:
 
 
 def _written(model: Any, drawn: torch.Tensor, start: int) -> list[torch.Tensor]:
-    """Rows of text, in halves where memory is too small for all of them."""
+    """Rows of text; in two halves where memory is too small for all."""
     prompt = torch.full((len(drawn), 1), start, device=model.device)
     try:
         made = model.generate(
@@ -96,13 +96,13 @@ def _written(model: Any, drawn: torch.Tensor, start: int) -> list[torch.Tensor]:
 
 
 class _Draw:
-    """Chooses the token at which the probabilities, summed up in the vocabulary's order, pass the row's number."""
+    """Samples by inverse transform: the token at which the cumulative probability passes the row's random number."""
 
     def __init__(self, drawn: torch.Tensor) -> None:
         self.drawn = drawn
 
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Scores that leave this token alone."""
+        """Scores that allow only this token."""
         sums = scores.double().softmax(-1).cumsum(-1)
         wanted = self.drawn[:, ids.shape[1], None] * sums[:, -1:]
         token = torch.searchsorted(sums, wanted, right=True).clamp_max(sums.shape[1] - 1)
@@ -110,8 +110,8 @@ class _Draw:
 
 
 def _rows_at_once(model: Any, length: int) -> int:
-    """Rows to write side by side: a step of a GPU takes as long for many. By the model alone, not by memory that is
-    free, so that rows are rounded alike on every day.
+    """Rows to write at once: on a GPU a step takes equally long for many. It depends on the model alone, not on free
+    memory, so that rounding is always the same.
 
     >>> _rows_at_once(torch.nn.Linear(1, 1), 512)
     128

@@ -1,4 +1,4 @@
-"""A cache that is made once at its full length: new keys and values are written in place, none is ever copied."""
+"""A cache that is allocated once at its full length: new keys and values are written in place, none is copied."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FastLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The ordinary way: append, and return everything so far."""
+        """Append, and return all keys and values so far, as an ordinary cache does."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         end = self.length + key_states.shape[2]
@@ -55,7 +55,7 @@ class FastLayer(CacheLayerMixin):
         return self.keys[:, :, :end], self.values[:, :, :end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As of a cache that grows."""
+        """Keys that a query sees, and their offset, as for a cache that grows."""
         return self.length + query_length, 0
 
     def get_seq_length(self) -> int:
@@ -67,21 +67,20 @@ class FastLayer(CacheLayerMixin):
         return self.capacity
 
     def reset(self) -> None:
-        """Forget; what lies beyond the length is masked, so that it may stay."""
+        """Set the length to 0; what lies beyond the length is masked, so it may stay."""
         self.length = 0
 
 
 class FastCache(Cache):
-    """The cache that fast models fill; it is also an ordinary one, so that any other code can use it.
+    """The cache of fast models; any other code can use it as an ordinary one.
 
-    While `seen` is set a fast step is under way: keys and values go to the places that it names, and attention is told
-    by it what it may see.
+    While `seen` is set a fast step is running: keys and values go to their places, and `seen` masks attention.
     """
 
     def __init__(self, layers: int, capacity: int) -> None:
         super().__init__(layers=[FastLayer(-(-capacity // STEP) * STEP) for _ in range(layers)])
         self.seen: Seen | None = None
-        self.rows = slice(0, 0)  # of the batch, that the step under way concerns
+        self.rows = slice(0, 0)  # of the batch, in the step that is running
         self.batch = 0  # rows of the whole batch
         self.place: torch.Tensor | None = (
             None  # on the device, of one new token; otherwise it is behind the filled ones
@@ -89,7 +88,6 @@ class FastCache(Cache):
         self.starts_B: torch.Tensor | None = None  # left padding
         self.padded = self.irregular = False  # some padding; masks that only the ordinary path knows
         self.captured: Any = None  # the decode step, once it was captured
-        self.pooled = True
 
     @property
     def capacity(self) -> int:
@@ -99,7 +97,7 @@ class FastCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write; returns what attention reads: all that is filled, or whole buffers if the place is on the device."""
+        """Write, and return what attention reads: all filled places, or whole buffers if the place is on the device."""
         layer: Any = self.layers[layer_idx]
         if self.seen is None:
             return layer.update(key_states, value_states)
@@ -127,16 +125,16 @@ class FastCache(Cache):
             layer.length += tokens
 
     def rewind(self, length: int) -> None:
-        """Count as many places as filled, to go on from there; what lies behind is masked."""
+        """Set the number of filled places; those behind them are masked."""
         for layer in self.layers:
             layer.length = length
 
     def reset(self) -> None:
-        """Empty, for another text; buffers and the captured step stay."""
+        """Empty the cache for another text; buffers and the captured step stay."""
         super().reset()
         self.padded = self.irregular = False
 
     def nbytes(self) -> int:
-        """Of all buffers."""
+        """Bytes of all buffers."""
         made: Sequence[Any] = [layer for layer in self.layers if layer.is_initialized]
         return sum(x.nbytes for layer in made for x in (layer.keys, layer.values))

@@ -1,9 +1,8 @@
-"""The quickest path for a case that gives the right answer: looked up, or measured for some milliseconds."""
+"""The quickest path that computes a case correctly: looked up, or measured within some milliseconds."""
 
 from __future__ import annotations
 
 import os
-import time
 import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ from functools import lru_cache, partial
 
 import torch
 
+from headwise.devices import free_bytes, timed
+from headwise.fast.cache import STEP
 from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths, side_by_side
 from headwise.fast.table import Table
 
-STEP = 256
 MOST_BYTES = 2**29  # of keys and values that are made for a measurement
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
 CHECKED = 32  # last tokens of a prompt that are compared
@@ -40,8 +40,9 @@ class Case:
 
     @property
     def key(self) -> str:
-        """As it is written in the table."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else f"cpu-{threads()}"
+        """The key of the case in the table."""
+        cuda = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if cuda else f"cpu-{torch.get_num_threads()}"
         heads = f"{self.query_heads}q-{self.kv_heads}kv-{self.qk_dim}qk-{self.v_dim}v"
         kind = f"{'masked' if self.masked else 'plain'}{'-capped' if self.capped else ''}"
         kind += f"-window{self.window}" if self.window else ""
@@ -49,19 +50,34 @@ class Case:
         return f"{name}|{dtype}|{self.phase}|{heads}|{kind}|{self.places}x{self.rows}|torch-{torch.__version__}"
 
     def paths(self) -> dict[str, Path]:
-        """What may be tried."""
+        """The paths that may be tried."""
         every = decode_paths if self.phase == "decode" else prefill_paths
         return every(self.device, self.qk_dim, self.v_dim)
-
-
-def threads() -> int:
-    """How many of the processor's cores torch uses."""
-    return torch.get_num_threads()
 
 
 def rounded(count: int) -> int:
     """The next power of two."""
     return 1 << (count - 1).bit_length()
+
+
+def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Case:
+    """The case of some queries, keys and values."""
+    decode, known = q.shape[2] == 1, seen.end is not None
+    plain = known and seen.plain() and (decode or k.shape[2] == q.shape[2])
+    return Case(
+        device=q.device,
+        dtype=q.dtype,
+        phase="decode" if decode else "prefill",
+        query_heads=q.shape[1],
+        kv_heads=k.shape[1],
+        qk_dim=q.shape[3],
+        v_dim=v.shape[3],
+        places=rounded(k.shape[2]),
+        rows=rounded(len(q)),
+        masked=known and not plain,
+        capped=seen.softcap is not None,
+        window=seen.window if decode and not known else None,
+    )
 
 
 @lru_cache(maxsize=1)
@@ -73,7 +89,7 @@ _found: dict[Case, Path] = {}
 
 
 def forget() -> None:
-    """Read the table anew when next needed."""
+    """Read the table again when it is next needed."""
     _found.clear()
     _table.cache_clear()
 
@@ -93,7 +109,7 @@ def quickest(case: Case) -> Path:
 
 
 def choose(cases: Iterable[Case]) -> None:
-    """Find the quickest paths ahead of use; kernels are compiled several at once, as one by one that takes minutes."""
+    """Find the quickest paths in advance; kernels are compiled in parallel, because one by one takes minutes."""
     asked, table = list(dict.fromkeys(cases)), _table()
     new = [case for case in asked if case.device.type == "cuda" and table.get(case.key) is None]
     jobs = [(case, name) for case in new for name in case.paths() if name.startswith("split")]
@@ -106,7 +122,7 @@ def choose(cases: Iterable[Case]) -> None:
 
 @torch.no_grad()
 def _build(job: tuple[Case, str]) -> None:
-    """Run a path once, as the measurement will, on rows that share their memory."""
+    """Run a path once, to compile its kernel, on rows that share their memory."""
     case, name = job
     try:
         with torch.cuda.device(case.device):
@@ -119,11 +135,11 @@ def _build(job: tuple[Case, str]) -> None:
 
 
 def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]:
-    """Random queries, keys and values as the case has them, if need be of fewer rows or a shorter text."""
+    """Random queries, keys and values of a case; fewer rows or a shorter text where memory is limited."""
     each = case.kv_heads * (case.qk_dim + case.v_dim) * torch.empty((), dtype=case.dtype).element_size()
     if case.phase == "prefill":
         each *= 2 * case.query_heads // case.kv_heads
-    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, _free(case.device) // 16)
+    most = MOST_BYTES if case.device.type != "cuda" else min(MOST_BYTES, free_bytes(case.device) // 16)
     places, rows = max(2, min(case.places, most // each // case.rows)), case.rows
     places = places // STEP * STEP or places  # as caches have them: kernels are built anew for odd ones
     if case.phase == "prefill":
@@ -150,14 +166,8 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
     return q, k, v, seen
 
 
-def _free(device: torch.device) -> int:
-    """Bytes that may still be taken: the device's, and what torch keeps for itself but does not use."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + kept)
-
-
 def measured(case: Case) -> dict[str, float]:
-    """Seconds that each path takes, of those that can do the case and agree with plain attention."""
+    """Seconds of every path that computes the case and agrees with plain attention."""
     q, k, v, seen = example(case)
     expected, found = _expected(q, k, v, seen), dict[str, float]()
     for name, path in sorted(case.paths().items(), key=lambda item: item[0] == "eager"):  # the slowest comes last
@@ -179,26 +189,16 @@ def measured(case: Case) -> dict[str, float]:
 
 
 def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """What plain attention in float32 gives for the last tokens."""
+    """The result of plain attention in float32 for the last tokens."""
     q, k, v = (x.float() for x in (q[:, :, -CHECKED:], k, v))
-    return eager(q, k, v, seen.at(seen.window, seen.scaling, seen.softcap))
+    return eager(q, k, v, seen)
 
 
 def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless: float = float("inf")) -> float:
-    """Seconds per call, the best of some batches of calls; decode on CUDA is timed as it will run, in a graph.
+    """Seconds per call, the best of some batches of calls; decode on CUDA is timed in a graph, as it will run.
 
-    Where the first call takes longer than is `hopeless`, that is the answer.
+    A first call that takes longer than `hopeless` is not repeated.
     """
-
-    def batch(run: Callable[[], object], calls: int) -> float:
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
-        return (time.perf_counter() - start) / calls
 
     together = 1
     if case.phase == "decode" and case.device.type == "cuda":
@@ -207,8 +207,8 @@ def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless:
             for _ in range(together):
                 work()
         work = graph.replay
-    once = batch(work, 1)
+    once = timed(work, case.device)[1]
     if once / together > hopeless:
         return once / together
     calls = max(1, min(50, int(least / 4 / max(once, 1e-7))))
-    return min(batch(work, calls) for _ in range(3)) / together
+    return min(timed(work, case.device, calls)[1] for _ in range(3)) / calls / together

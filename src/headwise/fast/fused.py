@@ -1,14 +1,15 @@
-"""Parts of a fast model that do in one go what lay apart: one product for q, k and v, one for gate and up, and so on.
+"""Modules of a fast model: the quickest attention path, one product for q, k and v, one for gate and up, and so on.
 
-Each is put in the place of a part by changing its class, and does as that part did unless a fast step is under way.
-Joined weights are no copies: the parts' own become views of them. Where they are so no longer (after a move to another
-device, say), the ordinary way is gone.
+A module becomes fast by changing its class; outside a fast step it computes as before. Joined weights are no copies:
+the modules' own weights become views of them. Where they no longer are (after a move to another device, for example),
+the ordinary code runs.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,13 +17,52 @@ import torch
 from torch import nn
 from torch.nn.functional import linear
 
-from headwise.fast.attend import FastAttend, Switch
-from headwise.runtime.modeling_headwise import TailoredAttention, _signed, _turned
+from headwise.fast.cache import FastCache
+from headwise.fast.choice import case_of, quickest
+from headwise.fast.paths import Seen
+from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
+
+
+class Switch:
+    """Shared by all layers of a model: the cache of the fast step that is running, if one is."""
+
+    def __init__(self) -> None:
+        self.cache: FastCache | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Switch:
+        memo[id(self)] = made = Switch()
+        return made
+
+
+class FastAttend(SoftmaxAttention):
+    """Attention by the quickest path while a fast step runs; otherwise the ordinary one."""
+
+    switch: Switch
+
+    def forward(
+        self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Same arguments and result as the class that it replaces."""
+        cache = self.switch.cache
+        if cache is None or cache.seen is None:
+            return super().forward(q_BHTK, k_BGTK, v_BGTV, attention_mask, **kwargs)
+        seen = replace(cache.seen, window=self.sliding_window, scaling=float(self.scaling), softcap=self.softcap)
+        if q_BHTK.shape[2] == 1:
+            k_BGTK, v_BGTV, seen = _in_window(k_BGTK, v_BGTV, seen)
+        return quickest(case_of(q_BHTK, k_BGTK, v_BGTV, seen))(q_BHTK, k_BGTK, v_BGTV, seen), None
+
+
+def _in_window(k: torch.Tensor, v: torch.Tensor, seen: Seen) -> tuple[torch.Tensor, torch.Tensor, Seen]:
+    """Only the places inside the window, where the host knows which they are."""
+    if seen.end is None or seen.window is None or seen.padded or seen.end <= seen.window:
+        return k, v, seen
+    k, v = (x[:, :, seen.end - seen.window :] for x in (k, v))
+    return k, v, replace(seen, end=seen.window)
 
 
 @torch.no_grad()
 def joined(parts: list[Any]) -> torch.Tensor | None:
-    """The weights of some projections one behind the other, in memory that they share from then on."""
+    """The weights of some projections, concatenated; from then on they are views of this memory."""
     weights = [part.weight for part in parts]
     first, columns = weights[0], weights[0].shape[1]
     if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
@@ -47,7 +87,7 @@ class FusedAttention(TailoredAttention):
     switch: Switch
 
     def fuse(self, switch: Switch, small: bool) -> None:
-        """Join what can be joined; `small` kernels are used where they run."""
+        """Join weights where possible; `small`: whether our small kernels run here."""
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts) and len({bias is None for bias in biases}) == 1
@@ -86,7 +126,7 @@ class FusedAttention(TailoredAttention):
         return table_BTW[..., self.columns_HW.to(table_BTW.device)].transpose(1, 2)
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """As of what it replaces."""
+        """Same arguments and result as the class that it replaces."""
         cache = self.switch.cache
         layer = cache.layers[self.layer_idx] if cache is not None and cache.place is not None else None
         if layer is None or not layer.is_initialized or not self.placed or args[1:] or not self._whole():
@@ -97,7 +137,7 @@ class FusedAttention(TailoredAttention):
         return (z if self.resid_dropout is None else self.resid_dropout(z)), None
 
     def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any) -> tuple[torch.Tensor, ...]:
-        """Queries, and the buffers of keys and values with the new ones in them."""
+        """Queries, and the buffers of keys and values with the new ones written into them."""
         from headwise.fast.small import place_heads
 
         place, aside = self.switch.cache.place, self.qk_dim < self.qk_width
@@ -119,7 +159,7 @@ class FusedAttention(TailoredAttention):
 
 
 def _norm_kind(norm: Any) -> tuple[float, bool]:
-    """The small number under the root, and whether one is added to the weight."""
+    """The epsilon of a norm, and whether it adds one to its weight (Gemma)."""
     if norm is None:
         return 0.0, False
     return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0))), "Gemma" in type(norm).__name__
@@ -140,7 +180,7 @@ def _fused_mlp(base: type) -> type:
         gate, up = both.chunk(2, -1)
         return self.down_proj(self.act_fn(gate) * up)
 
-    return type(base)(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return subclass(base, forward=forward)
 
 
 @functools.cache
@@ -154,12 +194,18 @@ def _fused_norm(base: type) -> type:
 
         return rms_norm(x, self.weight, *self.kind)
 
-    return type(base)(base.__name__, (base,), {"forward": forward, "__module__": base.__module__})
+    return subclass(base, forward=forward)
+
+
+def subclass(base: type, **methods: Any) -> type:
+    """A class with other methods that keeps its name: the name is written into configurations."""
+    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(base)(base.__name__, (base,), {**methods, **names})
 
 
 @functools.cache
 def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our small kernels can be built on a device; models do without them otherwise."""
+    """Whether our small kernels can be built on a device; without them models are slower."""
     if find_spec("triton") is None:
         return False
     x = torch.zeros(1, 1, 48, device=device, dtype=dtype)
@@ -178,7 +224,7 @@ def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def fuse(model: Any, switch: Switch) -> None:
-    """Put fused parts in the place of a model's own, as far as we know them."""
+    """Make every module of a known kind fast, in place."""
     some = next(model.parameters())
     small = some.is_cuda and small_kernels_run(some.device, some.dtype)
     modules: list[Any] = list(model.modules())
@@ -201,7 +247,7 @@ def fuse(model: Any, switch: Switch) -> None:
 
 @torch.no_grad()
 def _fuse_norm(module: Any, switch: Switch) -> None:
-    """Only if our kernel gives what the norm gives: there are several kinds of that name."""
+    """Only if our kernel gives the norm's own result: several kinds of norm have this name."""
     from headwise.fast.small import rms_norm
 
     kind = _norm_kind(module)

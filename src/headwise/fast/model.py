@@ -1,4 +1,4 @@
-"""Makes a decoder's own `generate` fast: it is given our cache, and a forward pass that sees it takes the fast path."""
+"""Makes a decoder's own `generate` fast: it gets our cache, and a forward pass with this cache takes the fast path."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from headwise.devices import free_bytes
 from headwise.errors import ModelError
-from headwise.fast.attend import Switch
 from headwise.fast.cache import STEP, FastCache
-from headwise.fast.fused import fuse
+from headwise.fast.fused import Switch, fuse, subclass
 from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep
 from headwise.runtime.modeling_headwise import TailoredAttention
@@ -29,11 +29,11 @@ HOLES = (
     "its attention mask has holes, or padding at the right. Pad prompts at the left; where the pad token is part of a "
     "prompt, pass attention_mask=torch.ones_like(input_ids)"
 )
-COUNTING = ("dynamic", "longrope")  # rotary tables that look at positions on the host: such a step is not captured
+COUNTING = ("dynamic", "longrope")  # rotary tables that read positions on the host: such a step is not captured
 
 
 class Fast:
-    """What a fast model knows beside itself."""
+    """The state of a fast model beside its weights."""
 
     def __init__(self, layers: list[Any], switch: Switch, capture: bool) -> None:
         self.switch, self.capture, self.layers = switch, capture, len(layers)
@@ -43,19 +43,19 @@ class Fast:
         self.capped_heads: int = max(capped, default=0)  # whose logits are all made
         self.place_bytes = sum(layer.kv_heads * (layer.qk_dim + layer.v_dim) for layer in layers)  # times the dtype's
         self.pool: FastCache | None = None  # of the last text, for the next one
-        self.ordinary = 0  # forward passes that were asked to be fast and were not
-        self.told: set[str] = set()  # why, each said once
+        self.ordinary = 0  # forward passes with our cache that took the ordinary path
+        self.warned: set[str] = set()  # reasons, each warned of once
 
-    def aside(self, why: str) -> None:
-        """Count a pass that goes the ordinary way, and say so once: it is right, but as slow as ever."""
+    def fall_back(self, why: str) -> None:
+        """Count a pass that takes the ordinary path, and warn once per reason: it is correct, but not faster."""
         self.ordinary += 1
-        if why not in self.told:
-            self.told.add(why)
+        if why not in self.warned:
+            self.warned.add(why)
             warnings.warn(f"this text takes the ordinary, slower way: {why}.", stacklevel=2)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Fast:
         made = copy.copy(self)
-        made.switch, made.pool, made.told = copy.deepcopy(self.switch, memo), None, set()
+        made.switch, made.pool, made.warned = copy.deepcopy(self.switch, memo), None, set()
         return made
 
     def cache(self, model: Any, rows: int, length: int) -> FastCache:
@@ -71,7 +71,7 @@ class Fast:
         return self.pool
 
     def release(self) -> None:
-        """Give the memory of the last text's cache back."""
+        """Free the memory of the last text's cache."""
         self.pool = None
 
 
@@ -88,14 +88,14 @@ def _writes(model: Any) -> bool:
 def covers(model: Any) -> bool:
     """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
 
-    Rows that heads share are wider than what its kernels are made for.
+    Cache rows that heads share are excluded: they are wider than the kernels allow.
     """
     pooled = any(layer.pooled > 1 for layer in attentions(model))
     return _writes(model) and not pooled and not getattr(model.config, "use_bidirectional_attention", None)
 
 
 def optimise(model: Any) -> Any:
-    """Make a decoder on our runtime fast, in place: the same model, whose `generate` takes the quick way."""
+    """Make a decoder on our runtime fast, in place."""
     if not _writes(model):
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
     if hasattr(model, "headwise_fast") or not covers(model):
@@ -116,7 +116,7 @@ def _counts(config: Any) -> bool:
 
 @functools.cache
 def _hooked(base: type) -> type:
-    """A model class that looks whether the cache is ours; its name stays, as it is written into configurations."""
+    """A model class whose forward pass is fast when its cache is a FastCache."""
     inner: Any = base
 
     @functools.wraps(inner.forward)
@@ -140,13 +140,11 @@ def _hooked(base: type) -> type:
             model_kwargs["past_key_values"] = cache or model_kwargs["past_key_values"]
         return done
 
-    space = {"forward": forward, "_prepare_cache_for_generation": _prepare_cache_for_generation}
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (base,), {**space, **names})
+    return subclass(base, forward=forward, _prepare_cache_for_generation=_prepare_cache_for_generation)
 
 
 def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
-    """Our cache, if a text of the asked length fits into memory; one that the user gets to keep is not used again."""
+    """Our cache, if a text of the wanted length fits into memory. A cache that the user keeps is not reused."""
     fast: Fast = model.headwise_fast
     if config.max_length is None or config.cache_implementation not in (None, "dynamic"):
         return None
@@ -160,15 +158,14 @@ def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
 
 def _fits(model: Any, rows: int, length: int) -> bool:
     own = model.headwise_fast.pool
-    free = torch.cuda.mem_get_info(model.device)[0] + torch.cuda.memory_reserved(model.device)
-    free += (own.nbytes() if own is not None else 0) - torch.cuda.memory_allocated(model.device)
+    free = free_bytes(model.device) + (own.nbytes() if own is not None else 0)
     return bool(model.headwise_fast.place_bytes * rows * (length + STEP) * model.dtype.itemsize < 0.9 * free)
 
 
 def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> Any:
-    """The fast way if this step can go it, the ordinary one otherwise; both go on from the same cache.
+    """The fast path where it covers this pass, the ordinary one otherwise; both use the same cache.
 
-    Nothing here waits for the device but one look at the mask of a prompt: a step only sets tokens and replays.
+    Nothing here waits for the device, except for one check of a prompt's mask: a step only sets tokens and replays.
     """
     why = _unasked(model, given)
     if why is None:
@@ -180,7 +177,7 @@ def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> 
             _look(cache, mask, rows, length + tokens, ids.device)
         why = HOLES if cache.irregular else "padding needs position_ids" if positions is None and cache.padded else None
     if why is not None:
-        model.headwise_fast.aside(why)
+        model.headwise_fast.fall_back(why)
         return base(**given)
     if positions is None:
         positions = torch.arange(length, length + tokens, device=ids.device)[None]
@@ -195,7 +192,7 @@ def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> 
 
 
 def _unasked(model: Any, given: dict[str, Any]) -> str | None:
-    """What a pass is asked for that the fast way does not do, if anything; shapes alone are looked at."""
+    """Why the fast path does not cover a pass, or None; decided by arguments and shapes, not by values."""
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     odd = {name for name, value in given.items() if value is not None and name not in KNOWN}
     odd -= {name for name in ("output_attentions", "output_hidden_states") if given.get(name) is False}
@@ -211,7 +208,7 @@ def _unasked(model: Any, given: dict[str, Any]) -> str | None:
 
 
 def _look(cache: FastCache, mask: Any, rows: int, end: int, device: torch.device) -> None:
-    """What a mask says: where each row starts; one with holes, or with padding behind, is none of ours."""
+    """Read from a mask where each row starts; masks with holes or padding at the right are marked irregular."""
     if cache.starts_B is None or cache.batch != rows:
         cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=device)
         cache.captured = None
@@ -230,7 +227,7 @@ def _look(cache: FastCache, mask: Any, rows: int, end: int, device: torch.device
 
 
 def _logits(base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> torch.Tensor:
-    """By the model's own code. A mask of four dimensions is handed through by it as it is, so that none is made."""
+    """Logits by the model's own code. It passes a mask of four dimensions through unchanged, so it builds none."""
     none = torch.zeros(1, 1, 1, 1, device=ids.device)
     given = dict(input_ids=ids, attention_mask=none, position_ids=positions, past_key_values=cache, use_cache=True)
     logits: torch.Tensor = base(**given, logits_to_keep=keep).logits
@@ -246,7 +243,7 @@ def _decode(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, position
 
 
 def decode_step(model: Any, cache: FastCache) -> DecodeStep:
-    """The step of a cache, captured when it first runs."""
+    """The decode step of a cache, captured when it first runs."""
     if cache.captured is None:
         base = functools.partial(type(model).__base__.forward, model)  # its own, under our hook
         logits = functools.partial(_logits, base, cache, keep=1)
@@ -257,7 +254,7 @@ def decode_step(model: Any, cache: FastCache) -> DecodeStep:
 
 
 def _part(base: Any, cache: FastCache, rows: slice, tokens: int, ids: Any, positions: Any, keep: Any) -> torch.Tensor:
-    """Some rows' next tokens, behind what is counted as filled; counts nothing."""
+    """Logits of some rows' next tokens, written behind the filled places; the cache advances after the last rows."""
     assert cache.starts_B is not None
     starts_B, end = cache.starts_B[rows], cache.get_seq_length() + tokens
     cache.rows, cache.place = rows, None
@@ -271,7 +268,7 @@ def _part(base: Any, cache: FastCache, rows: slice, tokens: int, ids: Any, posit
 
 
 def _prefill(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, positions: torch.Tensor, keep: Any) -> Any:
-    """Read a prompt, long ones in parts; of the last token's logits alone, nothing else is made."""
+    """Read a prompt, in parts where it is long; only the logits that are wanted are computed."""
     logits = []
     whole = not (isinstance(keep, int) and keep == 1)
     for rows, tokens in parts(model.headwise_fast, cache, ids.shape[0], ids.shape[1], whole):
@@ -283,7 +280,7 @@ def _prefill(model: Any, base: Any, cache: FastCache, ids: torch.Tensor, positio
 
 
 def parts(fast: Fast, cache: FastCache, rows: int, tokens: int, whole: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows and tokens that are read at once: few enough that neither activations nor masks outgrow the memory."""
+    """Rows and tokens to read at once, few enough that activations and masks fit into memory."""
     length = cache.get_seq_length()
     places = length + tokens
     many, long = (rows, tokens) if whole else (max(1, min(rows, TOKENS // tokens)), min(tokens, TOKENS))

@@ -1,7 +1,7 @@
-"""Ways to compute softmax attention, all with the same answer: which is quickest differs by device, sizes and phase.
+"""Ways to compute softmax attention. All give the same result; which is quickest depends on device, sizes and phase.
 
-A path takes queries, keys, values and what is seen of them, and gives the heads' outputs (B, T, H, V). One that cannot
-do a case raises; `choice` tries them in turn and keeps the quickest that is right.
+A path takes queries, keys, values and which places are seen, and returns the heads' outputs (B, T, H, V). A path that
+cannot compute a case raises; `choice` tries all of them and keeps the quickest correct one.
 Shape suffixes: B rows, H query heads, G key/value heads, T new tokens, L places, K and V widths.
 """
 
@@ -41,14 +41,8 @@ class Seen:
     softcap: float | None = None
     masks: dict[Any, Any] = field(default_factory=dict)  # made once for all layers
 
-    def at(self, window: int | None, scaling: float, softcap: float | None) -> Seen:
-        """The same for a layer of its own kind; masks are shared."""
-        return Seen(
-            self.ends_B, self.starts_B, self.end, self.padded, window, scaling, softcap, self.masks
-        )  # fmt: skip
-
     def plain(self) -> bool:
-        """Whether everything up to itself is seen by each token, and no place behind the last is there."""
+        """Whether each token sees all places up to itself, and no unfilled places follow."""
         windowed = self.window is not None and (self.end is None or self.end > self.window)
         return self.end is not None and not self.padded and not windowed
 
@@ -72,13 +66,13 @@ class Seen:
 def side_by_side(
     make: Callable[..., torch.Tensor], rows: int, heads: int, places: int, qk_dim: int, v_dim: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a cache as views of one buffer that `make` makes, whose rows may have some room at the end."""
+    """Keys and values of a cache as views of one buffer made by `make`; its rows may end in padding."""
     both = make(rows, heads, places, -(-(qk_dim + v_dim) // WHOLE) * WHOLE)
     return both[..., :qk_dim], both[..., qk_dim : qk_dim + v_dim]
 
 
 def eager(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """Plain products in order, keys never repeated: works everywhere, and is what the others are compared with."""
+    """Plain products, keys never repeated: works everywhere, and is the reference of all other paths."""
     (B, H, T, K), G = q.shape, k.shape[1]
     logits = ((q * seen.scaling).reshape(B, G, H // G * T, K) @ k.mT).view(B, G, H // G, T, -1)
     if seen.softcap is not None:
@@ -95,7 +89,7 @@ def _sdpa(
     k: torch.Tensor,
     v: torch.Tensor,
     seen: Seen,
-    backend: SDPBackend | None = None,  # on a CPU torch takes the fused one by itself
+    backend: SDPBackend | None = None,  # None: torch chooses, on a CPU the fused one
     widen: bool = False,
     repeat: bool = False,
 ) -> torch.Tensor:
@@ -124,7 +118,7 @@ def _sdpa(
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    """A copy where rows do not begin at multiples of 16 bytes, as in a cache of odd widths: kernels rely on that."""
+    """A copy where rows do not begin at multiples of 16 bytes, as kernels require: so in a cache of odd widths."""
     begins = (x.storage_offset(), *x.stride()[:-1])
     return x if all(begin * x.element_size() % 16 == 0 for begin in begins) else x.contiguous()
 
@@ -145,7 +139,7 @@ TILES: dict[str, dict[str, Any]] = {  # of our kernel
 
 
 def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Path]:
-    """What may be tried for one token per row; the first works everywhere."""
+    """Paths for one token per row; the first works everywhere."""
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
         if find_spec("triton"):
@@ -157,7 +151,7 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
 
 
 def prefill_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Path]:
-    """What may be tried for many tokens per row; the first works everywhere."""
+    """Paths for many tokens per row; the first works everywhere."""
     found: dict[str, Path] = {"eager": eager}
     uneven = qk_dim != v_dim or qk_dim % 8 > 0
     if device.type != "cuda":

@@ -15,9 +15,9 @@ Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and posi
 
 
 class DecodeStep:
-    """Static buffers in, logits out. The graph also counts on by itself, and feeds back the likeliest token.
+    """Static buffers in, logits out. The graph also advances its counters and feeds back the likeliest token.
 
-    So a greedy text needs nothing but replays, while anyone else sets the tokens before each step.
+    So greedy text needs nothing but replays; for other text, `set` gives the tokens before each step.
     """
 
     def __init__(self, logits: Logits, cache: FastCache, rows: int, device: torch.device, capture: bool) -> None:
@@ -41,12 +41,12 @@ class DecodeStep:
             self.at = length
 
     def run(self) -> torch.Tensor:
-        """One step with what is set; the logits are overwritten by the next."""
+        """One step on the tokens that are set; the next step overwrites its logits."""
         if self.graph is None and self.capture:
             self._try_capture()
         if self.graph is None:
             self.logits = self._step()
-            self._go_on()
+            self._advance()
         else:
             self.graph.replay()
         self.at += 1
@@ -62,7 +62,7 @@ class DecodeStep:
         finally:
             cache.seen = cache.place = None
 
-    def _go_on(self) -> None:
+    def _advance(self) -> None:
         token = self.logits[:, -1].argmax(-1, keepdim=True)
         self.ids.copy_(token)
         for counter in (self.positions, self.ends, self.place):
@@ -70,7 +70,7 @@ class DecodeStep:
         self.tokens.index_copy_(1, self.place, token)
 
     def _try_capture(self) -> None:
-        """Capture, or go on without: the same answer, only slower. That memory is full is another matter."""
+        """Capture; where that fails, steps run uncaptured, slower but with the same result. A full memory is raised."""
         try:
             self._capture()
         except RuntimeError as error:
@@ -82,7 +82,7 @@ class DecodeStep:
                 torch.cuda.synchronize(self.ids.device)
 
     def _capture(self) -> None:
-        """Run once before, so that kernels are chosen and compiled: that only writes what the replay writes again."""
+        """Run once before, so that kernels are chosen and compiled; the replay overwrites what that wrote."""
         aside = torch.cuda.Stream()
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -91,5 +91,5 @@ class DecodeStep:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.logits = self._step()
-            self._go_on()
+            self._advance()
         self.graph = graph

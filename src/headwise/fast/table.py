@@ -12,7 +12,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.json import read_object
 from headwise.types import write_atomically
 
-VERSION = 2  # of kernels and their names: what was measured of others says nothing
+VERSION = 2  # of kernels and their names: measurements of other versions are dropped
 
 
 def cache_folder() -> Path:
@@ -23,7 +23,7 @@ def cache_folder() -> Path:
 
 
 class Table:
-    """Rows by what was asked; a file that cannot be read or written costs a warning and a new measurement, no more."""
+    """Rows by case. A file that cannot be read or written costs a warning and a new measurement, no more."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file or cache_folder() / "kernels.json"
@@ -47,7 +47,7 @@ class Table:
         return None if row is None else row["path"]
 
     def put(self, key: str, path: str, ms: dict[str, float]) -> None:
-        """Note a measurement, beside what other processes have noted meanwhile; the file is replaced whole."""
+        """Add a measurement to those that other processes wrote meanwhile; the file is replaced as a whole."""
         row = {"path": path, "ms": {name: round(time, 6) for name, time in ms.items()}}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about a broken file it was warned already

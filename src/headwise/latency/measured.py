@@ -24,8 +24,8 @@ from headwise import budgets as prices
 from headwise import processes
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families import Family
+from headwise.latency import lattice as latency
 from headwise.latency import measuring
-from headwise.latency import probe as latency
 from headwise.latency.stacks import Stacks
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder

@@ -1,8 +1,8 @@
-"""One token more, or one prompt read, ready to be repeated: the one place where a model is run for its time.
+"""How a model is run to be timed: one decode step or one prefill, prepared once and then repeated.
 
 Decoders run as `headwise.load(..., optimise=True)` runs them: the quickest kernel for each size, and on CUDA decode
-steps that are captured once and replayed, as launches would hide what a smaller layer saves. Other models run as they
-are.
+steps that are captured once and replayed, because kernel launches would hide what a smaller layer saves. Other models
+run unchanged.
 """
 
 from __future__ import annotations
@@ -10,169 +10,167 @@ from __future__ import annotations
 import copy
 import platform
 import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
+from headwise.devices import timed
 from headwise.errors import BudgetError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
-from headwise.fast import decode
 from headwise.fast.cache import FastCache
-from headwise.fast.model import covers, optimise
-from headwise.types import Workload
+from headwise.fast.choice import Case, rounded
+from headwise.fast.model import attentions, covers, decode_step, optimise
+from headwise.types import LayerShape, Workload
 
 FAST, PLAIN = "fast", "plain"  # runtimes: with `optimise=True`, and without
 LEAST_SECONDS = {"cuda": 0.004, "cpu": 0.02}  # of one timing; shorter steps are repeated
 
 
 @dataclass
-class Step:
-    """What runs a model once, how it runs it, and whether that is the replay of a captured graph."""
+class TimedStep:
+    """Runs a model once, by which runtime, and whether it replays a captured CUDA graph."""
 
     run: Callable[[], object]
     runtime: str = PLAIN
     captured: bool = False
 
-    def __call__(self) -> object:
-        """Once more."""
-        return self.run()
-
 
 def runtime_of(model: Any) -> str:
-    """How a tailored model is run for its time."""
+    """The runtime with which a tailored model is timed."""
     return FAST if covers(model) else PLAIN
 
 
 def fast_twin(model: Any) -> Any:
-    """A tailored decoder made fast beside itself: only weights that are joined there are copied, nothing is changed."""
+    """An optimised copy of a tailored decoder. Only weights that it joins are copied; the model is not changed."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return optimise(copy.deepcopy(model, shared))
 
 
 @torch.no_grad()
-def prepare(family: Family, model: Any, work: Workload) -> Step:
-    """What runs a tailored model once under a workload, its caches filled to the length.
+def prepare(family: Family, model: Any, work: Workload) -> TimedStep:
+    """The step of a tailored model under a workload, its caches filled to the length.
 
-    It has run once: kernels are chosen and built, and what is captured is captured, before anyone looks at the clock.
+    It has run once: kernels are chosen, built and captured before the first timing.
     """
     rows = family.example(model.config, work.batch, 1 if work.phase == "decode" else work.length)
     rows = rows.to(next(model.parameters()).device)
     step = (_fast if covers(model) else _plain)(family, model, work, rows)
-    step()
+    step.run()
     return step
 
 
-def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Step:
+def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> TimedStep:
     model = fast_twin(model)
     if work.phase == "decode":
-        cache = decode.filled(model, work.batch, work.length)
+        cache = filled(model, work.batch, work.length)
         positions = torch.full_like(rows, work.length - 1)
-        decode.repeated(model, cache, rows, positions)
+        repeated(model, cache, rows, positions)
         captured = cache.captured is not None and cache.captured.graph is not None
-        return Step(lambda: decode.repeated(model, cache, rows, positions), FAST, captured)
+        return TimedStep(lambda: repeated(model, cache, rows, positions), FAST, captured)
     cache = FastCache(model.headwise_fast.layers, work.length)
 
     def read() -> object:
         cache.reset()
         return model(**family.first_step(rows), past_key_values=cache, use_cache=True)
 
-    return Step(read, FAST)
+    return TimedStep(read, FAST)
 
 
-def _plain(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Step:
-    if work.phase == "decode":
-        cache = filled_cache(family, model, work)
-        return Step(lambda: model(input_ids=rows, past_key_values=cache, use_cache=True))
-    if family.shape_of(model.config).cached:
-        return Step(lambda: model(**family.first_step(rows), use_cache=True))
-    return Step(lambda: family.call(model, rows))
-
-
-class FullLayer(DynamicLayer):
-    """A cache of one layer that holds a whole text but the last token, again and again."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, length: int) -> None:
-        super().__init__()
-        self.keys: torch.Tensor = keys
-        self.values: torch.Tensor = values
-        self.length = length
-        self.is_sliding = keys.shape[-2] < length  # masks are made for each kind of layer
-        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Write the new token to the end."""
-        self.keys[:, :, -1:].copy_(key_states)
-        self.values[:, :, -1:].copy_(value_states)
-        return self.keys, self.values
-
-    def get_seq_length(self) -> int:
-        """Tokens before the new one."""
-        return self.length - 1
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that are kept, and how many came before them."""
-        kept = self.keys.shape[-2]
-        return kept, self.length - kept
-
-
-def filled_cache(family: Family, model: Any, work: Workload) -> DynamicCache:
-    """Keys and values of every layer for texts of the workload's length; sliding windows keep no more than they see."""
-    weight = next(model.parameters())
-    kinds, cache = DynamicCache(config=model.config), DynamicCache()
-    for index, block in enumerate(family.blocks(model)):
-        part, kind = block.attention, kinds.layers[index] if index < len(kinds.layers) else None
-        window = getattr(kind, "sliding_window", None) if getattr(kind, "is_sliding", False) else None
-        kept = min(work.length, window or work.length)
-        keys, values = (
-            torch.randn(work.batch, part.kv_heads, kept, dim, dtype=weight.dtype, device=weight.device)
-            for dim in (part.qk_dim, part.v_dim)
-        )
-        cache.layers.append(FullLayer(keys, values, work.length))
+def filled(model: Any, rows: int, length: int) -> FastCache:
+    """A cache for texts of `length`, filled with random keys and values up to the last place."""
+    cache, some = FastCache(model.headwise_fast.layers, length), next(model.parameters())
+    for part in attentions(model):
+        layer: Any = cache.layers[part.layer_idx]
+        layer.allocate(rows, *(some.new_empty(1, part.kv_heads, 1, dim) for dim in (part.qk_dim, part.v_dim)))
+        for x in (layer.keys, layer.values):
+            x.normal_()
+    cache.rewind(length - 1)
+    cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=some.device)
     return cache
 
 
+def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype: torch.dtype) -> list[Case]:
+    """The cases of decode steps of a model whose layers have these sizes."""
+    kinds = {(part.attend.sliding_window, part.attend.softcap is not None) for part in attentions(model)}
+    device, places = next(model.parameters()).device, rounded(FastCache(1, length).capacity)
+    made = []
+    for x in sizes:
+        heads = (x.query_heads, x.kv_heads, x.qk_dim, x.v_dim)
+        for window, capped in sorted(kinds, key=str):
+            made.append(Case(device, dtype, "decode", *heads, places, rounded(rows), capped=capped, window=window))
+    return made
+
+
 @torch.no_grad()
-def timed(steps: Sequence[Callable[[], object]], device: torch.device, repeats: int = 5) -> list[list[float]]:
-    """Milliseconds of every step, once per repeat; the steps take turns, so that all see the same machine."""
+def repeated(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """One step on a cache, which is rewound afterwards, so that every call times the same work."""
+    length = cache.get_seq_length()
+    try:
+        if token.is_cuda:
+            return replayed(model, cache, token, positions, 1)
+        given = {"input_ids": token, "position_ids": positions, "past_key_values": cache}
+        logits: torch.Tensor = model(**given, use_cache=True, logits_to_keep=1).logits
+        return logits
+    finally:
+        cache.rewind(length)
+
+
+@torch.no_grad()
+def replayed(model: Any, cache: FastCache, token: torch.Tensor, positions: torch.Tensor, steps: int) -> torch.Tensor:
+    """The `steps` tokens after `token`, on CUDA: nothing but replays of the captured step."""
+    model.headwise_fast.switch.cache = cache
+    try:
+        step = decode_step(model, cache)
+        step.set(token, positions)
+        first = cache.get_seq_length() + 1
+        for _ in range(steps):
+            step.run()
+        return step.tokens[:, first : first + steps].clone()
+    finally:
+        model.headwise_fast.switch.cache = None
+
+
+def _plain(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> TimedStep:
+    if work.phase == "decode":
+        before = family.example(model.config, work.batch, max(1, work.length - 1)).to(rows.device)
+        cache = model(**family.first_step(before), use_cache=True).past_key_values
+
+        def write() -> object:
+            found = model(input_ids=rows, past_key_values=cache, use_cache=True)
+            cache.crop(-1)  # the next step does the same work
+            return found
+
+        return TimedStep(write)
+    if family.shape_of(model.config).cached:
+        return TimedStep(lambda: model(**family.first_step(rows), use_cache=True))
+    return TimedStep(lambda: family.call(model, rows))
+
+
+@torch.no_grad()
+def in_turns(steps: Sequence[TimedStep], device: torch.device, repeats: int = 5) -> list[list[float]]:
+    """Milliseconds of every step, once per repeat. The steps take turns, so that all meet the same machine."""
     counts = []
     for step in steps:
-        seconds(step, device, 1)  # warms up
-        counts.append(max(1, round(LEAST_SECONDS[device.type] / max(seconds(step, device, 1), 1e-9))))
+        _, once = [timed(step.run, device)[1] for _ in range(2)]  # the first call warms up
+        counts.append(max(1, round(LEAST_SECONDS[device.type] / max(once, 1e-9))))
     found: list[list[float]] = [[] for _ in steps]
     for _ in range(repeats):
         for step, count, times in zip(steps, counts, found, strict=True):
-            times.append(seconds(step, device, count) / count * 1e3)
+            times.append(timed(step.run, device, count)[1] / count * 1e3)
     return found
 
 
-def seconds(step: Callable[[], object], device: torch.device, count: int) -> float:
-    """How long so many runs take; of a single thread what it computes, not what it waits while others do."""
-    alone = device.type == "cpu" and torch.get_num_threads() == 1
-    now = time.thread_time if alone else time.perf_counter
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = now()
-    for _ in range(count):
-        step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return now() - start
-
-
 def spread(times: Sequence[float]) -> tuple[float, float, float]:
-    """Median, least and most."""
+    """Median, minimum and maximum."""
     return statistics.median(times), min(times), max(times)
 
 
 def device_name(device: torch.device) -> str:
-    """The hardware in words, so that times of another are not taken for its own."""
+    """The hardware in words: times that were measured on other hardware are refused by it."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""Models with random weights and any layers, to be timed: what a layer costs does not depend on what it has learned."""
+"""Random models with given layers, to be timed: the time of a layer does not depend on its weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from headwise.cost import layer_kv_bytes_per_token, layer_parameters
 from headwise.errors import BudgetError
 from headwise.families import Family
-from headwise.fast import choice, decode
+from headwise.fast import choice
 from headwise.latency import measuring
 from headwise.types import GONE, LayerShape, Workload
 
@@ -28,7 +28,7 @@ class Stacks:
         self.shape, self.captured = family.shape_of(like.config), True  # unless a step is not
         self.chain = self._chain()
         self.shared: dict[str, torch.Tensor] = {}  # what is not in layers: embeddings and the head are large
-        self.kept: tuple[Stack, measuring.Step] | None = None  # the first stack, which comes again with every call
+        self.kept: tuple[Stack, measuring.TimedStep] | None = None  # the first stack, which is timed with every call
 
     def _chain(self) -> int:
         """Layers in a stack: enough that caches and weights do not stay near the processor, as far as they fit."""
@@ -51,7 +51,7 @@ class Stacks:
         if self.device.type == "cuda":
             _tidy()
         try:
-            return measuring.timed(
+            return measuring.in_turns(
                 [self._step(stack, not at) for at, stack in enumerate(stacks)], self.device, self.repeats
             )
         except torch.cuda.OutOfMemoryError:
@@ -60,15 +60,15 @@ class Stacks:
             ) from None
 
     def ahead(self, layers: Iterable[LayerShape]) -> None:
-        """Build and choose kernels for layers that will be timed; one by one, as they come, that would take long."""
+        """Build and choose the kernels of layers that will be timed, all at once: one by one takes minutes."""
         if (
             self.device.type == "cuda"
             and self.work.phase == "decode"
             and measuring.runtime_of(self.like) == measuring.FAST
         ):
-            choice.choose(decode.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
+            choice.choose(measuring.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
 
-    def _step(self, stack: Stack, first: bool) -> measuring.Step:
+    def _step(self, stack: Stack, first: bool) -> measuring.TimedStep:
         if self.kept is not None and self.kept[0] == stack:
             return self.kept[1]
         step = measuring.prepare(self.family, self.model(stack), self.work)
@@ -88,7 +88,7 @@ class Stacks:
         return model.eval()
 
     def _fill(self, model: nn.Module) -> None:
-        """Random numbers for all weights; indices of kept pairs may all be the same."""
+        """Random weights; integer buffers, such as indices of rotary pairs, are zero."""
         layers = self.family._prefix(model.config, 0).removesuffix("0.")
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if not tensor.is_meta:
@@ -110,6 +110,6 @@ class Stacks:
 
 
 def _tidy() -> None:
-    """Give back the memory of models that were timed; captured steps and their caches hold each other."""
+    """Free the memory of timed models: captured steps and their caches refer to each other."""
     gc.collect()
     torch.cuda.empty_cache()

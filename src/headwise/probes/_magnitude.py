@@ -1,4 +1,4 @@
-"""Orders of heads and channels by the size of their weights: what pruning by magnitude goes by."""
+"""Orders of heads and channels by the size of their weights, for pruning by magnitude."""
 
 from __future__ import annotations
 

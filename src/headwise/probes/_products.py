@@ -1,9 +1,8 @@
-"""Running second moments of wide rows, such as an MLP's channels, at little cost beside the pass that makes them.
+"""Running second moments of wide rows, such as an MLP's channels, cheap beside the forward pass.
 
-Of a symmetric matrix the half above the diagonal is computed, in panels, each added where it belongs by the product
-itself. Sums are in float32, or double where rows are: a batch is summed so by any kernel, and the sum over batches
-adds no more. On CUDA the factors are rounded to TF32: that acts as noise of 1e-7 of a channel's own power, far below
-the ridge (1e-3) that every use of these moments adds.
+Only the half above the diagonal is computed, in panels that are added in place. Sums are in float32, or in double
+precision where rows are. On CUDA the factors are rounded to TF32: that acts as noise of 1e-7 of a channel's own power,
+far below the ridge (1e-3) that every use of these moments adds.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Gram:
                 self.sum[columns, start:].addmm_(x_NM[:, columns].mT, x_NM[:, start:])
 
     def total(self) -> torch.Tensor:
-        """The whole symmetric matrix, over all processes; the sum is used up."""
+        """The whole symmetric matrix, over all processes; the sum is freed."""
         assert self.sum is not None, "rows were added"
         upper, self.sum = processes.total(self.sum).triu_(), None
         return upper + upper.triu(1).mT

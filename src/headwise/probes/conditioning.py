@@ -1,7 +1,7 @@
-"""How well conditioned attention is: of the heads' outputs side by side, and of the map that makes them.
+"""How well conditioned attention is: the heads' outputs side by side, and the map that computes them.
 
-"Leaner Transformers" (arXiv 2505.20802) says that more heads bring the first towards 1. Measured here, at the start,
-along training (`Recorder`) or after, on any tailored model; `family.tailor` makes one of any other.
+"Leaner Transformers" (arXiv 2505.20802) states that more heads bring the first towards 1. Measured before or after
+training, on any tailored model (see `family.tailor`).
 
 Outputs: the ratio of the extreme singular values of a (tokens x heads dim) matrix, for the first 8, 16, ... tokens of a
 text. Jacobian of those outputs with respect to what the block reads: by products with it and with its transpose alone
@@ -22,13 +22,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from headwise.data import NOTHING
 from headwise.families import Family
 from headwise.families._watch import batches, spaced, watching
+from headwise.probes._layers import reading
 from headwise.progress import Track, silently
 from headwise.types import Reading
 
 NAME = "conditioning"
+MEANING = "condition numbers of the heads' outputs and of their Jacobian"
+NEEDS_PAST = False
 SEQUENCES = 4
 COUNTS = (8, 16, 32, 64)  # tokens of a matrix
-FLOOR = 1e-7  # of a singular value against the largest: below it float32 knows nothing
+FLOOR = 1e-7  # of a singular value over the largest: below it float32 has no precision
 JACOBIAN_TOKENS, JACOBIAN_STEPS = 8, 24
 
 
@@ -81,22 +84,22 @@ def extremes(
 
 
 def _apart(vector: Tensor, others: list[Tensor]) -> Tensor:
-    """The vector without its part along others; twice, since once leaves rounding behind."""
+    """The vector made orthogonal to others; twice, because once leaves rounding errors."""
     for _ in range(2):
         for other in others:
             vector = vector - (vector @ other) * other
     return vector
 
 
-class Seen(NamedTuple):
-    """What a block's attention was handed."""
+class AttentionInput(NamedTuple):
+    """The arguments of a block's attention."""
 
     stream: Tensor
     positions: Any
     mask: Any
 
 
-def heads_outputs(attention: Any, seen: Seen) -> Callable[[Tensor], Tensor]:
+def heads_outputs(attention: Any, seen: AttentionInput) -> Callable[[Tensor], Tensor]:
     """The map from what the block reads to its heads' outputs side by side, both as vectors."""
     shape = seen.stream.shape
 
@@ -109,7 +112,7 @@ def heads_outputs(attention: Any, seen: Seen) -> Callable[[Tensor], Tensor]:
     return run
 
 
-def jacobian_extremes(attention: Any, seen: Seen, steps: int = JACOBIAN_STEPS, seed: int = 0) -> Extremes:
+def jacobian_extremes(attention: Any, seen: AttentionInput, steps: int = JACOBIAN_STEPS, seed: int = 0) -> Extremes:
     """Of the Jacobian of one block's head outputs at one text."""
     run, at = heads_outputs(attention, seen), seen.stream.flatten()
     with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():  # fused kernels know no forward derivative
@@ -130,11 +133,11 @@ def jacobian_extremes(attention: Any, seen: Seen, steps: int = JACOBIAN_STEPS, s
 
 
 @torch.no_grad()
-def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], list[Seen]]:
-    """Every layer's head outputs (B, T, H V), and what its attention was handed, in one forward pass."""
+def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], list[AttentionInput]]:
+    """Every layer's head outputs (B, T, H V) and its attention's arguments, from one forward pass."""
     blocks = family.blocks(model)
     outputs: list[Tensor] = [torch.empty(0)] * len(blocks)
-    handed: list[Seen] = []
+    inputs: list[AttentionInput] = []
 
     def note(layer: int, q: Tensor, k: Tensor, v: Tensor, z: Tensor) -> None:
         outputs[layer] = z.flatten(2).float()
@@ -142,7 +145,7 @@ def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], 
     def hand(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stream = args[0] if args else kwargs["hidden_states"]
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        handed.append(Seen(stream, kwargs.get("position_embeddings"), mask))
+        inputs.append(AttentionInput(stream, kwargs.get("position_embeddings"), mask))
 
     hooks = [block.attention.register_forward_pre_hook(hand, with_kwargs=True) for block in blocks]
     try:
@@ -151,7 +154,7 @@ def look(family: Family, model: nn.Module, rows: Tensor) -> tuple[list[Tensor], 
     finally:
         for hook in hooks:
             hook.remove()
-    return outputs, handed
+    return outputs, inputs
 
 
 @torch.no_grad()
@@ -173,17 +176,17 @@ def measure(
     found = [_reading("outputs", counts, table, len(few) * max(map(max, counts)), seed)]
     if jacobian and plain:
         length = min(JACOBIAN_TOKENS, few.shape[1])
-        _, handed = look(family, model, few[:1, :length].to(device))
+        _, inputs = look(family, model, few[:1, :length].to(device))
         values = [
             [torch.tensor([jacobian_extremes(block.attention, seen, seed=seed).ratio]).log()]
-            for block, seen in zip(family.blocks(model), track(handed, f"{NAME} of Jacobians"), strict=True)
+            for block, seen in zip(family.blocks(model), track(inputs, f"{NAME} of Jacobians"), strict=True)
         ]
         found.append(_reading("jacobian", [(length,)] * len(values), values, length, seed))
     return found
 
 
 def _long_ones(tokens: Tensor) -> Tensor:
-    """A few of the longest rows, cut to what all of them have: shorter rows end in negative numbers."""
+    """A few of the longest rows, cut to their common length: shorter rows end in negative numbers."""
     lengths = (tokens >= 0).sum(1)
     few = spaced(tokens[lengths >= min(int(lengths.max()), COUNTS[-1])], SEQUENCES)
     return few[:, : min(COUNTS[-1], int((few >= 0).sum(1).min()))]
@@ -191,48 +194,15 @@ def _long_ones(tokens: Tensor) -> Tensor:
 
 def _reading(name: str, counts: list[tuple[int, ...]], table: list[list[Tensor]], tokens: int, seed: int) -> Reading:
     """Geometric means over texts, with their standard errors."""
-    values = [[float(cell.mean().exp()) for cell in row] for row in table]
-    errors = [
-        [float(cell.mean().exp() * cell.std() / len(cell) ** 0.5) if len(cell) > 1 else 0.0 for cell in row]
-        for row in table
+
+    def error(cell: Tensor) -> float:
+        return float(cell.mean().exp() * cell.std() / len(cell) ** 0.5) if len(cell) > 1 else 0.0
+
+    rows = [
+        (ticks, tuple(float(cell.mean().exp()) for cell in row), tuple(map(error, row)))
+        for ticks, row in zip(counts, table, strict=True)
     ]
-    return Reading(
-        probe=NAME,
-        kind=f"{NAME}.{name}",
-        axis="tokens",
-        ticks=tuple(counts),
-        values=tuple(map(tuple, values)),
-        standard_error=tuple(map(tuple, errors)),
-        unit="",
-        meaning=MEANINGS[name],
-        tokens=tokens,
-        seed=seed,
-    )
-
-
-class Recorder:
-    """Called after every step of a training, keeps the outputs' condition numbers every so many steps.
-
-    `recorder.curve` holds (step, one value per layer); give it to `headwise.training.loop.fit` as `on_step`.
-    """
-
-    def __init__(self, family: Family, rows: Tensor, every: int = 100) -> None:
-        self.family, self.rows, self.every = family, rows, every
-        self.curve: list[tuple[int, list[float]]] = []
-
-    def __call__(self, state: Any) -> None:
-        if state.step % self.every == 0 or not self.curve:
-            self.curve.append((state.step, self.now(state.model)))
-
-    @torch.no_grad()
-    def now(self, model: nn.Module) -> list[float]:
-        """One value per layer: geometric means over the rows."""
-        training = model.training
-        watched = model if self.family.is_tailored(model) else self.family.tailor(model)
-        watched.eval()
-        outputs, _ = look(self.family, watched, self.rows.to(next(model.parameters()).device))
-        model.train(training)
-        return [float(condition_numbers(z[:, : COUNTS[-1]]).log().mean().exp()) for z in outputs]
+    return reading(NAME, f"{NAME}.{name}", "tokens", rows, "", MEANINGS[name], tokens, seed)
 
 
 MEANINGS = {

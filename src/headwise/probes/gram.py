@@ -1,4 +1,4 @@
-"""Second moments of what each layer computes: forward passes only, memory independent of the number of tokens."""
+"""Second moments of each layer's activations: forward passes only, memory independent of the number of tokens."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def collect(
     which is large and needed less exactly, is in float32.
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
-    size = min(4096, places(tokens, row) // processes.count())  # all have something to read
+    size = min(4096, places(tokens, row) // processes.count())  # every process has something to read
     sums = Sums(len(layers))
     with watching(layers, sums.attention, sums.channels if mlp else None):
         for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
@@ -58,7 +58,7 @@ class Sums:
         self.wide[layer].add(h.flatten(0, -2))  # some layers flatten rows before their MLP
 
     def means(self, layer: int, count: int) -> dict[str, torch.Tensor]:
-        """Means over what all processes read of a layer; its sums are used up."""
+        """Means of a layer over all processes; its sums are freed."""
         sums = self.layers[layer]
         found = {name: processes.total(sums.pop(name)) / count for name in sorted(sums)}
         if self.wide[layer].sum is not None:
@@ -67,5 +67,5 @@ class Sums:
 
 
 def _gram(x_BHTK: torch.Tensor) -> torch.Tensor:
-    """Moments of every head, first of every row: many small products keep a GPU busier than few long ones."""
+    """Moments of every head, row by row: many small products use a GPU better than few long ones."""
     return (x_BHTK.mT @ x_BHTK).sum(0, dtype=torch.float64)

@@ -13,10 +13,13 @@ from torch import nn
 
 from headwise.families import Family
 from headwise.families._watch import batches, capped, spaced, watching
+from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
 from headwise.types import Reading
 
 NAME = "lags"
+MEANING = "how much of a layer's attention output comes from how far back"
+NEEDS_PAST = True  # of decoders only
 SEQUENCES = 8
 POSITIONS = 256
 SHOWN = 64  # lags that the reading keeps; what is missing from a sum of 1 lies further back
@@ -92,24 +95,14 @@ def measure(
     with watching(layers, attention):
         for batch in track(batches(few), "lags"):
             family.run(model, batch.to(model.device))
-    rows = [[tuple(part[:SHOWN].tolist()) for part in shares(torch.cat(parts))] for parts in seen]
-    return [
-        Reading(
-            probe=NAME,
-            kind=f"{NAME}.contribution",
-            axis="lag",
-            ticks=tuple(tuple(range(len(value))) for value, _ in rows),
-            values=tuple(value for value, _ in rows),
-            standard_error=tuple(error for _, error in rows),
-            unit="share",
-            meaning=MEANING,
-            tokens=few.numel(),
-            seed=seed,
-        )
-    ]
+    rows: list[Row] = []
+    for parts in seen:
+        value, error = (tuple(part[:SHOWN].tolist()) for part in shares(torch.cat(parts)))
+        rows.append((tuple(range(len(value))), value, error))
+    return [reading(NAME, f"{NAME}.contribution", "lag", rows, "share", EXPLAINED, few.numel(), seed)]
 
 
-MEANING = (
+EXPLAINED = (
     "How much of a layer's attention output comes from the token so many positions back (root mean square over the"
     " second half of each block; all lags together make 1, so what is missing lies further back). These are the rho"
     " for which `headwise theory allocate --rho readings.json:LAYER` spends a budget."

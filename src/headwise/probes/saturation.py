@@ -22,6 +22,8 @@ from headwise.progress import Track, silently
 from headwise.types import Reading
 
 NAME = "saturation"
+MEANING = "whether heads stay sharp as the text gets longer"
+NEEDS_PAST = True  # of decoders only
 LONGEST = 1024
 SEQUENCES = 8
 FLOOR = 1e-12  # of a norm: a head that looks at one token alone has none, and no logarithm

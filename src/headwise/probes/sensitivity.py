@@ -1,4 +1,4 @@
-"""What removing any unit would cost, in nats per token or whatever else the task counts, from one backward pass.
+"""What removing any unit would cost, in the task's unit of damage (such as nats per token), from one backward pass.
 
 An activation times its gradient, summed over a unit's coordinates, is the first-order change `a` of the loss when the
 unit goes. With the Fisher approximation of the Hessian the removal of a set costs `1/2 E[(sum of a over the set)^2]`,
@@ -21,6 +21,7 @@ from headwise.families import Block, Family
 from headwise.families._watch import watching
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.memory import available_bytes, recomputing, spread
+from headwise.probes._layers import Row, reading
 from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes._products import Gram
 from headwise.progress import Track, silently
@@ -29,7 +30,7 @@ from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading
 
 NAME = "sensitivity"
-Row = tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...] | None]  # sizes, damage, standard error
+MEANING = "predicted damage of every size, from gradients"
 Kept = dict[str, tuple[tuple[tuple[int, ...], ...], list[list[float]]]]  # units by need, and damage by removals
 
 
@@ -110,7 +111,7 @@ class Sensitivity:
         self.sums[layer].tokens += a_BTC.shape[0] * a_BTC.shape[1]
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
-        """Read the calibration text. Parameters get no gradients: activations alone carry them."""
+        """Read the calibration text. Only activations carry gradients; parameters get none."""
         wanted = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self.model.requires_grad_(False)
         try:
@@ -167,8 +168,8 @@ def measure(
 ) -> tuple[list[Reading], list[Orders]]:
     """Damage curves per layer and unit, and the order in which pairs, channels and heads would be kept.
 
-    `recompute` lets layers compute twice what they would keep for the gradient, if not said where memory asks for it;
-    `spread` lends a model in host memory the GPUs that there are.
+    `recompute` turns gradient checkpointing on or off; None: on where memory is short. `spread` places a model that is
+    in host memory on all GPUs.
     """
     probe = Sensitivity(family, model, moments, mlp, task or Causal())
     able = not family.anatomy(model.config).roles  # gradients also reach an encoder's output
@@ -188,12 +189,15 @@ def measure(
     state = family.state_of(model, clone=False)
     for index, (shape, order) in enumerate(zip(probe.shapes, orders, strict=True)):
         order |= weight_orders(family.take_layer(dict(state), index, model.config), shape)
-    read = places(tokens, probe.task.row_tokens)
-    return [_reading(name, rows, read, seed, probe.task.unit) for name, rows in curves.items()], orders
+    read, unit = places(tokens, probe.task.row_tokens), probe.task.unit
+    return [
+        reading(NAME, f"damage.{name}", AXES[name][0], rows, unit, LOSS.format(AXES[name][1]), read, seed)
+        for name, rows in curves.items()
+    ], orders
 
 
 def _curves(shape: LayerShape, sums: _LayerSums, kept: Kept, probe: Sensitivity) -> dict[str, Row]:
-    """What every size of a layer's units costs; a unit that it cannot lose has the one size that it is."""
+    """The damage of every size of a layer's units; a unit that cannot be cut has only its full size."""
     grain, scale = probe.grain, 1.0 if probe.whole else sums.tokens / probe.terms
     curves: dict[str, Row] = {
         "qk_projected": _tail_curve(sums.tails["qk_projected"], shape.qk_dim, grain.qk_sizes(shape.qk_dim), scale),
@@ -213,14 +217,14 @@ def _curves(shape: LayerShape, sums: _LayerSums, kept: Kept, probe: Sensitivity)
 
 
 def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
-    """Whether what the layers keep for the gradient of a batch would take half the memory that is free."""
+    """Whether the activations that a batch keeps for the gradient would take more than half of the free memory."""
     hidden = int(getattr(model.config, "hidden_size", 0))
     numbers = sum(8 * hidden + 3 * s.mlp_width + 2 * s.query_heads * (s.qk_width + s.v_dim) for s in shapes)
     return 4 * 4096 * numbers > available_bytes(model.device) // 2
 
 
 def _share_pairs(probe: Sensitivity, orders: list[Orders]) -> list[Row]:
-    """One order of rotary pairs for the whole model, and what it costs each layer; nothing where layers differ."""
+    """One order of rotary pairs for the whole model, and its cost in each layer; no sizes where layers differ."""
     crosses = [sums.cross.get("qk_pairs") for sums in probe.sums]
     if any(c is None or c.shape[1:] != crosses[0].shape[1:] for c in crosses):
         return [((shape.qk_width,), (0.0,), None) for shape in probe.shapes]
@@ -242,6 +246,7 @@ def strongest_pairs(moment: dict[str, torch.Tensor]) -> tuple[tuple[int, ...], .
     return tuple(tuple(row.tolist()) for row in torch.argsort(score, dim=-1, descending=True, stable=True))
 
 
+LOSS = "Predicted loss increase with {}, by the size that is kept."
 AXES = {
     "qk_projected": ("qk_dim", "query/key directions projected away after rotary"),
     "qk_pairs": ("qk_width", "rotary pairs dropped from every query and key head"),
@@ -253,26 +258,7 @@ AXES = {
 }
 
 
-def _reading(name: str, rows: list[Row], n: int, seed: int, unit: str) -> Reading:
-    axis, what = AXES[name]
-    errors = tuple(row[2] for row in rows if row[2] is not None)
-    return Reading(
-        probe=NAME,
-        kind=f"damage.{name}",
-        axis=axis,
-        ticks=tuple(row[0] for row in rows),
-        values=tuple(row[1] for row in rows),
-        standard_error=errors if len(errors) == len(rows) else None,
-        unit=unit,
-        meaning=f"Predicted loss increase with {what}, by the size that is kept.",
-        tokens=n,
-        seed=seed,
-    )
-
-
-def _tail_curve(
-    parts: list[torch.Tensor], full: int, sizes: tuple[int, ...], scale: float
-) -> tuple[tuple[int, ...], tuple[float, ...], tuple[float, ...]]:
+def _tail_curve(parts: list[torch.Tensor], full: int, sizes: tuple[int, ...], scale: float) -> Row:
     per_row = torch.cat(parts).double().cpu() * scale  # from per token to per answer
     mean, error = per_row.mean(0), per_row.std(0) / max(1, len(per_row) - 1) ** 0.5
     pick = [size for size in sizes if size < full]
@@ -291,7 +277,7 @@ def _all_orders(probe: Sensitivity) -> list[Kept]:
 
 
 def _believed(cross: torch.Tensor, probe: Sensitivity) -> torch.Tensor:
-    """Cross moments as far as there are answers enough to tell: fewer than units would make some look free."""
+    """Cross moments, shrunk to their diagonal where answers are fewer than units: some units would look free."""
     if not probe.whole:
         return cross
     share = min(1.0, cross.shape[-1] / probe.terms)
@@ -299,7 +285,7 @@ def _believed(cross: torch.Tensor, probe: Sensitivity) -> torch.Tensor:
 
 
 def _orders(sums: _LayerSums, shape: LayerShape, probe: Sensitivity) -> Kept:
-    """The same of one layer, but its MLP."""
+    """Which units of one layer to keep, without its MLP."""
     out = {
         name: _eliminate(list(_believed(cross / probe.terms, probe).cpu()))
         for name, cross in sums.cross.items()

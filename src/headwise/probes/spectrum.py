@@ -1,20 +1,22 @@
-"""How many directions the heads really use, from the second moments that are there anyway: no further pass.
+"""How many directions the heads really use, from the second moments: no further forward pass.
 
 The effective rank of singular values s is `exp(entropy of s^2 / sum s^2)`: n equal directions count n, one alone 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 
 from headwise.families import Family
 from headwise.linalg import balanced, value_directions
+from headwise.probes._layers import Row, reading
 from headwise.types import Reading
 
 NAME = "spectrum"
+MEANING = "how many directions the heads use, from second moments"
 
 
 def effective_rank(singular: torch.Tensor) -> torch.Tensor:
@@ -68,26 +70,16 @@ def _readings(
     sizes_of: Callable[[int], tuple[int, ...]],
     tokens: int,
     seed: int,
-) -> list[Reading]:
-    def reading(name: str, axis: str, ticks: list[tuple[int, ...]], values: list[list[float]], unit: str) -> Reading:
-        return Reading(
-            probe=NAME,
-            kind=f"{NAME}.{what}_{name}",
-            axis=axis,
-            ticks=tuple(ticks),
-            values=tuple(map(tuple, values)),
-            standard_error=None,
-            unit=unit,
-            meaning=MEANINGS[f"{what}_{name}"],
-            tokens=tokens,
-            seed=seed,
-        )
-
-    sizes = [sizes_of(s.shape[-1]) for s in layers]
-    lost = [[float(energy_lost(s, size).mean()) for size in kept] for s, kept in zip(layers, sizes, strict=True)]
-    heads = [tuple(range(len(s))) for s in layers]
-    ranks = [effective_rank(s).tolist() for s in layers]
-    return [reading("rank", "kv_head", heads, ranks, "directions"), reading("energy_lost", axis, sizes, lost, "share")]
+) -> Iterator[Reading]:
+    ranks: list[Row] = [(tuple(range(len(s))), tuple(effective_rank(s).tolist()), None) for s in layers]
+    lost: list[Row] = []
+    for s in layers:
+        sizes = sizes_of(s.shape[-1])
+        lost.append((sizes, tuple(float(energy_lost(s, size).mean()) for size in sizes), None))
+    tables = (("rank", "kv_head", ranks, "directions"), ("energy_lost", axis, lost, "share"))
+    for name, columns, rows, unit in tables:
+        kind = f"{what}_{name}"
+        yield reading(NAME, f"{NAME}.{kind}", columns, rows, unit, MEANINGS[kind], tokens, seed)
 
 
 MEANINGS = {

@@ -1,4 +1,4 @@
-"""The measured damage of one layer's options: replace the layer, run on from there, compare with the source.
+"""The measured damage of one layer's options: replace the layer, run the layers after it, compare with the source.
 
 The stream before every layer is cached, so an option costs half a forward pass on average. Damage is the divergence
 from the source's own answers: where that is a KL, its expectation is the loss increase, with far less noise than a
@@ -16,53 +16,32 @@ from torch import nn
 from headwise import processes
 from headwise.data import places
 from headwise.families import Family
+from headwise.probes._layers import LayerRunner, reading
 from headwise.progress import Track, silently
 from headwise.runs.unfinished import Progress
 from headwise.tasks import Task
-from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading
 
 NAME = "swap"
+MEANING = "measured damage of some sizes, one layer replaced at a time"
 Cut = Callable[[int, LayerShape], nn.Module]  # a layer, cut
 
 
-class Swapper:
-    """Holds what is needed to measure any layer's option on the same few tokens."""
+class Swapper(LayerRunner):
+    """Measures any layer's option on the same few tokens."""
 
     def __init__(
         self, family: Family, model: nn.Module, tokens: torch.Tensor, task: Task | None = None, seed: int = 0
     ) -> None:
-        self.family, self.model, self.task = family, model, task or Causal()
-        self.batches = self.task.prepare(tokens, seed).to(model.device).batches(2048)
-        self.contexts = family.contexts(model, [batch.inputs for batch in self.batches])
-        self.streams: list[list[torch.Tensor]] = []
-        self.reference: list[torch.Tensor] = []
-        self._run_source()
+        super().__init__(family, model, tokens, task, seed)
+        self.streams: list[list[torch.Tensor]] = [[] for _ in self.batches]  # before every layer
+        self.reference = [self.answers(n, range(len(self.shapes)), seen=seen) for n, seen in enumerate(self.streams)]
 
-    @torch.no_grad()
-    def _run_source(self) -> None:
-        for batch, contexts in zip(self.batches, self.contexts, strict=True):
-            stream, seen = self.family.embed(self.model, batch.inputs), []
-            for index, context in enumerate(contexts):
-                seen.append(stream)
-                stream = self.family.run_layer(self.model, index, stream, context)
-            self.streams.append(seen)
-            self.reference.append(self.task.outputs_from(self.family, self.model, stream, batch))
-
-    @torch.no_grad()
     def damage(self, layer: int, option: nn.Module) -> tuple[float, float]:
         """Mean divergence with one layer replaced by `option`, and its standard error over sequences."""
-        rows, parts = [], zip(self.batches, self.contexts, self.streams, self.reference, strict=True)
+        rest = range(layer, len(self.shapes))
         with self.family.replaced(self.model, layer, option):
-            for batch, contexts, seen, reference in parts:
-                stream = seen[layer]
-                for index in range(layer, len(contexts)):
-                    stream = self.family.run_layer(self.model, index, stream, contexts[index])
-                cut = self.task.outputs_from(self.family, self.model, stream, batch)
-                rows.append(self.task.divergence(reference, cut))
-        values = torch.cat(rows).double()
-        error = values.std() / math.sqrt(len(values)) if len(values) > 1 else torch.tensor(float("nan"))
-        return float(values.mean().clamp_min(0)), float(error)
+            return self.divergence(lambda batch: self.answers(batch, rest, self.streams[batch][layer]))
 
 
 def measure(
@@ -78,33 +57,33 @@ def measure(
     task: Task | None = None,
     progress: Progress | None = None,
 ) -> list[Reading]:
-    """Correct predicted curves where they were measured. `options[kind](shape, size)` is the layer to try.
+    """Predicted curves, corrected where they were measured. `options[kind](shape, size)` is the layer to try.
 
-    `healed` says that `cut` heals what it cuts, so that the readings say so.
+    `healed`: `cut` heals what it cuts, which the readings then state.
     """
     swapper, progress = Swapper(family, model, tokens, task, seed), progress or Progress()
     how = f"{swapper.task.divergence_name} to the source{', the layer healed' if healed else ''}"
-    shapes = family.shape_of(model.config).layers
+    shapes = swapper.shapes
     jobs = [
-        (reading, layer, size)
-        for reading in predicted
-        if reading.kind in options
+        (curve, layer, size)
+        for curve in predicted
+        if curve.kind in options
         for layer in range(len(shapes))
-        for size in probe_sizes(reading.ticks[layer])
+        for size in probe_sizes(curve.ticks[layer])
     ]
     damages = torch.zeros(len(jobs), 2, dtype=torch.float64)
     for number in track(processes.mine(range(len(jobs))), "measured damage"):
-        reading, layer, size = jobs[number]
+        curve, layer, size = jobs[number]
 
-        def measured(kind: str = reading.kind, layer: int = layer, size: int = size) -> tuple[float, float]:
+        def measured(kind: str = curve.kind, layer: int = layer, size: int = size) -> tuple[float, float]:
             return swapper.damage(layer, cut(layer, options[kind](shapes[layer], size)))
 
-        damages[number] = torch.tensor(progress.piece(f"{reading.kind} {layer} {size}", measured))
+        damages[number] = torch.tensor(progress.piece(f"{curve.kind} {layer} {size}", measured))
     found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}
-    for (reading, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
-        found.setdefault((reading.kind, layer), {})[size] = (damage, error)
+    for (curve, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
+        found.setdefault((curve.kind, layer), {})[size] = (damage, error)
     read = places(tokens, swapper.task.row_tokens)
-    return [_corrected(reading, found, read, seed, how) for reading in predicted if reading.kind in options]
+    return [_corrected(curve, found, read, seed, how) for curve in predicted if curve.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
@@ -120,24 +99,14 @@ def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
 
 
 def _corrected(
-    reading: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, how: str
+    before: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, how: str
 ) -> Reading:
     rows = [
-        correct_curve(ticks, values, found.get((reading.kind, layer), {}))
-        for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True))
+        (ticks, *correct_curve(ticks, values, found.get((before.kind, layer), {})))
+        for layer, (ticks, values) in enumerate(zip(before.ticks, before.values, strict=True))
     ]
-    return Reading(
-        probe=NAME,
-        kind=reading.kind,
-        axis=reading.axis,
-        ticks=reading.ticks,
-        values=tuple(row[0] for row in rows),
-        standard_error=tuple(row[1] for row in rows),
-        unit=reading.unit,
-        meaning=reading.meaning.replace("Predicted loss increase", f"Measured damage ({how}, interpolated)"),
-        tokens=tokens,
-        seed=seed,
-    )
+    meaning = before.meaning.replace("Predicted loss increase", f"Measured damage ({how}, interpolated)")
+    return reading(NAME, before.kind, before.axis, rows, before.unit, meaning, tokens, seed)
 
 
 def correct_curve(

@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from headwise.errors import HeadwiseError
-from headwise.runs.heal_options import Options
 from headwise.registry import names
 from headwise.runs import fingerprint
+from headwise.runs.heal_options import Options
 from headwise.strategies import POOLING
 from headwise.types import DEFAULT_UNITS, Record
 from headwise.types.verdict import MAX_LOSS, damage_limit

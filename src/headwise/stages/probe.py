@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import data, families, processes, strategies
+from headwise import data, families, probes, processes, strategies
 from headwise.cuts import Moments, reshape_layer
 from headwise.files import disk
 from headwise.heal.refit import LayerHealer, refit
 from headwise.latency import measured
-from headwise.probes import conditioning, depth, gram, lags, saturation, sensitivity, spectrum, swap
+from headwise.probes import depth, gram, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
@@ -180,10 +180,8 @@ def _diagnosed(
         return []
     family, tokens, seed = bench.family, bench.calibration, settings.seed
     spectra = spectrum.measure(family, model, moments, data.places(tokens, bench.task.row_tokens), seed)
-    spectra += conditioning.measure(family, model, tokens, seed, track)
-    if not bench.task.has_past:
-        return spectra
-    past = [reading for probe in (saturation, lags) for reading in probe.measure(family, model, tokens, seed, track)]
+    spectra += probes.describe(family, model, tokens, seed, track)
+    past = probes.describe(family, model, tokens, seed, track, past=True) if bench.task.has_past else []
     return [*past, *spectra]
 
 

@@ -227,15 +227,15 @@ def read_texts(
     extra = max(0, asked - settings.tokens) // task.block_tokens(length)
     further = _further(settings, family, config, task, length, wanted[1], settings.eval or source)
 
-    def read(name: str, count: int, seed: int) -> data.Rows:
+    def read(name: str, count: int, seed: int) -> data.DataRows:
         if name.endswith("+self"):  # what there is, topped up by the model's own text
             own = read(name.removesuffix("+self"), count, seed).rows
             more = [read("self", count - len(own), seed).rows] if len(own) < count else []
-            return data.Rows(torch.cat((own, *more)))
+            return data.DataRows(torch.cat((own, *more)))
         if name == "self" and model is None:
             raise own_text.too_slow_to_write()
         if name == "self":
-            return data.Rows(processes.agreed(own_text.written_by(model, count, length, seed, track=track)))
+            return data.DataRows(processes.agreed(own_text.written_by(model, count, length, seed, track=track)))
         found = task.read(name, tokenizer, length, count, settings.seed)
         return found._replace(rows=task.complete(model, found.rows, seed, track))
 

@@ -4,11 +4,11 @@ A binary variable picks one head count per layer; under each head count one pick
 size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately. Under a
 budget of measured time, where a kernel's price is no sum over the two sizes, one picks a pair of them.
 
-Large models have so many sizes that HiGHS alone takes minutes. So the budgets are first given prices (Lagrange
-multipliers, by column generation): with them every layer chooses on its own, which bounds the damage from below and
-says of every size how much more damage it would bring at least. Sizes beyond the best known plan are left out, for they
-cannot be part of a better one; HiGHS searches the rest, usually a hundredth of the whole. The search is limited by
-nodes, not by time, so that a plan never depends on the machine; what is not proven within them is the plan's `gap`.
+Large models have so many sizes that HiGHS alone takes minutes. So budgets first get prices (Lagrange multipliers, by
+column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
+size, the least additional damage. Sizes beyond the best known plan cannot be part of a better one and are left out;
+HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes, not by time, so a plan never
+depends on the machine; what is not proven within them is the plan's `gap`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from headwise.types import Budget, LayerShape, ModelShape
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
-NODE_LIMIT = 4000  # of one run of HiGHS: seconds; a plan that is not proven by then says so in its gap
+NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -52,7 +52,7 @@ class Solution(NamedTuple):
         return sum(choice.damage for layer in self.choices for choice in layer)
 
 
-class Case:
+class Problem:
     """A model's menus under budgets, ready to be solved for these and for other limits of the first budget."""
 
     def __init__(self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> None:
@@ -69,10 +69,9 @@ class Case:
     def solve(self, limits: Sequence[float] | None = None, gap: float = 0.0) -> Solution | None:
         """The selection of least total damage that meets every budget, or other limits; None where there is none.
 
-        A `gap` above nothing lets the search stop that near to the bound.
+        With a `gap` above 0 the search may stop that close to the bound.
         """
-        wanted = [budget.limit for budget in self.budgets] if limits is None else limits
-        solved = select(self.program, np.array(wanted) - self.fixed, self.seen, gap)
+        solved = self._select([budget.limit for budget in self.budgets] if limits is None else limits, gap)
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))
@@ -83,19 +82,21 @@ class Case:
         """Least damage at a share of the first budget's full price, the others as they are; infinite out of reach."""
         limit = share * self.full[0]
         limit = self.least[0] if abs(limit - self.least[0]) < 1e-9 * limit else limit  # its own least is in reach
-        limits = np.array([limit, *(budget.limit for budget in self.budgets[1:])]) - self.fixed
-        solved = select(self.program, limits, self.seen, FRONTIER_GAP)
+        solved = self._select([limit, *(budget.limit for budget in self.budgets[1:])], FRONTIER_GAP)
         return float("inf") if solved is None else float(self.program.damage[solved[0]].sum())
+
+    def _select(self, limits: Sequence[float], gap: float) -> tuple[list[int], float] | None:
+        return select(self.program, np.array(limits) - self.fixed, self.seen, gap)
 
 
 def solve(
     source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> Solution:
     """The selection of least total damage that meets every budget; budgets out of reach are refused."""
-    case = Case(source, offered, budgets)
-    found = case.solve()
+    problem = Problem(source, offered, budgets)
+    found = problem.solve()
     if found is None:
-        raise refuse(source, budgets, case.least.tolist(), allow)
+        raise refuse(source, budgets, problem.least.tolist(), allow)
     return found
 
 
@@ -255,7 +256,7 @@ def select(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tu
         least = proven if whole else min(proven, bound + reach)  # what was left out has at least that
         if whole or (found and (damage - least <= gap * damage or proven < bound + reach)):
             break
-        # Rounding must not drop a column of the optimum; a larger program in small steps meets better plans on the way.
+        # Rounding must not drop a column of the optimum; small steps find better plans on the way.
         reach = min(damage - bound + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
     return (found[0], max(0.0, 1.0 - least / damage) if damage > 0 else 0.0) if found else None
 

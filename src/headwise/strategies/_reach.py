@@ -1,7 +1,7 @@
-"""How little a model can be made to cost, by its shape alone: budgets out of reach are refused before any probing.
+"""The least that a model can cost, by its shape alone: budgets out of reach are refused before any probing.
 
-The least over all legal sizes is a bound from below for every strategy: whoever chooses more narrowly, such as one size
-for all layers, may still refuse later what is accepted here.
+The least over all legal sizes is a lower bound for every strategy. A strategy with fewer choices, such as one size for
+all layers, may still refuse later what is accepted here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check(
     cuts: tuple[str, ...],
     possible: Sequence[str] = UNITS,
 ) -> None:
-    """Refuse budgets that a strategy, which may cut `cuts`, cannot meet whatever the probes will find.
+    """Refuse budgets that a strategy, which may cut `cuts`, cannot meet, whatever the probes find.
 
     `possible` is what it could be allowed to cut.
     """

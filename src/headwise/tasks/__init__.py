@@ -1,4 +1,4 @@
-"""What a model is for: how text becomes its input, what it answers, and how two answers differ. One task per file."""
+"""What a model is used for: how data becomes its input, what it answers, how two answers differ. One task per file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def known() -> tuple[str, ...]:
 
 
 def of(model: nn.Module, tokenizer: Any, where: str = "") -> Task:
-    """The task of a loaded model; `where` is the hub id or folder that it came from."""
+    """The task of a loaded model; `where` is its hub id or folder."""
     config: Any = model.config
     task: Task = find("headwise.tasks", families.task_of(config)).TASK.for_model(config, tokenizer, where)
     return task

@@ -1,4 +1,4 @@
-"""What tasks share in which a text is written to an input: rows with a target, and how it is drawn."""
+"""Tasks in which a model reads an input and writes a text: rows with a target, and how targets are sampled."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from torch import nn
 
 from headwise.data import NOTHING, WRITTEN, marks_of
 from headwise.errors import DataError
-from headwise.families import Family
-from headwise.tasks._task import Answers, Prepared, Task, divergence_of
+from headwise.tasks._task import Compared, Prepared, Task, compared_by_token, divergence_of
 
 IGNORED = -100  # label of a token that is only read
 
 
 class Target(Task):
-    """Every token of a target is predicted from the input and from those before it."""
+    """Every token of a target is predicted from the input and from the tokens before it."""
 
     end: int | None  # the token that ends a target
 
@@ -28,7 +27,7 @@ class Target(Task):
     def prepare(self, ids: torch.Tensor, seed: int) -> Prepared:
         """The model reads rows without their last token; the label of a target's token is the one after it.
 
-        The label of the marker before a target is the marker, which says where the target is from.
+        The label of the marker before a target is the marker itself: it tells whether the target was given or written.
         """
         marks = marks_of(ids)
         place, last = torch.arange(ids.shape[1], device=ids.device), (marks != NOTHING).sum(1, keepdim=True) - 1
@@ -38,18 +37,8 @@ class Target(Task):
         ended = (place == last).view(*marks.shape, *(1 for _ in ids.shape[2:]))
         return Prepared(ids.masked_fill(ended, NOTHING), labels)
 
-    def outputs(
-        self, family: Family, model: nn.Module, batch: Prepared, stream: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Log-probabilities (B, T, V) of the tokens of the target."""
-        return family.run(model, batch.inputs, stream).log_softmax(-1)
-
-    def outputs_from(self, family: Family, model: nn.Module, stream: torch.Tensor, batch: Prepared) -> torch.Tensor:
-        """The same from the stream after the last layer."""
-        return family.logits(model, family.answering(stream, batch.inputs)).log_softmax(-1)
-
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Surprise at all tokens of the target."""
+        """Negative log-probability of all tokens of the target."""
         target = labels[:, -outputs.shape[1] :]
         return nn.functional.nll_loss(outputs.flatten(0, 1), target.flatten(), reduction="sum", ignore_index=IGNORED)
 
@@ -57,32 +46,24 @@ class Target(Task):
         """Tokens of targets."""
         return int((batch.labels >= 0).sum())
 
-    def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """Mean KL over a target."""
-        return divergence_of(reference, found).mean(-1)
-
-    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Answers:
-        """KL and equal best tokens; the loss where targets were given, as the model's own prove nothing."""
-        same = (before.argmax(-1) == after.argmax(-1)).double().mean(1)
-        kl = divergence_of(before.double(), after.double()).mean(1)
-        if (labels == WRITTEN).any():
-            return Answers(None, None, kl, same)
-        target = labels[:, -before.shape[1] :].unsqueeze(-1)
-        losses = [-found.gather(-1, target).squeeze(-1).double().mean(1) for found in (before, after)]
-        return Answers(losses[0], losses[1], kl, same)
+    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Compared:
+        """KL and equal best tokens; the loss only where targets were given, not where the model wrote them itself."""
+        given = not (labels == WRITTEN).any()
+        target = labels[:, -before.shape[1] :].unsqueeze(-1) if given else None
+        return compared_by_token(before, after, divergence_of(before.double(), after.double()), target)
 
     def drawn(
-        self, model: Any, told: dict[str, Any], begun: torch.Tensor, most: int, random: torch.Generator
+        self, model: Any, given: dict[str, Any], begun: torch.Tensor, most: int, random: torch.Generator
     ) -> list[list[int]]:
-        """Targets drawn token by token at temperature 1, from those that begin them to the one that ends them.
+        """Targets sampled at temperature 1, after the tokens `begun` and up to the end token, at most `most` more.
 
-        `told` is what the model is told at every step, `most` how many tokens are drawn.
+        `given` holds further arguments of every step.
         """
-        told, tokens = dict(told), begun
+        given, tokens = dict(given), begun
         open_ended = torch.ones(len(tokens), dtype=torch.bool, device=tokens.device)
         for step in range(most):
-            out = model(decoder_input_ids=tokens[:, -1:] if step else tokens, use_cache=True, **told)
-            told["past_key_values"] = out.past_key_values
+            out = model(decoder_input_ids=tokens[:, -1:] if step else tokens, use_cache=True, **given)
+            given["past_key_values"] = out.past_key_values
             chances = out.logits[:, -1].softmax(-1)
             if not chances.isfinite().all():
                 raise DataError("the model's answers to this input are not numbers; check the input and the weights.")
@@ -98,6 +79,6 @@ class Target(Task):
 
 
 def padded(rows: list[list[int]]) -> torch.Tensor:
-    """Rows of one tensor, shorter ones ended."""
+    """Rows as one tensor; shorter ones are filled up with `NOTHING`."""
     width = max(map(len, rows))
     return torch.tensor([row + [NOTHING] * (width - len(row)) for row in rows])

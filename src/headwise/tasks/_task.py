@@ -1,33 +1,28 @@
-"""What a task must say, so that probes price units and checks measure quality in the task's own terms."""
+"""What a task defines, so that probes price units and checks measure quality in the task's own terms."""
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import nn
 
-from headwise.data import Rows, closed_blocks, closed_lengths, documents, rows_by_length
+from headwise.data import DataRows, closed_blocks, closed_lengths, documents, rows_by_length
 from headwise.families import Family
-
-Track = Callable[[Sequence[Any], str], Iterable[Any]]  # wraps a loop to show its progress
+from headwise.progress import Track as Track
 
 
 class Prepared(NamedTuple):
-    """Rows as a model reads them, and what its answers are held against: labels of tokens, or of whole rows."""
+    """Rows as a model reads them, and the labels of their tokens or of whole rows."""
 
     inputs: torch.Tensor
     labels: torch.Tensor
     per_token: bool = True
-    row: int | None = None  # tokens of a row where rows are not tokens
-    truth: torch.Tensor | None = None  # the right answer to every row, where they are known
-
-    def with_truth(self, truth: torch.Tensor | None) -> Prepared:
-        """The same with right answers."""
-        return self._replace(truth=truth)
+    row: int | None = None  # tokens of a row that does not consist of tokens, such as an image
+    truth: torch.Tensor | None = None  # the right answer to every row, where it is known
 
     def batches(self, tokens: int = 4096) -> list[Prepared]:
         """Rows in batches of about `tokens` tokens, each of one length."""
@@ -41,13 +36,13 @@ class Prepared(NamedTuple):
         ]
 
     def to(self, device: torch.device) -> Prepared:
-        """The same on a device."""
+        """A copy on a device."""
         truth = None if self.truth is None else self.truth.to(device)
         return self._replace(inputs=self.inputs.to(device), labels=self.labels.to(device), truth=truth)
 
 
-class Answers(NamedTuple):
-    """Both models' answers compared, one value per row; None where a task has no such thing."""
+class Compared(NamedTuple):
+    """Both models' answers compared, one value per row; None where a task has no such value."""
 
     loss_before: torch.Tensor | None
     loss_after: torch.Tensor | None
@@ -56,7 +51,7 @@ class Answers(NamedTuple):
 
 
 class Task(ABC):
-    """How a model is used. Its answers are log-probabilities or unit vectors, the first axis being rows."""
+    """How a model is used. Its answers are log-probabilities or unit vectors; the first axis is rows."""
 
     name: ClassVar[str]
     unit: ClassVar[str]  # of damage
@@ -64,28 +59,18 @@ class Task(ABC):
     agreement_name: ClassVar[str] = ""  # of the share of equal best answers, in verdicts
     perplexity: ClassVar[bool] = False  # whether exp(loss) is one
     generates: ClassVar[bool] = False  # whether the model writes text
-    row_tokens: int | None = None  # tokens of a row where rows are not tokens
+    row_tokens: int | None = None  # tokens of a row that does not consist of tokens
     has_past: ClassVar[bool] = False  # whether every layer sees the tokens before one, and no others
     refit_strength: ClassVar[float] = 1.0  # of the ridge that holds refitted weights near those that a cut left
 
     @classmethod
     @abstractmethod
     def for_model(cls, config: Any, tokenizer: Any, where: str) -> Self:
-        """The task as a model with this configuration does it; `where` is the hub id or folder that it came from."""
+        """The task for a model with this configuration; `where` is its hub id or folder."""
 
     @abstractmethod
     def prepare(self, ids: torch.Tensor, seed: int) -> Prepared:
-        """Inputs and labels of blocks of text. A row comes out the same whatever rows are beside it."""
-
-    @abstractmethod
-    def outputs(
-        self, family: Family, model: nn.Module, batch: Prepared, stream: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The model's answers, with `stream` in place of what its embeddings give the first layer."""
-
-    @abstractmethod
-    def outputs_from(self, family: Family, model: nn.Module, stream: torch.Tensor, batch: Prepared) -> torch.Tensor:
-        """The same from the stream after the last layer."""
+        """Inputs and labels of blocks of text. A row does not depend on the rows beside it."""
 
     @abstractmethod
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -95,34 +80,52 @@ class Task(ABC):
     def terms(self, batch: Prepared) -> int:
         """How many answers the loss sums up, so that damage is per answer."""
 
-    @abstractmethod
-    def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """How far the answers are from the source's, per row."""
+    def outputs(
+        self, family: Family, model: nn.Module, batch: Prepared, stream: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The model's answers; `stream` replaces the embeddings that the first layer reads."""
+        return self.answers(self.picked(family.run(model, batch.inputs, stream), batch))
 
-    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Answers:
+    def outputs_from(self, family: Family, model: nn.Module, stream: torch.Tensor, batch: Prepared) -> torch.Tensor:
+        """The model's answers from the residual stream after its last layer."""
+        return self.answers(family.logits(model, self.picked(family.answering(stream, batch.inputs), batch)))
+
+    def picked(self, values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
+        """The positions that have an answer: here all."""
+        return values_BTX
+
+    def answers(self, logits: torch.Tensor) -> torch.Tensor:
+        """Answers from the model's raw outputs: here log-probabilities along the last axis."""
+        return logits.log_softmax(-1)
+
+    def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """Distance of the answers from the source's, per row: here the mean KL over all positions."""
+        return divergence_of(reference, found).mean(-1)
+
+    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Compared:
         """The answers of the source and of the reshaped model."""
-        return Answers(None, None, self.divergence(before, after), None)
+        return Compared(None, None, self.divergence(before, after), None)
 
     def right(self, outputs: torch.Tensor, truth: torch.Tensor) -> torch.Tensor | None:
-        """Whether the best answers are the right ones (B), where a task has such a thing."""
+        """Whether the best answers are the right ones (B); None where a task has no right answers."""
         return None
 
-    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> Rows:
-        """Rows of a source as `data` names it, by the tokenizer or whatever else reads for the model."""
-        return Rows(self.blocks(documents(source, seed), reader, length, count, source))
+    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> DataRows:
+        """Rows of a source, made by the model's tokenizer or processor."""
+        return DataRows(self.blocks(documents(source, seed), reader, length, count, source))
 
     def blocks(
         self, texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
     ) -> torch.Tensor:
-        """Text as token blocks of up to `length`, each between the tokens that encoders put around a text."""
+        """Token blocks of up to `length`, each between the special tokens that encoders put around a text."""
         return closed_blocks(texts, tokenizer, length, count, what)
 
     def complete(self, model: nn.Module, rows: torch.Tensor, seed: int, track: Track) -> torch.Tensor:
-        """Blocks with whatever only the model can add to them."""
+        """Blocks with what only the model can add, such as the texts that it writes."""
         return rows
 
     def block_tokens(self, length: int) -> int:
-        """How many tokens such blocks hold on average."""
+        """The mean number of tokens of such blocks."""
         lengths = closed_lengths(length)
         return sum(lengths) // len(lengths)
 
@@ -132,6 +135,17 @@ def divergence_of(reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
     return (reference.exp() * (reference - found)).sum(-1)
 
 
+def compared_by_token(
+    before: torch.Tensor, after: torch.Tensor, kl: torch.Tensor, target: torch.Tensor | None
+) -> Compared:
+    """Losses (where there is a target), KL and equal best tokens, each the mean of a row's tokens."""
+    losses: list[torch.Tensor | None] = [None, None]
+    if target is not None:
+        losses = [-found.gather(-1, target).squeeze(-1).double().mean(1) for found in (before, after)]
+    same = (before.argmax(-1) == after.argmax(-1)).double().mean(1)
+    return Compared(losses[0], losses[1], kl.double().mean(1), same)
+
+
 def random_for(row: torch.Tensor, seed: int) -> torch.Generator:
-    """A source of random numbers that belongs to one row of tokens."""
+    """Random numbers that depend on one row of tokens and the seed alone."""
     return torch.Generator().manual_seed(zlib.crc32(row.cpu().numpy().tobytes(), seed))

@@ -1,8 +1,8 @@
-"""Sequence classification: one label, several, or a score for a whole text."""
+"""Sequence classification: one label, several labels or a score for a whole text."""
 
 from __future__ import annotations
 
-from headwise.tasks._classes import Classes
+from headwise.tasks._rows import Classes
 
 
 class Classification(Classes):

@@ -7,7 +7,7 @@ from typing import Any, Self
 from headwise.errors import ModelError
 from headwise.families import companions
 from headwise.files.json import read_object
-from headwise.tasks._vectors import Vectors
+from headwise.tasks._rows import Vectors
 
 POOLING = "1_Pooling/config.json"  # as sentence-transformers writes it
 WAYS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
@@ -21,7 +21,7 @@ class Embedding(Vectors):
 
     @classmethod
     def for_model(cls, config: Any, tokenizer: Any, where: str) -> Self:
-        """How tokens are pooled is said by the files that a sentence-transformers model brings; else by their mean."""
+        """Tokens are pooled as the files of a sentence-transformers model say; without them, by their mean."""
         file = companions(where).get(POOLING) if where else None
         if file is None:
             return cls(config.hidden_size)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from headwise.tasks._classes import Classes, kind_of
-from headwise.tasks._images import ImageTask, tokens_of
+from headwise.tasks._rows import Classes, ImageTask, kind_of, tokens_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from headwise.families import family_of
-from headwise.tasks._images import ImageTask, tokens_of
-from headwise.tasks._vectors import Vectors
+from headwise.tasks._rows import ImageTask, Vectors, tokens_of
 
 
 @dataclass(frozen=True, slots=True)
 class ImageEmbedding(ImageTask, Vectors):
-    """What the family says its models are used for: the class token, or the projected image."""
+    """The embedding that the family defines: the class token, or the projected image."""
 
     row_tokens: int = 1
 

@@ -1,4 +1,4 @@
-"""Masked-token prediction: what BERT and its kin were trained on."""
+"""Masked-token prediction: what BERT and similar encoders were trained on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import nn
 
 from headwise.data import NOTHING
 from headwise.errors import ModelError
-from headwise.families import Family
-from headwise.tasks._task import Answers, Prepared, Task, divergence_of, random_for
+from headwise.tasks._task import Compared, Prepared, Task, compared_by_token, divergence_of, random_for
 
 SHARE = 0.15  # of the tokens that are hidden
 IGNORED = -100  # label of a token that is not
@@ -30,7 +29,7 @@ class Masked(Task):
 
     @classmethod
     def for_model(cls, config: Any, tokenizer: Any, where: str) -> Self:
-        """Which tokens hide and close a text is known to the tokenizer."""
+        """The tokenizer knows which token hides others, and which close a text."""
         mask = tokenizer.mask_token_id
         if mask is None:
             raise ModelError(f"the tokenizer of {where or 'this model'} has no mask token, which masked text needs.")
@@ -38,7 +37,7 @@ class Masked(Task):
         return cls(mask, tuple(token for token in ends if token is not None))
 
     def prepare(self, ids: torch.Tensor, seed: int) -> Prepared:
-        """As many tokens hidden in all rows of one length, so that the answers of a batch form a block."""
+        """All rows of one length hide equally many tokens, so that the answers of a batch form a block."""
         order = torch.stack([torch.rand(ids.shape[1], generator=random_for(row, seed)) for row in ids]).to(ids.device)
         order[torch.isin(ids, torch.tensor((*self.kept, NOTHING), device=ids.device))] = -1
         rank = order.argsort(1, descending=True).argsort(1)
@@ -46,44 +45,23 @@ class Masked(Task):
         hidden = rank < count
         return Prepared(ids.masked_fill(hidden, self.mask), ids.masked_fill(~hidden, IGNORED))
 
-    def outputs(
-        self, family: Family, model: nn.Module, batch: Prepared, stream: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Log-probabilities of the hidden tokens (B, hidden, V)."""
-        return _hidden(family.run(model, batch.inputs, stream), batch).log_softmax(-1)
-
-    def outputs_from(self, family: Family, model: nn.Module, stream: torch.Tensor, batch: Prepared) -> torch.Tensor:
-        """The same from the stream after the last layer, of which the head needs the hidden tokens only."""
-        return family.logits(model, _hidden(stream, batch)).log_softmax(-1)
+    def picked(self, values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
+        """The values at hidden tokens (B, hidden, X): the head needs no others."""
+        rows = values_BTX[batch.labels != IGNORED]
+        return rows.view(len(values_BTX), -1, rows.shape[-1])
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Surprise at the hidden tokens."""
+        """Negative log-probability of the hidden tokens."""
         return nn.functional.nll_loss(outputs.flatten(0, 1), labels[labels != IGNORED], reduction="sum")
 
     def terms(self, batch: Prepared) -> int:
         """Hidden tokens."""
         return int((batch.labels != IGNORED).sum())
 
-    def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-        """Mean KL over the hidden tokens."""
-        return divergence_of(reference, found).mean(-1)
-
-    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Answers:
+    def compare(self, before: torch.Tensor, after: torch.Tensor, labels: torch.Tensor) -> Compared:
         """Loss, KL and equal best tokens where a token was hidden."""
         target = labels[labels != IGNORED].view(len(labels), -1, 1)
-        found = (
-            -before.gather(-1, target).squeeze(-1),
-            -after.gather(-1, target).squeeze(-1),
-            divergence_of(before, after),
-            (before.argmax(-1) == after.argmax(-1)).float(),
-        )
-        return Answers(*(values.double().mean(1) for values in found))
-
-
-def _hidden(values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
-    """The values at hidden tokens (B, hidden, X)."""
-    rows = values_BTX[batch.labels != IGNORED]
-    return rows.view(len(values_BTX), -1, rows.shape[-1])
+        return compared_by_token(before, after, divergence_of(before, after), target)
 
 
 TASK = Masked

@@ -1,7 +1,7 @@
-"""A text read, another written: translation, summaries, whatever an encoder-decoder was made for.
+"""A text is read, another is written: translation, summaries and other uses of an encoder-decoder.
 
-What is written is given by pairs of texts, or else by the source model itself, drawn from its own distribution: then
-no label is needed, and the divergence is measured where the model goes.
+Targets are given by pairs of texts, or sampled from the source model: then no label is needed, and the divergence is
+measured on texts that the model would write.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Seq2Seq(Target):
     def blocks(
         self, texts: Iterable[str], tokenizer: Any, length: int, count: int | None = None, what: str = "the text"
     ) -> torch.Tensor:
-        """One row for each text that is no longer than `length`, longer ones cut; pairs with both, each cut there."""
+        """One row per text, cut at `length`; both texts of a pair are cut there."""
         rows: list[list[int]] = []
         for row in self._rows(texts, tokenizer, length):
             if rows and any(token < NOTHING for token in rows[0]) != any(token < NOTHING for token in row):
@@ -63,22 +63,22 @@ class Seq2Seq(Target):
                     yield row[row != NOTHING].tolist()
 
     def block_tokens(self, length: int) -> int:
-        """A target is taken to be as long as its input."""
+        """Assumes that a target is as long as its input."""
         lengths = closed_lengths(length)
         return 2 * sum(lengths) // len(lengths)
 
     @torch.no_grad()
     def complete(self, model: Any, rows: torch.Tensor, seed: int, track: Track) -> torch.Tensor:
-        """Rows with targets that the model writes itself at temperature 1, as long as their inputs at most."""
+        """Rows with targets sampled from the model at temperature 1, at most as long as their inputs."""
         if (rows < NOTHING).any():
             return rows
         random = torch.Generator(model.device).manual_seed(seed)
         found: dict[int, list[int]] = {}
         for places, length in track(rows_by_length(rows, 4096), "targets by the model"):
             inputs = rows[places, :length]
-            told = {"encoder_outputs": model.get_encoder()(inputs.to(model.device))}
+            given = {"encoder_outputs": model.get_encoder()(inputs.to(model.device))}
             begun = torch.full((len(inputs), 1), self.start, device=model.device)
-            targets = self.drawn(model, told, begun, max(SHORTEST_TARGET, length), random)
+            targets = self.drawn(model, given, begun, max(SHORTEST_TARGET, length), random)
             for place, row, target in zip(places.tolist(), inputs, targets, strict=True):
                 found[place] = [*row.tolist(), WRITTEN, *target]
         return padded([found[place] for place in range(len(rows))])

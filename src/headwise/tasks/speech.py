@@ -1,7 +1,7 @@
-"""A recording heard, a text written: what was said in it, in its language or in another.
+"""A recording is heard, its transcript or translation is written.
 
-The text is given beside the recording, or else written by the source model itself, drawn from its own distribution.
-Either way it begins as the model's own: with the tokens for its language, for what is to be done, and for no times.
+The text is given with the recording, or sampled from the source model. Either way it begins with the model's own tokens
+for the language, the task and no timestamps.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any, Self
 
 import torch
 
-from headwise.data import GIVEN, NOTHING, WRITTEN, Rows, audio, marks_of
+from headwise.data import GIVEN, NOTHING, WRITTEN, DataRows, audio, marks_of
 from headwise.errors import DataError, ModelError, lacks_memory
 from headwise.families import quietly
 from headwise.tasks._target import Target, padded
 from headwise.tasks._task import Track
 
 BEGINNING = 8  # tokens that are left for how a text begins
-USUAL = 64  # tokens that a text is taken to have
+USUAL = 64  # tokens that a text is assumed to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,22 +41,22 @@ class Speech(Target):
             raise ModelError(f"the feature extractor makes {frames} frames where the model hears {2 * tokens}.")
         return cls(tokens, config.max_target_positions, ends[0] if isinstance(ends, list) else ends)
 
-    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> Rows:
-        """Recordings of a source as `audio` names it, with their texts where those are known."""
-        heard = audio.read(source, reader.feature_extractor, count, seed)
-        if heard.targets is None:
-            return Rows(heard.rows)
+    def read(self, source: str, reader: Any, length: int, count: int, seed: int) -> DataRows:
+        """Recordings of a source, with their transcripts where those are known."""
+        found = audio.read(source, reader.feature_extractor, count, seed)
+        if found.targets is None:
+            return DataRows(found.rows)
         most, ends = min(length, self.longest - BEGINNING), [] if self.end is None else [self.end]
-        texts = [reader.tokenizer(text, add_special_tokens=False)["input_ids"] for text in heard.targets]
-        return Rows(audio.with_tokens(heard.rows, padded([[GIVEN, *text[:most], *ends] for text in texts])))
+        texts = [reader.tokenizer(text, add_special_tokens=False)["input_ids"] for text in found.targets]
+        return DataRows(audio.with_tokens(found.rows, padded([[GIVEN, *text[:most], *ends] for text in texts])))
 
     def block_tokens(self, length: int) -> int:
-        """What a recording counts for, with its text."""
+        """Tokens of a recording and its transcript."""
         return self.tokens + USUAL
 
     @torch.no_grad()
     def complete(self, model: Any, rows: torch.Tensor, seed: int, track: Track) -> torch.Tensor:
-        """Rows whose texts begin as the model's do; it writes those that are not given, at temperature 1."""
+        """Rows whose texts begin with the model's own tokens; texts that are not given are sampled at temperature 1."""
         sound, given = rows[:, : self.tokens], marks_of(rows)[:, self.tokens + 1 :].long()
         random = torch.Generator(model.device).manual_seed(seed)
         texts: list[list[int]] = []
@@ -68,13 +68,13 @@ class Speech(Target):
                 pairs = zip(begun.tolist(), given[part], strict=True)
                 texts += [[GIVEN, *start, *text[text != NOTHING].tolist()] for start, text in pairs]
                 continue
-            told = {"encoder_outputs": model.get_encoder()(features)}
+            encoded = {"encoder_outputs": model.get_encoder()(features)}
             most = self.longest - begun.shape[1]
-            texts += [[WRITTEN, *text] for text in self.drawn(model, told, begun, most, random)]
+            texts += [[WRITTEN, *text] for text in self.drawn(model, encoded, begun, most, random)]
         return audio.with_tokens(sound, padded(texts))
 
     def _taken(self, model: Any, features: torch.Tensor) -> torch.Tensor:
-        """What the model's own way of writing begins with; recordings that it does not take are refused."""
+        """The tokens that the model's own texts begin with; recordings that it does not accept are refused."""
         try:
             return self._begun(model, features)
         except RuntimeError as error:
@@ -86,7 +86,7 @@ class Speech(Target):
             ) from None
 
     def _begun(self, model: Any, features: torch.Tensor) -> torch.Tensor:
-        """What the model's own way of writing begins with; it may detect the language."""
+        """The tokens that the model's own texts begin with; the model may detect the language."""
         with quietly():
             found: torch.Tensor = model.generate(
                 features, max_new_tokens=1, min_new_tokens=1, do_sample=False, num_beams=1, return_timestamps=False,

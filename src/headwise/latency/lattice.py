@@ -1,9 +1,9 @@
-"""How long layers take on this device: of every size that a plan may choose, or of enough to tell the others.
+"""Which layer sizes are timed on a device, so that the times of all others can be interpolated.
 
-What is timed are stacks of equal layers in a whole model, against a stack of the base's layers beside them, so that a
-machine that slows down slows both. Attention and MLP are measured apart. Where all combinations of attention sizes
-are too many, a lattice of them is; where a size between measured ones is off the line between them, more is measured
-there, as times move in steps. Mixed stacks are predicted and measured at the end: the table says how far it is off.
+Stacks of equal layers in a whole model are timed beside a stack of base layers, so that a machine that slows down slows
+both. Attention and MLP are timed separately. Where there are too many combinations of attention sizes, a lattice of
+them is timed; where a size lies off the line between its neighbours, more sizes are timed there, because times move in
+steps. At the end mixed stacks are predicted and timed: the table records the error.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from headwise.types.latency import bracket
 Clock = Callable[[Sequence[Stack]], list[list[float]]]  # milliseconds of models with these layers, once per repeat
 Keep = Callable[[LatencyTable], None]
 
-EVERY = 400  # combinations of attention sizes that are all measured
-MOST = 600  # that a lattice may have in place of more
-WIDTHS, MOST_WIDTHS = 20, 40  # of MLPs, likewise
+EVERY = 400  # up to so many combinations of attention sizes are all timed
+MOST = 600  # points of a lattice otherwise
+WIDTHS, MOST_WIDTHS = 20, 40  # MLP widths, likewise
 TOLERANCE = 0.02  # of the base layer's time, by which a size may lie off the line
 GROUP = 4  # stacks that take turns with the base
 HELD_OUT = 6  # mixed stacks that are predicted and measured
@@ -44,33 +44,33 @@ def measure(
     track: Track = silently,
     runtime: str = "plain",
 ) -> LatencyTable:
-    """The table of one workload. What `known` holds is not measured again; `keep` is given what there is so far."""
+    """The table of one workload. Times in `known` are not measured again; `keep` receives every intermediate table."""
     base, allowed = base_of(source), frozenset(allow)
     start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
-    book = Book(clock, start, known, keep, track)
+    times = Measurements(clock, start, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
-        wanted = [_thinned(book, lattice, MOST // len(wanted)) for lattice in wanted]
-    book.need([shape for lattice in wanted for shape in lattice.shapes(base)], f"timing attention, {work}")
-    widths = _widths(book, mlp_sizes(source, allowed))
-    table = replace(book.table(), lattices=tuple(wanted), mlp=widths)
-    table = replace(table, held_out=(*book.checks, *_mixed(book, table, source)))
+        wanted = [_thinned(times, lattice, MOST // len(wanted)) for lattice in wanted]
+    times.need([shape for lattice in wanted for shape in lattice.shapes(base)], f"timing attention, {work}")
+    widths = _widths(times, mlp_sizes(source, allowed))
+    table = replace(times.table(), lattices=tuple(wanted), mlp=widths)
+    table = replace(table, held_out=(*times.checks, *_mixed(times, table, source)))
     keep(table)
     return table
 
 
 def again(clock: Clock, table: LatencyTable, layers: Iterable[LayerShape], source: ModelShape) -> LatencyTable:
-    """The table with the times of these layers measured once more, those of the source's sizes left as they are.
+    """The table with these layers timed once more; times of the source's own sizes stay.
 
-    Of many times a solver chooses those that came out too short: a second look is not chosen.
+    Of many times a solver picks those that are too short by chance. A second timing is not picked, so it is unbiased.
     """
     base, left = table.base, {part for layer in source.layers for part in parts(layer, table.base)}
     shapes = [part for layer in layers if not layer.gone for part in parts(layer, base) if part not in left]
-    book = Book(clock, table, table)
+    times = Measurements(clock, table, table)
     for shape in shapes:
-        book.times.pop(shape, None)
-    book.need(shapes, "")
-    return book.table()
+        times.times.pop(shape, None)
+    times.need(shapes, "")
+    return times.table()
 
 
 def parts(layer: LayerShape, base: LayerShape) -> tuple[LayerShape, LayerShape]:
@@ -112,7 +112,7 @@ def mlp_sizes(source: ModelShape, allow: frozenset[str]) -> list[int]:
     return sorted(own | legal)
 
 
-class Book:
+class Measurements:
     """Times of layers, each measured once."""
 
     def __init__(
@@ -133,7 +133,7 @@ class Book:
         self.whole = self.rest + self.chain * self.times[self.base].ms
 
     def _begin(self) -> None:
-        """The base's time and that of all but layers, from a short and a long stack of it."""
+        """The time of a base layer and of all but layers, from a short and a long stack."""
         few = max(1, self.chain // 4)
         if few == self.chain:
             self.rest, long = 0.0, self.clock([(self.base,) * few])[0]
@@ -167,31 +167,36 @@ class Book:
         return [[time / beside * self.whole for time, beside in zip(times, base, strict=True)] for times in others]
 
     def table(self) -> LatencyTable:
-        """What is known so far."""
+        """The table so far."""
         return replace(self.start, rest_ms=self.rest, times=tuple(self.times.values()))
 
 
 def settle(
-    book: Book, sizes: Sequence[int], ticks: Sequence[int], shape: Callable[[int], LayerShape], what: str, most: int
+    times: Measurements,
+    sizes: Sequence[int],
+    ticks: Sequence[int],
+    shape: Callable[[int], LayerShape],
+    what: str,
+    most: int,
 ) -> tuple[list[int], list[int]]:
-    """Sizes to add to `ticks` so that the others lie on lines between them, and all that were measured for that.
+    """Sizes to add to `ticks` so that all others lie on lines between them, and all sizes measured for that.
 
-    Between two neighbours the middle is measured; where it is off the line, both halves are looked at again.
+    The middle between two neighbours is measured; where it is off the line, both halves are refined.
     """
     settled, seen = set(ticks), set(ticks)
     spans = list(zip(ticks, ticks[1:], strict=False))
-    allowed = TOLERANCE * book.times[book.base].ms
+    allowed = TOLERANCE * times.times[times.base].ms
     while spans and len(settled) < most:
         middles = {span: _middle(sizes, span) for span in spans}
-        asked = [size for span, size in middles.items() if size is not None for size in (*span, size)]
-        times = book.need(map(shape, asked), f"timing {what}, {book.start.workload}")
+        wanted = [size for span, size in middles.items() if size is not None for size in (*span, size)]
+        found = times.need(map(shape, wanted), f"timing {what}, {times.start.workload}")
         spans = []
         for (low, high), size in middles.items():
             if size is None:
                 continue
-            line = sum(part * times[shape(end)] for end, part in bracket((low, high), size) or ())
-            off = abs(line - times[shape(size)]) > allowed
-            book.checks.append(HeldOut(f"{what} {size}", line, times[shape(size)], off))
+            line = sum(part * found[shape(end)] for end, part in bracket((low, high), size) or ())
+            off = abs(line - found[shape(size)]) > allowed
+            times.checks.append(HeldOut(f"{what} {size}", line, found[shape(size)], off))
             seen.add(size)
             if off:
                 settled.add(size)
@@ -216,8 +221,8 @@ def thin(sizes: Sequence[int], count: int) -> tuple[int, ...]:
     return tuple(sizes[round(place * (len(sizes) - 1) / (count - 1))] for place in range(count))
 
 
-def _thinned(book: Book, lattice: Lattice, most: int) -> Lattice:
-    """A lattice of fewer sizes: every axis alone shows, at the largest of the others, where it needs them."""
+def _thinned(times: Measurements, lattice: Lattice, most: int) -> Lattice:
+    """A lattice of fewer sizes: each axis is refined alone, with the others at their largest."""
     axes = [thin(axis, 3) for axis in lattice.axes]
     names = ("kv_heads", "sharing", "qk_dim", "v_dim")
     for place, (axis, name) in enumerate(zip(lattice.axes, names, strict=True)):
@@ -225,38 +230,38 @@ def _thinned(book: Book, lattice: Lattice, most: int) -> Lattice:
 
         def shape(size: int, place: int = place) -> LayerShape:
             sizes = [size if at == place else axis[-1] for at, axis in enumerate(lattice.axes)]
-            return lattice.shape(book.base, *sizes)
+            return lattice.shape(times.base, *sizes)
 
-        axes[place] = tuple(settle(book, axis, axes[place], shape, name, max(3, most // others))[0])
+        axes[place] = tuple(settle(times, axis, axes[place], shape, name, max(3, most // others))[0])
     return Lattice(lattice.width, *axes)
 
 
-def _widths(book: Book, sizes: Sequence[int]) -> tuple[int, ...]:
+def _widths(times: Measurements, sizes: Sequence[int]) -> tuple[int, ...]:
     """The measured MLP widths: all if they are few, else until lines between them are good."""
 
     def shape(width: int) -> LayerShape:
-        return replace(book.base, mlp_width=width)
+        return replace(times.base, mlp_width=width)
 
     if len(sizes) <= WIDTHS:
-        book.need(map(shape, sizes), f"timing MLPs, {book.start.workload}")
+        times.need(map(shape, sizes), f"timing MLPs, {times.start.workload}")
         return tuple(sizes)
     ticks = thin(sizes, 9)
-    book.need(map(shape, ticks), f"timing MLPs, {book.start.workload}")
-    return tuple(settle(book, sizes, ticks, shape, "mlp_width", MOST_WIDTHS)[1])
+    times.need(map(shape, ticks), f"timing MLPs, {times.start.workload}")
+    return tuple(settle(times, sizes, ticks, shape, "mlp_width", MOST_WIDTHS)[1])
 
 
-def _mixed(book: Book, table: LatencyTable, source: ModelShape) -> list[HeldOut]:
-    """Stacks whose layers are drawn from all sizes: do attention and MLPs, and layers, add up?"""
+def _mixed(times: Measurements, table: LatencyTable, source: ModelShape) -> list[HeldOut]:
+    """Stacks of random layers, predicted and measured: do attention and MLPs, and layers, add up?"""
     draw, stacks = random.Random(0), []
     for _ in range(HELD_OUT):
         layers = []
-        for _ in range(book.chain):
+        for _ in range(times.chain):
             lattice = draw.choice(table.lattices)
-            shape = lattice.shape(book.base, *(draw.choice(axis) for axis in lattice.axes))
+            shape = lattice.shape(times.base, *(draw.choice(axis) for axis in lattice.axes))
             layers.append(replace(shape, mlp_width=draw.choice(table.mlp)))
         stacks.append(tuple(layers))
-    times = [book.beside_base([stack])[0] for stack in book.track(stacks, f"checking times, {table.workload}")]
+    measured = [times.beside_base([stack])[0] for stack in times.track(stacks, f"checking times, {table.workload}")]
     return [
-        HeldOut(f"{book.chain} mixed layers", table.model_ms(source.with_layers(stack)), statistics.median(found))
-        for stack, found in zip(stacks, times, strict=True)
+        HeldOut(f"{times.chain} mixed layers", table.model_ms(source.with_layers(stack)), statistics.median(found))
+        for stack, found in zip(stacks, measured, strict=True)
     ]
