@@ -34,7 +34,7 @@ from headwise.runs.folder import RunFolder, budgets_for
 from headwise.runs.settings import Settings
 from headwise.types import VERSION, Readings, write_atomically
 
-METHODS = ["refit", "blockwise", "blockwise side_by_side=2", "blockwise attention=0.1"]  # all but the first after it
+METHODS = ["refit", "blockwise"]  # the second after the first
 ROUNDS = {"blockwise, at once": 1, "blockwise, 3 rounds": 3}
 ROUNDS_BUDGETS = ("kv=50%", "kv=25%")
 ROUNDS_TOKENS, ROUNDS_STEPS = 10_240, 36  # of calibration, and per layer

@@ -144,7 +144,8 @@ class Build:
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
-        write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))
+        gains = worker.output_and_down(inner=True)
+        write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
                 self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))
