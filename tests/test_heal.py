@@ -21,11 +21,11 @@ from headwise.families.gpt2 import FAMILY as gpt2
 from headwise.families.llama import FAMILY as llama
 from headwise.families.t5 import FAMILY as t5
 from headwise.families.vit import FAMILY as vit
-from headwise.heal import blockwise, refit
+from headwise.heal import _layer_refit, blockwise, refit
 from headwise.heal._job import Job
 from headwise.probes import gram
 from headwise.registry import find, names
-from headwise.runs.heal_options import Options
+from headwise.runs.heal_options import REMOVED, Options
 from headwise.runs.settings import Settings
 from headwise.tasks import Prepared
 from headwise.training.captured import CapturedStep
@@ -85,7 +85,7 @@ def test_a_method_says_what_it_is_and_what_it_starts_from(name):
 def test_a_refit_holds_nothing_of_a_layer_that_is_done_but_the_streams(family, kind, changes, monkeypatch):
     problems, rows = weakref.WeakSet(), []
 
-    class Watched(refit._LeastSquares):
+    class Watched(_layer_refit._LeastSquares):
         def __init__(self, linear):
             super().__init__(linear)
             problems.add(self)
@@ -101,7 +101,7 @@ def test_a_refit_holds_nothing_of_a_layer_that_is_done_but_the_streams(family, k
             yield item
 
     plain, worked_on = refit.RefitBatch, ("source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
-    monkeypatch.setattr(refit, "_LeastSquares", Watched)
+    monkeypatch.setattr(_layer_refit, "_LeastSquares", Watched)
     monkeypatch.setattr(refit, "RefitBatch", kept)
     refit.heal(replace(job_of(family, kind, changes), track=track))
 
@@ -292,6 +292,7 @@ def test_a_damaged_file_is_work_still_to_do(tmp_path):
         ({"heal_options": ("speed=3",)}, "no healing option is called 'speed'. Known: tokens, steps, rate"),
         ({"heal_options": ("steps=many",)}, "'many' is no number; write it as steps=100"),
         ({"heal_options": ("rate=-1",)}, "rate is -1; it must be above 0"),
+        *(({"heal_options": (f"{name}=1",)}, f"the healing option {name} was removed") for name in REMOVED),
     ],
     ids=str,
 )
@@ -301,6 +302,14 @@ def test_healings_that_do_not_exist_are_refused_before_anything_is_loaded(asked,
         Settings(model="any", **known)
     for part in message.split("Known: "):
         assert part.rstrip(" ,") in str(found.value) or all(name in str(found.value) for name in part.split(", "))
+
+
+def test_a_run_that_was_started_with_an_option_that_is_gone_says_so_in_one_line(tmp_path, capsys):
+    Settings(model="any").save(tmp_path / "run.json")
+    data = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**data, "heal_options": ["steps=5", "match=1"]}))
+    line = refused(capsys, "heal", tmp_path)
+    assert "run.json: the healing option match was removed" in line and line.strip().count("\n") == 0
 
 
 @pytest.fixture(scope="module")

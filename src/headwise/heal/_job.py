@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +57,18 @@ def with_removed(kept: list[int], count: int) -> list[range]:
     [range(1, 3), range(3, 5)]
     """
     return [range(first, last) for first, last in zip(kept, [*kept[1:], count], strict=True)]
+
+
+@contextmanager
+def gradients(module: nn.Module, needed: bool) -> Iterator[list[torch.Tensor]]:
+    """A module whose floating-point parameters all need gradients, or none; afterwards they are as before."""
+    weights = [p for p in module.parameters() if p.is_floating_point()]
+    before = [weight.requires_grad for weight in weights]
+    try:
+        yield [weight.requires_grad_(needed) for weight in weights]
+    finally:
+        for weight, was_needed in zip(weights, before, strict=True):
+            weight.requires_grad_(was_needed).grad = None
 
 
 def rows_of(prepared: Prepared, rows: torch.Tensor) -> Prepared:

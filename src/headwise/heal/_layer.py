@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from headwise.families import Block
 from headwise.heal._adam import RelativeAdam
-from headwise.heal._job import Job
+from headwise.heal._job import Job, gradients
 from headwise.tasks import Prepared
 from headwise.training.loop import FitSettings, Move, State, move
 
@@ -55,6 +55,12 @@ def mean_of(values: Iterable[torch.Tensor]) -> float:
     """The mean over all entries of some tensors."""
     found = [(float(some.double().sum()), some.numel()) for some in values]
     return max(0.0, sum(total for total, _ in found) / max(1, sum(count for _, count in found)))
+
+
+@torch.no_grad()
+def restore(weights: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> None:
+    """Set weights to copies of them."""
+    torch._foreach_copy_(weights, copies)
 
 
 class LayerTrainer:
@@ -102,21 +108,21 @@ class LayerTrainer:
         checks have lowered the rate so often that nothing is left of it.
         """
         errors, draw = [self.error()], torch.Generator().manual_seed(seed)
-        with _trainable(self.layer) as weights:
-            best, (run, step) = _copy(weights), self._start(weights)
+        with gradients(self.layer, True) as weights:
+            best, (run, step) = [weight.detach().clone() for weight in weights], self._start(weights)
             try:
                 for first, last in pairwise(checks_of(numbers)):
                     if rate >= LOWEST:
                         self._train(run, step, range(first, last), total, rate, draw)
                         if (found := self.error()) < errors[-1] - LEAST:
-                            best = _copy(weights)
+                            best = [weight.detach().clone() for weight in weights]
                             errors.append(found)
                             continue
-                        _restore(weights, best)
+                        restore(weights, best)
                         rate, (run, step) = rate * LOWER, self._start(weights)
                     errors.append(errors[-1])
             finally:
-                _restore(weights, best)
+                restore(weights, best)
         return errors
 
     def _start(self, weights: list[torch.Tensor]) -> tuple[State, Move]:
@@ -148,27 +154,3 @@ class AnswerTrainer(LayerTrainer):
         with torch.no_grad():
             wanted = task.outputs_from(family, source, batch.target, batch.rows)
         return task.divergence(wanted, task.outputs_from(family, source, out, batch.rows))
-
-
-@contextmanager
-def _trainable(layer: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """A layer's weights with gradients; afterwards they need gradients only if they did before."""
-    weights: list[torch.Tensor] = [p for p in layer.parameters() if p.is_floating_point()]
-    before = [weight.requires_grad for weight in weights]
-    for weight in weights:
-        weight.requires_grad_(True)
-    try:
-        yield weights
-    finally:
-        for weight, needed in zip(weights, before, strict=True):
-            weight.requires_grad_(needed)
-            weight.grad = None
-
-
-def _copy(weights: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [weight.detach().clone() for weight in weights]
-
-
-@torch.no_grad()
-def _restore(weights: list[torch.Tensor], copies: list[torch.Tensor]) -> None:
-    torch._foreach_copy_(weights, copies)

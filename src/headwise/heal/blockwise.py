@@ -12,8 +12,7 @@ portion, then all of them on the next.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
@@ -24,8 +23,8 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
-from headwise.heal._checkpoints import LayerCheckpoint, LayerCheckpoints
-from headwise.heal._job import Job, origins, rows_of, together, with_removed
+from headwise.heal._checkpoints import LayerCheckpoints
+from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
 from headwise.heal._layer import LEAST, RATE, AnswerTrainer, LayerBatch, LayerTrainer, checks_of, mean_of, passed
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
@@ -55,7 +54,7 @@ def heal(job: Job) -> tuple[nn.Module, Healing]:
     tokens = count_tokens(text.rows.inputs, text.rows.row)
     errors = []
     try:
-        with _frozen(job.source):
+        with gradients(job.source, False):
             for portion, rows in enumerate(text.portions):
                 walk = _Walk(job, healed, rows, text.held_out)
                 errors.append(_trained(walk, checkpoints, text, portion))
@@ -114,19 +113,6 @@ def _room(device: torch.device) -> int:
     if device.type != "cuda":
         return room
     return min(room, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """A model whose weights need no gradients."""
-    needed = [p for p in model.parameters() if p.requires_grad]
-    for parameter in needed:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in needed:
-            parameter.requires_grad_(True)
 
 
 @dataclass(slots=True)
@@ -199,23 +185,17 @@ def _trained(walk: _Walk, checkpoints: LayerCheckpoints, text: _Text, portion: i
         trainer = walk.trainer(index, captured)
         found = torch.zeros(len(checks_of(numbers)), dtype=torch.float64)
         if processes.index() == 0:
-            checkpoint, seed = checkpoints.next(trainer.layer), job.seed + portion * len(walk.layers) + index
-            found += torch.tensor(_errors(trainer, checkpoint, numbers, text.steps, seed), dtype=torch.float64)
+            known = checkpoints.load(trainer.layer)
+            if known is None:
+                seed = job.seed + portion * len(walk.layers) + index
+                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or RATE, seed)}
+                checkpoints.save(trainer.layer, known)
+            found += torch.tensor(known["errors"], dtype=torch.float64)
         errors.append(processes.agreed(found).tolist())
         with torch.no_grad():
             for weight in trainer.layer.parameters() if processes.count() > 1 else ():
                 weight.copy_(processes.agreed(weight))
         walk.advance(index)
-    return errors
-
-
-def _errors(trainer: LayerTrainer, checkpoint: LayerCheckpoint, numbers: range, total: int, seed: int) -> list[float]:
-    """The errors of a layer at its checks; it is trained now, or was trained before a kill."""
-    found = checkpoint.load(trainer.layer)
-    if found is None:
-        found = {"errors": trainer.train(numbers, total, trainer.job.options.rate or RATE, seed)}
-        checkpoint.save(trainer.layer, found)
-    errors: list[float] = found["errors"]
     return errors
 
 

@@ -23,7 +23,7 @@ from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.files.disk import explained, install, remove
 from headwise.files.json import read_object
-from headwise.heal.refit import LayerRefit
+from headwise.heal._layer_refit import LayerRefit
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
