@@ -66,8 +66,8 @@ def restore(weights: Sequence[torch.Tensor], copies: Sequence[torch.Tensor]) -> 
 class LayerTrainer:
     """Trains a layer to leave the residual stream that its source layer leaves.
 
-    `power` is the mean square of what the source layer changes, in proportion to which errors are measured; `steps`
-    makes the function that does a step, anew whenever the optimizer is made anew.
+    `power` is the mean square of what the source layer changes, in proportion to which errors are measured.
+    `new_step` makes the function that does a step, for every new optimizer.
     """
 
     part, middle = "stream", MIDDLE
@@ -80,10 +80,10 @@ class LayerTrainer:
         learned: list[LayerBatch],
         held_out: list[LayerBatch],
         power: float,
-        steps: Callable[[], Move] = lambda: move,
+        new_step: Callable[[], Move] = lambda: move,
     ) -> None:
         self.job, self.layer, self.block, self.learned, self.held_out = job, layer, block, learned, held_out
-        self.power, self.steps = max(power, 1e-30), steps
+        self.power, self.new_step = max(power, 1e-30), new_step
 
     def distance(self, batch: LayerBatch, out: torch.Tensor) -> torch.Tensor:
         """Squared, from the source's stream."""
@@ -129,7 +129,7 @@ class LayerTrainer:
         """A run before its first step."""
         sizes = [float(weight.detach().square().mean().sqrt()) for weight in weights]
         optimiser = RelativeAdam(weights, sizes, 0.0, (0.9, 0.95))
-        return State(self.layer, optimiser, torch.zeros(2, device=weights[0].device)), self.steps()
+        return State(self.layer, optimiser, torch.zeros(2, device=weights[0].device)), self.new_step()
 
     def _train(self, run: State, step: Move, numbers: range, total: int, rate: float, draw: torch.Generator) -> None:
         """The steps until a check: the learning rate rises again at their start, and falls over all steps."""

@@ -156,8 +156,8 @@ class _Walk:
         learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
         power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
         kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
-        steps = CapturedStep if captured else lambda: move
-        return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, steps)
+        new_step = CapturedStep if captured else lambda: move
+        return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)
 
     @torch.no_grad()
     def _batch(self, streams: _Streams, span: range) -> LayerBatch:

@@ -235,7 +235,7 @@ class Distillation:
     def _save(self, folder: Path, state: State, least: _rate.Trial) -> None:
         state.sums = processes.total(state.sums) / processes.count()  # equal in all processes, as after a resume
         more = {"least": torch.tensor(list(least.values()), dtype=torch.float64), **self.trainer.gathered(self.best)}
-        checkpoint.save(folder, self.trainer.loss, state, more, processes.index() == 0)
+        checkpoint.save(folder, self.trainer.loss, state, more)
         processes.wait()
         self.saved_at = time.monotonic()
 

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from headwise import processes
 from headwise.cuts import write_folder
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import tensors as stored
 from headwise.files.disk import recover, remove
 from headwise.files.json import is_number, read_object
-from headwise.runs.lock import is_first
 from headwise.training import shards
 from headwise.training.loop import Point, State
 from headwise.types import VERSION
@@ -25,14 +25,13 @@ KEPT = 2  # newest checkpoints; older ones are deleted
 NUMBERS = ("step", "summed", "seconds")  # fields of a state that state.json holds, beside the curve
 
 
-def save(
-    folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None, writes: bool = True
-) -> None:
+def save(folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None) -> None:
     """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare model, not wrapped.
 
     Random numbers are not saved: every step seeds its own. `more` are further tensors of the run (see `kept_in`).
-    Where processes share the weights, all of them have to call this, and the one that `writes` writes.
+    Only the main process writes; where processes share the weights, all of them have to call this.
     """
+    writes = processes.index() == 0
 
     def kept(tensor: torch.Tensor) -> torch.Tensor:
         found = shards.whole(tensor)
@@ -108,7 +107,7 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
     for name in NUMBERS:
         setattr(state, name, facts[name])
     state.curve[:] = facts["curve"]
-    if is_first():  # the process may have been killed after saving and before deleting
+    if processes.index() == 0:  # the process may have been killed after saving and before deleting
         _delete_older(folder)
     return True
 
