@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from headwise.errors import HeadwiseError
 
-REMOVED = ("match", "cache", "side_by_side", "attention", "truth", "embeddings")  # no measured run gained by them
+REMOVED = ("match", "cache", "side_by_side", "attention", "truth", "embeddings")  # no measured gain
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Options:
             name, _, value = (part.strip() for part in text.partition("="))
             if name in REMOVED:
                 raise HeadwiseError(
-                    f"the healing option {name} was removed, because no measured model gained by it; leave it out. "
+                    f"the healing option {name} was removed, because it has no measured gain; leave it out. "
                     "A run that was started with it needs the version of headwise that started it, or a new folder."
                 )
             if name not in kinds:
