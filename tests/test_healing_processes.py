@@ -75,13 +75,14 @@ def encoder(options):
 
 def run(folder, out, *options, **more):
     """A whole run of a tiny model, healed by distillation."""
-    asked = dict(data="stdlib", tokens=1024, eval_tokens=128, swap_tokens=0, length=32, device="cpu")
+    asked = dict(data=str(folder / "text.txt"), tokens=1024, eval_tokens=128, swap_tokens=0, length=32, device="cpu")
     healing = dict(heal="distill", heal_options=(f"steps={STEPS}", "batch=256", "rate=1e-3", *options))
     return headwise.run(str(folder / "tiny"), "kv=40%", folder / out, **asked, **healing, **more)
 
 
 def save_tiny(folder):
-    """A model whose attention matters, with a tokenizer."""
+    """A model whose attention matters, with a tokenizer, and a text: reading the standard library takes seconds."""
+    (folder / "text.txt").write_text("".join(path.read_text() for path in Path(__file__).parent.glob("test_heal*.py")))
     torch.manual_seed(0)
     model = llama.tiny(vocab_size=4096, tie_word_embeddings=True)
     with torch.no_grad():

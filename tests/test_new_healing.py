@@ -71,7 +71,7 @@ def test_its_name_and_options_are_known(louder):
 
 def test_it_runs_after_the_healing_that_it_starts_from(louder, tmp_path, monkeypatch):
     monkeypatch.setattr(exactness, "reload_check", lambda *told: Check("reloads", True, "not tried", ""))
-    small = dict(tokens=512, eval_tokens=128, swap_tokens=0, length=32, device="cpu", data="stdlib")
+    small = dict(tokens=512, eval_tokens=128, swap_tokens=0, length=32, device="cpu", data=str(tmp_path / "text.txt"))
     save_tiny(tmp_path)
     headwise.run(str(tmp_path / "tiny"), "kv=75%", tmp_path / "run", heal="louder", **small)
     record = json.loads((tmp_path / "run" / "heal.json").read_text())
