@@ -152,7 +152,7 @@ class Table:
         except HeadwiseError as error:
             print(f"{budget:12} {plan:16} {error}", flush=True)
             return
-        tokens = sum(healing["tokens"] for healing in fitted.healings)  # of healings between rounds
+        tokens = sum(healing.tokens or 0 for healing in fitted.healings)  # of healings between rounds
         cut = Healed(fitted.model, tokens, time.perf_counter() - start)
         states = {settings.heal: cut, "none": cut}
         job = self.bench.job(replace(settings, heal_options=self.settings.heal_options), fitted.model)
@@ -175,7 +175,7 @@ class Table:
                 start = time.perf_counter()
                 model, record = module.heal(replace(job, cut=state.model, options=options))
                 seconds = state.seconds + time.perf_counter() - start
-                states[name] = Healed(model, state.tokens + record["tokens"], seconds, record)
+                states[name] = Healed(model, state.tokens + record.tokens, seconds, record.to_json())
             state = states[name]
         return state
 

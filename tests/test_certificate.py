@@ -26,7 +26,7 @@ from headwise.heal._job import Job
 from headwise.runs.folder import RunFolder
 from headwise.stages.source import LongText
 from headwise.tasks.causal import Causal
-from headwise.types import Budget, Check, LayerKeep, LengthQuality, Plan, Retrieval, Verdict
+from headwise.types import Budget, Check, Gain, Healing, LayerKeep, LengthQuality, Plan, Retrieval, Verdict
 from headwise.types.verdict import damage_limit
 
 ENDS = ("before", "after", "after_low", "after_high")
@@ -253,17 +253,17 @@ def test_a_healing_that_does_harm_is_not_kept(
 
     job = Job(llama, Causal(), whole, cut, text, text)
     kept, record = heal.healed("refit", job, judge)
-    assert record["kept"] and kept is not cut and record["rehearsed"] <= record["rehearsed_before"] + 1e-9
+    assert record.kept and kept is not cut and record.rehearsed <= record.rehearsed_before + 1e-9
 
-    def harmful(job: Job) -> tuple[nn.Module, dict[str, object]]:
+    def harmful(job: Job) -> tuple[nn.Module, Healing]:
         worse = llama.tailor(job.cut)
         with torch.no_grad():
             for parameter in worse.parameters():
                 parameter.add_(torch.randn_like(parameter))
-        return worse, {"tokens": 1, "layers": [{"mlp": {"error_before": 1.0, "error_after": 0.1}}]}
+        return worse, Healing("refit", 1, layers=({"mlp": Gain(1.0, 0.1)},))
 
     monkeypatch.setattr(refit, "heal", harmful)
     kept, record = heal.healed("refit", job, judge)
-    assert kept is cut and record["kept"] is False and record["rehearsed"] == record["rehearsed_before"]
-    assert "healing by refit raised the damage on held-out text" in record["reason"] == caplog.messages[0]
-    assert record["layers"] == [{}], "what it gained is gone with it"
+    assert kept is cut and record.kept is False and record.rehearsed == record.rehearsed_before
+    assert "healing by refit raised the damage on held-out text" in record.reason == caplog.messages[0]
+    assert record.layers == ({},), "what it gained is gone with it"

@@ -170,11 +170,11 @@ def test_deep_nesting_is_told(tmp_path: Path, deep: int) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"method": None}, "method is None"),
-        ({"method": ["refit"]}, r"method is \['refit'\]"),
-        ({"rehearsed": "low"}, "rehearsed is 'low', not a finite number"),
-        ({"rehearsed": float("nan")}, "rehearsed is nan, not a finite number"),
-        ({"layers": {"0": 1}}, "layers is"),
+        ({"method": None}, "method must be str, not None; run headwise heal again"),
+        ({"method": ["refit"]}, r"method must be str, not \['refit'\]"),
+        ({"rehearsed": "low"}, "rehearsed must be float, not 'low'"),
+        ({"rehearsed": float("nan")}, "rehearsed is nan, not a finite number; run headwise heal again"),
+        ({"layers": {"0": 1}}, "layers must be a list"),
     ],
 )
 def test_a_damaged_record_of_healing_is_told(copied: Path, change: dict[str, Any], told: str) -> None:

@@ -108,9 +108,9 @@ def test_a_refit_walks_each_model_with_its_own_memory(family):
     broken = family.tailor(source)
     with torch.no_grad():
         family.blocks(broken)[0].output.weight.mul_(0.5)
-    found = refit(family, source, broken, rows(source), strength=1e9)[1]["layers"]  # so strong that nothing moves
-    assert found[2]["attention"]["error_before"] < 1e-6, "the decoder begins as the source's does"
-    assert found[3]["attention"]["error_before"] > 1e-4, "and then looks at what its own encoder made"
+    found = refit(family, source, broken, rows(source), strength=1e9)[1].layers  # so strong that nothing moves
+    assert found[2]["attention"].error_before < 1e-6, "the decoder begins as the source's does"
+    assert found[3]["attention"].error_before > 1e-4, "and then looks at what its own encoder made"
     healed, _ = refit(family, source, broken, rows(source), strength=1e-6)
     want = logits(source)
     assert (logits(healed) - want).square().mean() < 0.5 * (logits(broken) - want).square().mean()

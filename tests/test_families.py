@@ -483,13 +483,13 @@ def test_refitting_lowers_the_error_of_every_layer(family, kind):
     model = family.tailor(tiny(family, kind, {}))
     made = cut(family, model, random_plan(family, model, 3))
     healed, found = refit(family, model, made, rows(model))
-    for block, whole, layer in zip(family.blocks(made), family.blocks(model), found["layers"], strict=True):
+    for block, whole, layer in zip(family.blocks(made), family.blocks(model), found.layers, strict=True):
         parts = {"attention"} if block.down is None else {"attention", "mlp"}
         if block.inner and block.inner[0].weight.shape == whole.inner[0].weight.shape:
             parts |= {"channels"}
         assert set(layer) == parts, "every part of a layer has its gain"
         for gain in layer.values():
-            assert gain["error_after"] <= gain["error_before"] + 1e-9
+            assert gain.error_after <= gain.error_before + 1e-9
     stream = family.embed(model, rows(model))
     for index, context in enumerate(family.layer_contexts(model, rows(model))):
         stream = family.run_layer(model, index, stream, context)

@@ -1,6 +1,7 @@
-"""Healing by several processes: as one alone does it, with whole copies or shared weights, killed or not.
+"""Healing by several processes: the results of one process alone, with whole copies or shared weights, killed or not.
 
-The processes are started once, as torchrun would, and do all of it one after the other.
+The processes are started once, as torchrun would, and do all of it one after the other; at the end they are killed
+within a whole run, which one process then resumes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,9 +19,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_distill import damaged, job_of
 
-from headwise import heal, processes
+import headwise
+from headwise import families, heal, processes
+from headwise.checks import exactness
 from headwise.cuts import reshape
 from headwise.data import NOTHING
 from headwise.families.bert import FAMILY as bert
@@ -29,13 +34,13 @@ from headwise.probes import gram
 from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
-from headwise.types import LayerKeep, Plan
+from headwise.types import Check, LayerKeep, Plan
 
 STEPS, STOPPED = 20, 7  # of a healing; where the first process of all stops
 PLAIN = Options(steps=STEPS, batch=256, rate=1e-3)
-LEAN = replace(PLAIN, steps=6, lora=4, cache=32, recompute=1)
+LEAN = replace(PLAIN, steps=6, lora=4, recompute=1)
 CHAIN = replace(PLAIN, steps=6, tokens=1024)  # layers learn first
-ALL = replace(PLAIN, steps=6, micro=64, embeddings=1, truth=0.5, match=0.1)
+PARTS = replace(PLAIN, steps=6, micro=64)
 
 
 def decoder(options=PLAIN, **more):
@@ -68,12 +73,34 @@ def encoder(options):
     return replace(job, calibration=job.calibration._replace(inputs=rows))
 
 
+def run(folder, out, *options, **more):
+    """A whole run of a tiny model, healed by distillation."""
+    asked = dict(data=str(folder / "text.txt"), tokens=1024, eval_tokens=128, swap_tokens=0, length=32, device="cpu")
+    healing = dict(heal="distill", heal_options=(f"steps={STEPS}", "batch=256", "rate=1e-3", *options))
+    return headwise.run(str(folder / "tiny"), "kv=40%", folder / out, **asked, **healing, **more)
+
+
+def save_tiny(folder):
+    """A model whose attention matters, with a tokenizer, and a text: reading the standard library takes seconds."""
+    (folder / "text.txt").write_text("".join(path.read_text() for path in Path(__file__).parent.glob("test_heal*.py")))
+    torch.manual_seed(0)
+    model = llama.tiny(vocab_size=4096, tie_word_embeddings=True)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for linear in (layer.self_attn.v_proj, layer.self_attn.o_proj, layer.self_attn.q_proj):
+                linear.weight *= 4
+        model.lm_head.weight *= 8
+    model.save_pretrained(folder / "tiny")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(families.locate("embedded")[0]) / name, folder / "tiny" / name)
+
+
 def until(step, end):
     """Progress that calls `end` when a step has been done."""
 
     def track(items, label):
         for item in items:
-            if item == step and not isinstance(label, str):
+            if not isinstance(label, str) and item == step:
                 end()
             yield item
 
@@ -88,7 +115,7 @@ def told(job):
     """What one is to compare: the curve, and a sum of the healed weights."""
     model, record = heal.healed("distill", job) if job.options.tokens else distill.heal(job)
     weights = sum(float(tensor.double().abs().sum()) for tensor in model.state_dict().values())
-    return {**record, "curve": [point["loss"] for point in record["curve"]], "weights": weights}
+    return {**record.to_json(), "curve": [point.loss for point in record.curve], "weights": weights}
 
 
 def worker(folder, killed_at):
@@ -98,17 +125,17 @@ def worker(folder, killed_at):
         "copies": told(decoder()),
         "shared": told(decoder(replace(PLAIN, shard=1))),
         "lean": told(decoder(replace(LEAN, shard=1))),
-        "all": told(decoder(replace(ALL, shard=1))),
+        "parts": told(decoder(replace(PARTS, shard=1))),
         "lengths": told(encoder(replace(PLAIN, steps=6, shard=1))),
         "empty": told(without_mlp(replace(PLAIN, steps=6, shard=1))),
         "chain": told(decoder(CHAIN, folder=folder / "chain")),
-        "gone on": told(decoder(replace(PLAIN, shard=1), folder=folder / "one")),
+        "resumed": told(decoder(replace(PLAIN, shard=1), folder=folder / "one")),
     }
     if processes.index() == 0:
         (folder / "found.json").write_text(json.dumps(found))
     processes.wait()
     kill = until(killed_at, lambda: os.kill(os.getpid(), signal.SIGKILL))
-    distill.heal(decoder(replace(PLAIN, shard=1), folder=folder / "two", track=kill))
+    run(folder, "two", "shard=1", track=kill)
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +145,9 @@ def alone():
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory):
-    """A folder in which one process stopped and two went on, and another in which two were killed."""
+    """A folder with a healing that one process stopped and two resumed, and with a run in which two were killed."""
     folder, seed = tmp_path_factory.mktemp("healing"), random.randrange(1 << 30)
+    save_tiny(folder)
     with pytest.raises(KeyboardInterrupt):
         distill.heal(decoder(folder=folder / "one", track=until(STOPPED, stop)))
     with socket.socket() as free:
@@ -165,10 +193,10 @@ def test_shared_weights_change_nothing(found, alone):
     assert found["shared"]["shared_weights"]
 
 
-@pytest.mark.parametrize("name", ["lean", "all", "lengths", "empty"])
+@pytest.mark.parametrize("name", ["lean", "parts", "lengths", "empty"])
 def test_shared_weights_go_with_everything_else(found, name):
     made = {"lengths": encoder, "empty": without_mlp}.get(name, decoder)
-    alike(found[name], told(made({"lean": LEAN, "all": ALL}.get(name, replace(PLAIN, steps=6)))))
+    alike(found[name], told(made({"lean": LEAN, "parts": PARTS}.get(name, replace(PLAIN, steps=6)))))
 
 
 def test_layers_that_learn_first_are_the_same_in_all_processes(found):
@@ -177,14 +205,26 @@ def test_layers_that_learn_first_are_the_same_in_all_processes(found):
     assert "blockwise" in [stage["method"] for stage in one["stages"]]
 
 
-def test_two_processes_go_on_where_one_stopped(found, alone):
-    alike(found["gone on"], alone)
+def test_two_processes_resume_what_one_stopped(found, alone):
+    alike(found["resumed"], alone)
 
 
-def test_one_process_goes_on_where_two_that_shared_weights_were_killed(several, alone):
-    steps = sorted(path.name for path in (several / "two" / "distill").glob("step-*"))
-    assert steps and steps[-1] < f"step-{STEPS:08d}"
-    alike(told(decoder(folder=several / "two")), alone)
+def test_a_run_in_which_two_processes_were_killed_ends_as_one_that_was_not(several, monkeypatch):
+    reloaded = Check("reloads", True, "not tried: a fresh process takes seconds", "")
+    monkeypatch.setattr(exactness, "reload_check", lambda *told: reloaded)
+    one, two = several / "alone", several / "two"
+    steps = sorted(path.name for path in (two / "healing" / "distill").glob("step-*"))
+    assert not (two / "heal.json").exists() and steps and steps[-1] < f"step-{STEPS:08d}"
+    whole, resumed = run(several, "alone"), run(several, "two", "shard=1")
+    moments = [load_file(path / "moments.safetensors") for path in (one, two)]
+    for name, tensor in moments[0].items():
+        torch.testing.assert_close(moments[1][name], tensor, rtol=1e-6, atol=1e-6 * float(tensor.abs().max()))
+    healed = [json.loads((path / "heal.json").read_text()) for path in (one, two)]
+    curves = [[point["loss"] for point in record["curve"]] for record in healed]
+    assert curves[1] == pytest.approx(curves[0], rel=1e-4)
+    assert healed[1]["divergence_after"] == pytest.approx(healed[0]["divergence_after"], rel=1e-4)
+    assert resumed.plan == whole.plan
+    assert (two / "distill" / "logs").is_dir() and not (two / "healing").exists()
 
 
 if __name__ == "__main__":

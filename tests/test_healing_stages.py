@@ -66,10 +66,10 @@ def whole(job):
 
 def test_the_record_counts_what_every_stage_read(job, whole):
     model, record = whole
-    read = {stage["method"]: stage["tokens"] for stage in record["stages"]}
+    read = {stage.method: stage.tokens for stage in record.stages}
     assert list(read) == ["refit", "blockwise", "distill"] and read["blockwise"] == read["distill"] == 2560
-    assert record["method"] == "distill" and record["tokens"] == sum(read.values())
-    assert {"stream", "attention"} <= set(record["layers"][0]), "what layers gained is told, too"
+    assert record.method == "distill" and record.tokens == sum(read.values())
+    assert {"stream", "attention"} <= set(record.layers[0]), "what layers gained is told, too"
     assert held_out(job, model) < held_out(job, job.cut)
 
 
@@ -92,7 +92,7 @@ def test_a_kill_in_either_stage_changes_nothing(job, whole, stage, at, tmp_path)
     assert kept and bool(steps) == (stage == "distill")
     model, record = heal.healed("distill", replace(job, folder=tmp_path))
     assert all(path.stat().st_mtime_ns == at for path, at in kept.items()), "no layer learns twice"
-    assert record["tokens"] == whole[1]["tokens"]
+    assert record.tokens == whole[1].tokens
     for name, tensor in whole[0].state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
 
@@ -112,7 +112,7 @@ def test_the_benchmark_heals_as_a_run_does(job, whole, monkeypatch):
     quality = importlib.import_module("quality")
     states = {"none": quality.Healed(job.cut, 0, 0.0)}
     found = quality.Table._healed(None, "distill", states, job)
-    assert found.tokens == whole[1]["tokens"]
+    assert found.tokens == whole[1].tokens
     assert all(torch.equal(tensor, whole[0].state_dict()[name]) for name, tensor in found.model.state_dict().items())
     assert quality.Table._healed(None, "refit", states, job) is states["refit"], "nothing is done twice"
     assert "blockwise" not in states, "layers that learn from all tokens are other ones"

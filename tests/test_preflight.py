@@ -156,11 +156,9 @@ def test_every_option_is_read_by_some_healing_and_unread_ones_are_named():
         name for method in ("refit", "blockwise", "distill") for name in heal.find("headwise.heal", method).OPTIONS
     }
     assert known == set(Options.__slots__)
-    heal.check("distill", ("tokens=100000", "side_by_side=2"))
-    with pytest.raises(
-        HeadwiseError, match="--heal distill does not read the option side_by_side, but blockwise would"
-    ):
-        heal.check("distill", ("steps=5", "side_by_side=2"))  # only with tokens do layers learn first
+    heal.check("distill", ("tokens=100000", "lora=2"))
+    with pytest.raises(HeadwiseError, match="--heal blockwise does not read the option lora, but distill would"):
+        heal.check("blockwise", ("steps=5", "lora=2"))
 
 
 def test_units_that_stay_and_lengths_that_are_lowered_are_noted(model):

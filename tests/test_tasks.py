@@ -181,7 +181,7 @@ def test_rows_of_any_length_go_layer_by_layer(family, kind, text):
         with torch.no_grad():
             assert torch.allclose(task.outputs(family, model, batch), reference, atol=1e-4)
     _, found = refit(family, model, family.tailor(model), task.prepare(rows, 0).inputs)
-    assert all(part["error_after"] < 1e-5 for layer in found["layers"] for part in layer.values()), "nothing to heal"
+    assert all(part.error_after < 1e-5 for layer in found.layers for part in layer.values()), "nothing to heal"
 
 
 def test_divergences_are_what_they_are_called():

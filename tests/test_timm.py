@@ -129,9 +129,9 @@ def test_layer_by_layer_is_the_whole_and_refitting_helps(changes):
     model = family.tailor(tiny(changes))
     rows = images(model)
     healed, found = refit(family, model, cut(model, random_plan(family, model, 3)), rows)
-    for layer in found["layers"]:
-        assert layer["attention"]["error_after"] <= layer["attention"]["error_before"] + 1e-9
-        assert layer["mlp"]["error_after"] <= layer["mlp"]["error_before"] + 1e-9
+    for layer in found.layers:
+        assert layer["attention"].error_after <= layer["attention"].error_before + 1e-9
+        assert layer["mlp"].error_after <= layer["mlp"].error_before + 1e-9
     assert torch.isfinite(said(healed)).all()
     stream = family.embed(model, rows)
     for index, (block, context) in enumerate(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
@@ -22,7 +22,7 @@ from headwise.latency import measured
 from headwise.progress import Track, silently, stage
 from headwise.runs import rounds
 from headwise.runs.folder import RunFolder, budgets_for
-from headwise.runs.healing import read_healing
+from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
 from headwise.stages.probe import looked_at as looked_at
 from headwise.stages.probe import probe as probe
@@ -31,7 +31,7 @@ from headwise.stages.report import write_report
 from headwise.stages.source import Workbench as Workbench
 from headwise.stages.source import workbench as workbench
 from headwise.stream import line as stream
-from headwise.types import Budget, Dossier, Plan, Readings, Verdict
+from headwise.types import Budget, Dossier, Healing, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
 
@@ -94,7 +94,7 @@ class Fitted(NamedTuple):
 
     model: nn.Module
     plan: Plan
-    healings: list[dict[str, Any]]
+    healings: list[Healing]
     rehearsed: float  # damage to expect, from text of the calibration's kind that nothing was fitted to
 
 
@@ -135,7 +135,9 @@ def fit(
         total = step if total is None else total if total is step else rounds.compose(total, step)
     if total is None:
         raise PlanError("there is nothing to build.")
-    last = healings[-1]["rehearsed"] if healings else _rehearsed(settings, bench, model).expected_damage()
+    last = healings[-1].rehearsed if healings else None
+    if last is None:
+        last = _rehearsed(settings, bench, model).expected_damage()
     return Fitted(model, total, healings, last)
 
 
@@ -185,8 +187,9 @@ def _write(settings: Settings, folder: RunFolder, bench: Workbench, fitted: Fitt
     """Save the model with what was done to it; what was said of an older one goes."""
     if planned:
         folder.write_plan(fitted.plan, settings)
-    last = fitted.healings[-1] if fitted.healings else {"method": "none"}
-    folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
+    last = fitted.healings[-1] if fitted.healings else Healing("none")
+    found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
+    folder.write_json(folder.heal_file, found.to_json())
     with families.quietly():
         rounded = save(bench.family, fitted.model, bench.tokenizer, folder.model, fitted.plan.portable)
     if bench.task.name == "embedding":
@@ -229,7 +232,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
         size=exactness.sizes(cut, source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},
         damage={
-            "predicted": read_healing(folder.heal_file, "rehearsed")["rehearsed"],
+            "predicted": rehearsed_damage(folder.heal_file),
             "sum_of_prices": plan.predicted_damage,
             **found.damage(settings.seed),
         },

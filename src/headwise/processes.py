@@ -1,9 +1,9 @@
-"""Several processes that share one run, as torchrun starts them: whose work is what, and sums over all of them.
+"""Several processes that share one run, as torchrun starts them: their number, their parts of the work, their sums.
 
     torchrun --nproc-per-node 4 -m headwise run MODEL --budget kv=75% --out runs/x
 
-Every process holds both models and reads its own part of the text; the first alone writes files, into a folder that
-all of them see. A single process, the common case, gets its own values back.
+Every process holds both models and reads its own part of the text. Only the main process, number 0, writes files, into
+a folder that all processes see. With a single process, the common case, every function returns its argument.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from headwise import devices
 from headwise.errors import HeadwiseError
 
 T = TypeVar("T")
-PATIENCE = timedelta(hours=12)  # the others wait while the first one reads, writes or verifies
+PATIENCE = timedelta(hours=12)  # the other processes wait while the main process reads, writes or verifies
 
 
 def begin(device: str) -> str:
-    """Join the processes that were started with this one, once, and say which device this one computes on."""
+    """Join the processes that were started with this one, if that is not done yet; returns this process's device."""
     devices.check(device)
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,22 +36,22 @@ def begin(device: str) -> str:
     return device
 
 
-def _several() -> bool:
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+def _joined() -> bool:
+    return distributed.is_available() and distributed.is_initialized()
 
 
 def count() -> int:
-    """How many processes there are."""
-    return distributed.get_world_size() if _several() else 1
+    """The number of processes."""
+    return distributed.get_world_size() if _joined() else 1
 
 
 def index() -> int:
-    """The number of this one, from 0."""
-    return distributed.get_rank() if _several() else 0
+    """The number of this process; 0 is the main process."""
+    return distributed.get_rank() if _joined() else 0
 
 
 def mine(items: Sequence[T], each: bool = False) -> Sequence[T]:
-    """This process's part of some work: every item is somebody's. `each`: nobody may go without."""
+    """This process's part of some work. `each`: refuse fewer items than processes."""
     if each and len(items) < count():
         raise HeadwiseError(
             f"{count()} processes cannot share {len(items)} batches of text; start {len(items)} or fewer, "
@@ -61,26 +61,26 @@ def mine(items: Sequence[T], each: bool = False) -> Sequence[T]:
 
 
 def wait() -> None:
-    """Go on when all have come here."""
-    if _several():
+    """Return when all processes have called this."""
+    if count() > 1:
         distributed.barrier()
 
 
 def by_first(action: Callable[[], T]) -> T | None:
-    """Let the first process act, such as write a file; all go on when it is done. The others get nothing."""
+    """Let the main process do something, such as write a file, while the others wait. They get None."""
     found = action() if index() == 0 else None
     wait()
     return found
 
 
 def agrees(said: bool) -> bool:
-    """What the first process says, in all of them: files may appear while the others look."""
+    """The main process's answer, in all processes: a file may appear between the moments at which two look for it."""
     return bool(agreed(torch.tensor(said)))
 
 
 def total(part: torch.Tensor) -> torch.Tensor:
-    """The sum of every process's tensor, the same to the last bit in all of them."""
-    if not _several():
+    """The sum of every process's tensor, equal to the last bit in all processes."""
+    if count() == 1:
         return part
     found = part.clone().contiguous()
     distributed.all_reduce(found)
@@ -88,8 +88,8 @@ def total(part: torch.Tensor) -> torch.Tensor:
 
 
 def joined(rows: torch.Tensor) -> torch.Tensor:
-    """Every process's rows, one after the other; they differ in number only."""
-    if not _several():
+    """Every process's rows, one after the other. Only the number of rows may differ between processes."""
+    if count() == 1:
         return rows
     sizes = torch.zeros(count(), dtype=torch.int64, device=rows.device)
     sizes[index()] = len(rows)
@@ -101,8 +101,8 @@ def joined(rows: torch.Tensor) -> torch.Tensor:
 
 
 def agreed(tensor: torch.Tensor) -> torch.Tensor:
-    """The first process's tensor, in all of them: of the same shape everywhere."""
-    if not _several():
+    """The main process's tensor, in all processes; its shape must be the same everywhere."""
+    if count() == 1:
         return tensor
     found = tensor.clone().contiguous()
     distributed.broadcast(found, 0)
@@ -110,10 +110,8 @@ def agreed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agreed_text(text: str) -> str:
-    """The first process's text, in all of them."""
-    if not _several():
-        return text
-    raw = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) if text else torch.zeros(0, dtype=torch.uint8)
-    size = agreed(torch.tensor(len(raw)))
-    buffer = raw if index() == 0 else torch.zeros(int(size), dtype=torch.uint8)
-    return bytes(agreed(buffer).tolist()).decode()
+    """The main process's text, in all processes."""
+    found = [text]
+    if count() > 1:
+        distributed.broadcast_object_list(found)
+    return found[0]

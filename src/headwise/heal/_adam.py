@@ -1,8 +1,12 @@
-"""Adam whose steps are shares of what moves: at a rate of 0.01 a tensor changes by about a hundredth of its mean size.
+"""Adam whose steps are shares of what they change: at a learning rate of 0.01 a tensor moves by about a hundredth of
+its mean size.
 
-With one length for all, as AdamW has it, what barely moves a large tensor ruins a small one, and the rate that spares
-the small one teaches the others nothing. The only thing read on the host is the rate, and it is written to the device
-before the step: all else can be captured and replayed.
+With one step length for all tensors, as AdamW has it, what barely moves a large tensor ruins a small one, and the rate
+that spares the small one teaches the others nothing.
+
+`torch.optim.Adam` with one group per tensor (`lr` = rate times size) computes the same formula, but not the same bits:
+it rounds in another order and adds `eps` elsewhere. It would also read every group's rate when a step is captured; here
+one rate is read from the device, so that a captured step can be replayed at another rate.
 """
 
 from __future__ import annotations
@@ -19,13 +23,13 @@ from headwise.heal._lora import LowRank
 from headwise.training import shards
 
 TINY = 1e-12  # gradients of a lightly damaged model are small
-AT_ONCE = 1 << 27  # numbers, for whose steps there is room
+AT_ONCE = 1 << 27  # numbers whose steps are computed at once
 
 
 class RelativeAdam(torch.optim.Optimizer):
-    """Adam of `weights`, whose steps at rate 1 are as long as `sizes`; no decay.
+    """Adam of `weights`, whose steps at learning rate 1 are as long as `sizes`; no weight decay.
 
-    The moments are kept under AdamW's names, and the count of steps once, beside those of the first tensor.
+    The moments have AdamW's names; the count of steps is kept once, with those of the first tensor.
     """
 
     def __init__(
@@ -44,20 +48,11 @@ class RelativeAdam(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
 
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Move everything that has a gradient, at the rate that the group states."""
-        if not (self.rate.is_cuda and torch.cuda.is_current_stream_capturing()):  # then told before every replay
-            self.tell_rate()
-        self.move()
-        return None
-
-    def tell_rate(self) -> None:
-        """Bring the rate to the device, without waiting for it."""
-        self.rate.fill_(self.param_groups[0]["lr"])
-
     @torch.no_grad()
-    def move(self) -> None:
-        """The same at the rate that the device knows."""
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Move every tensor that has a gradient."""
+        if not (self.rate.is_cuda and torch.cuda.is_current_stream_capturing()):  # else written before every replay
+            self.write_rate()
         beta1, beta2 = self.betas
         count = self.state[self.weights[0]]["step"].add_(1)
         pace = self.rate * (1 - torch.pow(beta2, count)).sqrt() / (1 - torch.pow(beta1, count))
@@ -70,9 +65,14 @@ class RelativeAdam(torch.optim.Optimizer):
                 some = []
         if some:
             self._advance(some, pace)
+        return None
+
+    def write_rate(self) -> None:
+        """Bring the learning rate to the device, without waiting for it."""
+        self.rate.fill_(self.param_groups[0]["lr"])
 
     def _advance(self, some: list[tuple[torch.Tensor, float]], pace: torch.Tensor) -> None:
-        """Some tensors at once, with few launches."""
+        """Move some tensors at once, with few launches."""
         weights, gradients = [shards.own(w) for w, _ in some], [shards.own(cast(torch.Tensor, w.grad)) for w, _ in some]
         first, second = ([shards.own(self.state[w][name]) for w, _ in some] for name in ("exp_avg", "exp_avg_sq"))
         beta1, beta2 = self.betas
@@ -89,11 +89,11 @@ class RelativeAdam(torch.optim.Optimizer):
 
 @torch.no_grad()
 def sizes_of(model: nn.Module) -> dict[str, float]:
-    """How large every trained tensor is, by name: the root of its mean square, the same in every process.
+    """The size of every trained tensor, by name: the root of its mean square, equal in every process.
 
-    Vectors count as at least as large as what lies beside them in their module: biases are often nearly nothing, and
-    steps as small as they are would never move them. A factor that starts at zero counts as it will when the change
-    is as large as the weight that it changes; all else that is zero, as the usual tensor.
+    Vectors count as at least as large as the other tensors of their module: biases are often nearly zero, and steps in
+    proportion would never move them. A LoRA factor that starts at zero counts with the size at which its change is as
+    large as the weight that it changes; any other zero tensor, with the median size.
     """
     found: dict[str, torch.Tensor] = {}
     for prefix, module in model.named_modules():
@@ -105,8 +105,8 @@ def sizes_of(model: nn.Module) -> dict[str, float]:
     if not names:
         return {}
     values = processes.agreed(torch.stack([found[name].double() for name in names]).cpu()).tolist()
-    usual = statistics.median([value for value in values if value > 0] or [1.0])
-    return {name: value if value > 0 else usual for name, value in zip(names, values, strict=True)}
+    median = statistics.median([value for value in values if value > 0] or [1.0])
+    return {name: value if value > 0 else median for name, value in zip(names, values, strict=True)}
 
 
 def _size(module: nn.Module, name: str, weight: Any) -> torch.Tensor:

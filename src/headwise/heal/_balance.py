@@ -1,8 +1,8 @@
-"""Put the factors of a product on one scale, which changes nothing that the model computes.
+"""Put the two factors of a product on one scale, which changes nothing that the model computes.
 
-Cutting leaves values whitened: every kept direction has the same variance, however small it was, and its output
-weights are as much smaller. A step of Adam moves all weights of a tensor alike, so that such a direction would be lost
-at once, and distillation would do harm at any rate.
+After a cut, values are whitened: every kept direction has the same variance, however small it was, and its output
+weights are smaller in proportion. A step of Adam moves all weights of a tensor alike, so that such a direction would be
+lost at once, and distillation would do harm at any learning rate.
 """
 
 from __future__ import annotations
@@ -43,6 +43,6 @@ def _balance_values(block: Block) -> None:
 
 
 def _between(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """What the first factor is multiplied by, and the second divided, so that their mean squares meet."""
+    """By how much to multiply the first factor and divide the second, so that their mean squares become equal."""
     usual = (first > 0) & (second > 0)
     return torch.where(usual, (second / torch.where(usual, first, 1)).sqrt().sqrt(), 1.0)

@@ -1,6 +1,6 @@
-"""Low-rank changes of linear layers, for healing with little memory; merged into the weights at the end.
+"""LoRA: low-rank changes of linear layers, for healing with little memory; merged into the weights at the end.
 
-LoRA: "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., 2021.
+"LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., 2021.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 
 class LowRank(nn.Module):
-    """A weight (outputs, inputs) and a change of it that has a rank; it changes nothing at first."""
+    """A low-rank change of a weight (outputs, inputs), at first zero."""
 
     def __init__(self, weight: torch.Tensor, rank: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class LowRank(nn.Module):
 
 
 def add(modules: Iterable[nn.Module], rank: int, seed: int = 0) -> int:
-    """Give every linear layer below `modules` a change of that rank, freeze all else there, and count the layers."""
+    """Give every linear layer in `modules` a change of this rank, freeze all else there, and count the layers."""
     generator, found = torch.Generator().manual_seed(seed), 0
     for module in modules:
         module.requires_grad_(False)
@@ -48,7 +48,7 @@ def add(modules: Iterable[nn.Module], rank: int, seed: int = 0) -> int:
 
 
 def merge(model: nn.Module) -> None:
-    """Make all changes part of the weights; the model is an ordinary one again."""
+    """Add all changes to their weights; the model is an ordinary one again."""
     for part in list(model.modules()):
         if isinstance(part, nn.Linear) and parametrize.is_parametrized(part, "weight"):
             parametrize.remove_parametrizations(part, "weight", leave_parametrized=True)

@@ -1,23 +1,19 @@
-"""Blockwise: every layer learns by gradient to leave behind the residual stream that its source layer leaves, and the
-last one to give the source's answers.
+"""Blockwise: every layer is trained to leave the residual stream that its source layer leaves, and the last one to give
+the source's answers.
 
-No gradient crosses a layer: memory is that of a layer, and time that of a few passes over the rows. One after the
-other, a layer reads what the healed layers before it put out, so that it also learns to make up for them; side by
-side, layers read what the refitted ones before them put out, so that they do not wait for each other. A layer is
-checked on rows that it does not learn from, goes back to its best state whenever a check finds it worse, and is left as
-it was if nothing found was better.
+No gradient crosses a layer: memory is that of one layer, and time that of a few passes over the rows. A layer reads
+what the healed layers before it put out, so that it also learns to make up for them. It is checked on held-out rows,
+goes back to its best state whenever a check finds it worse, and stays as it was if nothing better was found.
 
-Text beyond the calibration's, where it is asked for, is read in portions whose streams fit into memory: all layers
-learn from one, then all of them from the next.
+Text beyond the calibration's is read in portions whose streams fit into memory: all layers are trained on the first
+portion, then all of them on the next.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,82 +23,69 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
-from headwise.heal._job import Job, origins, rows_of, together
-from headwise.heal._layer import (
-    CHECKS,
-    LEAST,
-    QUERIES,
-    RATE,
-    AnswerLesson,
-    LayerLesson,
-    Part,
-    attention_of,
-    marks_of,
-    passage,
-)
-from headwise.heal._replay import WORTH, Replay
-from headwise.heal._shelf import Place, Shelf
+from headwise.heal._checkpoints import LayerCheckpoints
+from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
+from headwise.heal._layer import LEAST, RATE, AnswerTrainer, LayerBatch, LayerTrainer, checks_of, mean_of, passed
 from headwise.tasks import Prepared
+from headwise.training.captured import WORTH, CapturedStep
+from headwise.training.loop import move
+from headwise.types import Gain, Healing, LossPoint
 
 T = TypeVar("T")
 
 NAME = "blockwise"
 MEANING = "every layer learns to match its source layer; minutes, no backward pass through the whole model"
 AFTER = "refit"
-OPTIONS = ("tokens", "steps", "rate", "batch", "side_by_side", "attention")
-TOGETHER = True  # side by side every process keeps its own layers, else the first one
+OPTIONS = ("tokens", "steps", "rate", "batch")
 
-BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones teach more by the token, large ones keep a GPU busy
+BATCH_TOKENS = {"cpu": 512, "cuda": 2048}  # of a step: small ones learn more per token, large ones keep a GPU busy
 PASSES = 4  # over the calibration's rows, where no number of steps is given; further text is read once
-HELD = 8  # every so many of the calibration's rows one is for the checks
-ROOM = {"cpu": 2 << 30, "cuda": 16 << 30}  # bytes for the streams of a portion of the text, at most
+HELD = 8  # one of so many calibration rows is held out
+ROOM = {"cpu": 2 << 30, "cuda": 16 << 30}  # bytes for the streams of a portion, at most
 SHARE = 1 / 8  # of a GPU's memory, at most
-STREAMS = 4  # of a layer that learns: both models' before it, and the source's within and behind it
+STREAMS = 4  # in memory at a time: both models' before a layer, and the source's within and behind it
 
 
-def heal(job: Job) -> tuple[nn.Module, dict[str, Any]]:
-    """A copy of the cut model whose layers have learned, and what every one gained on rows it did not learn from."""
+def heal(job: Job) -> tuple[nn.Module, Healing]:
+    """A copy of the cut model with trained layers, and what every layer gained on held-out rows."""
     healed, text = job.family.tailor(job.cut), _text(job)
-    stretches, options = _stretches(job, text), job.options
-    asked = [stretches[-1].steps, options.rate, options.batch, job.seed, bool(options.side_by_side), options.attention]
-    idle = options.side_by_side is None and processes.index() > 0  # the first process works for it
-    shelf = Shelf(None if idle else job.folder, NAME, json.dumps([*asked, len(stretches)]), text.rows.inputs)
-    found = []
+    settings = json.dumps([text.steps, job.options.rate, job.options.batch, job.seed, len(text.portions)])
+    checkpoints = LayerCheckpoints(job.folder, NAME, settings, text.rows.inputs)
+    tokens = count_tokens(text.rows.inputs, text.rows.row)
+    errors = []
     try:
-        with _frozen(job.source):
-            for portion, stretch in zip(text.portions, stretches, strict=True):
-                found.append(_taught(job, _Walk(job, healed, portion, text.checked), shelf, stretch))
+        with gradients(job.source, False):
+            for portion, rows in enumerate(text.portions):
+                walk = _Walk(job, healed, rows, text.held_out)
+                errors.append(_trained(walk, checkpoints, text, portion))
     except torch.OutOfMemoryError:
         raise HeadwiseError(
-            f"the device has too little memory for layers to learn; add --heal-option batch={_batch_tokens(job) // 4} "
-            f"or --heal-option tokens={count_tokens(text.rows.inputs, text.rows.row) // 4}."
+            f"the device has too little memory to train layers; add --heal-option batch={_batch_tokens(job) // 4} "
+            f"or --heal-option tokens={tokens // 4}."
         ) from None
-    return healed, {"tokens": count_tokens(text.rows.inputs, text.rows.row), **_told(found, stretches)}
+    steps = _chained([checks_of(text.numbers(portion)) for portion in range(len(text.portions))])
+    return healed, _record(tokens, steps, [_chained(of_layer) for of_layer in zip(*errors, strict=True)])
 
 
 class _Text(NamedTuple):
-    """All rows, those to check on, and the others in portions that there is room for."""
+    """All rows; those that are held out, and the others in portions that fit into memory."""
 
     rows: Prepared
-    checked: Prepared
+    held_out: Prepared
     portions: list[Prepared]
-    steps: int  # where none are asked for
+    steps: int  # of every layer, on all portions together
 
-
-class _Stretch(NamedTuple):
-    """The steps of every layer that are taken on one portion of the text, of all steps."""
-
-    numbers: range
-    steps: int
-    seed: int
-    label: str
+    def numbers(self, portion: int) -> range:
+        """The steps, of all, that every layer is trained for on one portion."""
+        count = len(self.portions)
+        return range(self.steps * portion // count, self.steps * (portion + 1) // count)
 
 
 @torch.no_grad()
 def _text(job: Job) -> _Text:
-    """The calibration's rows or as many tokens as are asked for, of the further rows too where there are any.
+    """The calibration's rows or, with the option `tokens`, so many tokens of them and of the further rows.
 
-    Checks are on rows of the calibration; the portions are alike.
+    Only rows of the calibration are held out. Portions are of equal size.
     """
     rows, known = job.calibration, len(job.calibration.inputs)
     if job.options.tokens is not None:
@@ -111,225 +94,121 @@ def _text(job: Job) -> _Text:
         rows = rows_of(rows, torch.arange(min(count, len(rows.inputs))))
     every = torch.arange(len(rows.inputs))
     held = (every % HELD == HELD - 1) & (every < known)
-    learned, checked = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
-    row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(_device(job)).inputs)
-    layers = job.options.side_by_side * processes.count() if job.options.side_by_side else 1
-    most = max(known, _room(row.device) // (row.nbytes * STREAMS * layers))
+    learned, held_out = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
+    row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(job.device).inputs)
+    most = max(known, _room(row.device) // (row.nbytes * STREAMS))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
     passes = max(1.0, PASSES * min(1.0, known / len(every)))
-    steps = round(passes * len(learned.batches(_batch_tokens(job))))
-    return _Text(rows, checked, [rows_of(learned, part) for part in parts], steps)
+    steps = job.options.steps or round(passes * len(learned.batches(_batch_tokens(job))))
+    return _Text(rows, held_out, [rows_of(learned, part) for part in parts], steps)
 
 
 def _batch_tokens(job: Job) -> int:
-    return job.options.batch or BATCH_TOKENS.get(_device(job).type, 512)
+    return job.options.batch or BATCH_TOKENS.get(job.device.type, 512)
 
 
 def _room(device: torch.device) -> int:
-    """The same on a device however full it is, so that a run that goes on finds the same portions."""
+    """Bytes for streams; the same however full the device is, so that a resumed run finds the same portions."""
     room = ROOM.get(device.type, ROOM["cpu"])
     if device.type != "cuda":
         return room
     return min(room, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
-def _device(job: Job) -> torch.device:
-    return next(job.cut.parameters()).device
+@dataclass(slots=True)
+class _Streams:
+    """The residual streams of both models before a layer, for rows of one length."""
 
-
-def _stretches(job: Job, text: _Text) -> list[_Stretch]:
-    """The same number of steps for every portion; the rate falls over all of them."""
-    steps, count, layers = job.options.steps or text.steps, len(text.portions), len(job.family.layers(job.cut))
-    return [
-        _Stretch(
-            range(steps * number // count, steps * (number + 1) // count),
-            steps,
-            job.seed + number * layers,
-            NAME if count == 1 else f"{NAME}, portion {number + 1} of {count}",
-        )
-        for number in range(count)
-    ]
-
-
-def _taught(job: Job, walk: _Walk, shelf: Shelf, stretch: _Stretch) -> list[list[float]]:
-    """All layers, on one portion of the text; what their checks found."""
-    at_once = job.options.side_by_side
-    return _in_turn(job, walk, shelf, stretch) if at_once is None else _side_by_side(job, walk, shelf, stretch, at_once)
-
-
-def _in_turn(job: Job, walk: _Walk, shelf: Shelf, stretch: _Stretch) -> list[list[float]]:
-    """Layer after layer, each on what the healed ones before it put out; the first process gives them to the others."""
-    errors: list[list[float]] = []
-    for index in job.track(range(len(walk.ours)), stretch.label):
-        lesson = walk.lesson(index)
-        found = torch.zeros(CHECKS + 1, dtype=torch.float64)
-        if processes.index() == 0:
-            found += torch.tensor(_learned(job, lesson, shelf.place(lesson.layer), stretch, index), dtype=torch.float64)
-        errors.append(processes.total(found).tolist())
-        _share(lesson.layer, 0)
-        walk.move_on(index)
-    return errors
-
-
-def _side_by_side(job: Job, walk: _Walk, shelf: Shelf, stretch: _Stretch, at_once: int) -> list[list[float]]:
-    """Several layers at once in this process, and others in every other, all on what the refitted model puts out."""
-    errors: list[list[float]] = []
-    count, size = len(walk.ours), at_once * processes.count()
-    for first in job.track(range(0, count, size), stretch.label):
-        group = []
-        for index in range(first, min(first + size, count)):
-            lesson = walk.lesson(index)
-            group.append((lesson, shelf.place(lesson.layer), index))
-            walk.move_on(index)
-        with _threads(at_once, walk.healed.device) as pool:
-            own = list(pool.map(lambda task: _learned(job, task[0], task[1], stretch, task[2]), processes.mine(group)))
-        found = torch.zeros(len(group), CHECKS + 1, dtype=torch.float64)
-        found[processes.index() :: processes.count()] = torch.tensor(own, dtype=torch.float64).view(-1, CHECKS + 1)
-        errors += processes.total(found).tolist()
-        for number, (lesson, _, _) in enumerate(group):
-            _share(lesson.layer, number % processes.count())
-    return errors
-
-
-def _learned(job: Job, lesson: LayerLesson, place: Place, stretch: _Stretch, index: int) -> list[float]:
-    """The errors of a layer that has learned, now or before a kill."""
-    found = place.fetch(lesson.layer)
-    if found is None:
-        rate = job.options.rate or RATE
-        if _replayable(job, stretch):
-            lesson.move_by = Replay
-        found = {"errors": lesson.learn(stretch.numbers, stretch.steps, rate, stretch.seed + index)}
-        place.put(lesson.layer, found)
-    errors: list[float] = found["errors"]
-    return errors
-
-
-def _replayable(job: Job, stretch: _Stretch) -> bool:
-    """Whether to capture a step, on a GPU: threads cannot, as nothing else may be launched meanwhile."""
-    alone = _device(job).type == "cuda" and job.options.side_by_side is None
-    return alone and len(stretch.numbers) >= WORTH
-
-
-@torch.no_grad()
-def _share(layer: nn.Module, owner: int) -> None:
-    """Give all processes the layer that one of them taught."""
-    if processes.count() > 1:
-        for weight in layer.parameters():
-            weight.copy_(processes.total(weight if processes.index() == owner else torch.zeros_like(weight)))
-
-
-@contextmanager
-def _threads(count: int, device: torch.device) -> Iterator[ThreadPoolExecutor]:
-    """Threads that share the cores that torch may use."""
-    cores = torch.get_num_threads()
-
-    def begin() -> None:
-        torch.set_num_threads(max(1, cores // count))
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    try:
-        with ThreadPoolExecutor(count, initializer=begin) as pool:
-            yield pool
-    finally:
-        torch.set_num_threads(cores)
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients for a model's own weights, while others learn from it."""
-    asked = [p for p in model.parameters() if p.requires_grad]
-    for parameter in asked:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in asked:
-            parameter.requires_grad_(True)
-
-
-def _told(found: list[list[list[float]]], stretches: list[_Stretch]) -> dict[str, Any]:
-    """Gains and curves per layer, and at every check the mean of what is left of their errors, those before being 1."""
-    errors = [_chained(of_layer) for of_layer in zip(*found, strict=True)]
-    marks = _chained([marks_of(stretch.numbers) for stretch in stretches])
-    layers = [
-        {
-            AnswerLesson.name if found is errors[-1] else LayerLesson.name: {
-                "error_before": found[0],
-                "error_after": found[-1],
-                "curve": found,
-            }
-        }
-        for found in errors
-    ]
-    shares = [[error / row[0] if row[0] > LEAST else 1.0 for error in row] for row in errors]
-    means = (sum(at) / len(at) for at in zip(*shares, strict=True))
-    return {"layers": layers, "curve": [{"step": s, "loss": e} for s, e in zip(marks, means, strict=True)]}
-
-
-def _chained(parts: Sequence[list[T]]) -> list[T]:
-    """Parts of a curve as one; each begins where the one before ended."""
-    return [*parts[0], *(value for part in parts[1:] for value in part[1:])]
+    rows: Prepared
+    source: torch.Tensor
+    cut: torch.Tensor
+    contexts: list[dict[str, Any]]  # of the source's layers
+    target: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # the source's, behind the layer
 
 
 class _Walk:
-    """Both models' streams, brought from layer to layer."""
+    """Takes both models' streams from layer to layer."""
 
-    def __init__(self, job: Job, healed: nn.Module, seen: Prepared, checked: Prepared) -> None:
-        self.job, self.healed = job, healed
-        self.seen, self.checked = self._parts(seen), self._parts(checked)
+    def __init__(self, job: Job, healed: nn.Module, learned: Prepared, held_out: Prepared) -> None:
+        self.job, self.layers = job, job.family.layers(healed)
         self.ours, self.theirs = job.family.blocks(healed), job.family.blocks(job.source)
-        self.kept = origins(job.source, healed)
-        self._past_lost(range(self.kept[0]))
+        self.spans = with_removed(origins(job.source, healed), len(self.theirs))
+        self.learned, self.held_out = self._start(healed, learned), self._start(healed, held_out)
 
     @torch.no_grad()
-    def _parts(self, rows: Prepared) -> list[Part]:
-        """Rows in batches, before the first layer."""
-        job = self.job
-        parts = [part.to(self.healed.device) for part in rows.batches(_batch_tokens(job))]
-        contexts = job.family.contexts(job.source, [part.inputs for part in parts])
-        embed = job.family.embed
-        return [
-            Part(part, embed(job.source, part.inputs), embed(self.healed, part.inputs), context)
+    def _start(self, healed: nn.Module, rows: Prepared) -> list[_Streams]:
+        """Streams before the first layer that is left."""
+        family, source = self.job.family, self.job.source
+        parts = [part.to(self.job.device) for part in rows.batches(_batch_tokens(self.job))]
+        contexts = family.contexts(source, [part.inputs for part in parts])
+        found = [
+            _Streams(part, family.embed(source, part.inputs), family.embed(healed, part.inputs), context)
             for part, context in zip(parts, contexts, strict=True)
         ]
+        for streams in found:
+            for index in range(self.spans[0].start):
+                streams.source = self.theirs[index](streams.source, streams.contexts[index])
+        return found
+
+    def trainer(self, index: int, captured: bool) -> LayerTrainer:
+        """The trainer of a layer."""
+        span = self.spans[index]
+        learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
+        power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
+        kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
+        new_step = CapturedStep if captured else lambda: move
+        return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)
 
     @torch.no_grad()
-    def _past_lost(self, indices: Sequence[int]) -> None:
-        """Bring the source's streams past layers that the cut model does not have."""
-        for part in self.seen + self.checked:
-            for index in indices:
-                part.source = self.theirs[index](part.source, part.contexts[index])
-
-    def lesson(self, index: int) -> LayerLesson:
-        """What a layer has to learn, with parts of its own: the walk goes on without them."""
-        kept = self.kept[index]
-        end = self.kept[index + 1] if index + 1 < len(self.kept) else len(self.theirs)
-        weight = self.job.options.attention or 0.0
-        same = self.ours[index].attention.query_heads == self.theirs[kept].attention.query_heads
-        for number, part in enumerate(self.seen + self.checked):
-            self._look_ahead(part, range(kept, end), number if weight and same else None)
-        layer = self.job.family.layers(self.healed)[index]
-        seen, checked = ([replace(part) for part in parts] for parts in (self.seen, self.checked))
-        lesson = LayerLesson(layer, self.ours[index], kept, seen, checked, weight)
-        return AnswerLesson(self.job, lesson) if index == len(self.ours) - 1 else lesson
+    def _batch(self, streams: _Streams, span: range) -> LayerBatch:
+        """What a layer reads and should put out: what the source does in it and in the removed layers behind it."""
+        context = streams.contexts[span.start]
+        middle, streams.target = passed(self.theirs[span.start], streams.source, context)
+        for index in span[1:]:
+            streams.target = self.theirs[index](streams.target, streams.contexts[index])
+        return LayerBatch(streams.rows, streams.cut, streams.target, middle, context)
 
     @torch.no_grad()
-    def _look_ahead(self, part: Part, indices: range, number: int | None) -> None:
-        """What the source makes of its stream in a layer, and in those lost behind it."""
-        block, context = self.theirs[indices[0]], part.contexts[indices[0]]
-        found = passage(block, part.source, context)
-        part.middle, part.wanted, part.weights = found.middle, found.out, None
-        if number is not None:
-            draw = torch.Generator().manual_seed(self.job.seed + number)
-            part.queries = torch.randperm(found.q.shape[2], generator=draw)[:QUERIES].sort().values.to(found.q.device)
-            part.weights = attention_of(block, found, context, part.queries)
-        for index in indices[1:]:
-            part.wanted = self.theirs[index](part.wanted, part.contexts[index])
+    def advance(self, index: int) -> None:
+        """Take both streams past a layer."""
+        for streams in self.learned + self.held_out:
+            streams.cut = self.ours[index](streams.cut, streams.contexts[self.spans[index].start])
+            streams.source = streams.target
 
-    @torch.no_grad()
-    def move_on(self, index: int) -> None:
-        """Bring both streams past a layer."""
-        for part in self.seen + self.checked:
-            part.cut = self.ours[index](part.cut, part.contexts[self.kept[index]])
-            part.source = part.wanted
+
+def _trained(walk: _Walk, checkpoints: LayerCheckpoints, text: _Text, portion: int) -> list[list[float]]:
+    """Train layer after layer on one portion and return their errors; the main process trains for the others too."""
+    job, numbers, count, errors = walk.job, text.numbers(portion), len(text.portions), []
+    captured = job.device.type == "cuda" and len(numbers) >= WORTH
+    label = NAME if count == 1 else f"{NAME}, portion {portion + 1} of {count}"
+    for index in job.track(range(len(walk.layers)), label):
+        trainer = walk.trainer(index, captured)
+        found = torch.zeros(len(checks_of(numbers)), dtype=torch.float64)
+        if processes.index() == 0:
+            known = checkpoints.load(trainer.layer)
+            if known is None:
+                seed = job.seed + portion * len(walk.layers) + index
+                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or RATE, seed)}
+                checkpoints.save(trainer.layer, known)
+            found += torch.tensor(known["errors"], dtype=torch.float64)
+        errors.append(processes.agreed(found).tolist())
+        with torch.no_grad():
+            for weight in trainer.layer.parameters() if processes.count() > 1 else ():
+                weight.copy_(processes.agreed(weight))
+        walk.advance(index)
+    return errors
+
+
+def _record(tokens: int, steps: list[int], errors: list[list[float]]) -> Healing:
+    """Gains and curves per layer; as the loss, at every check, the mean share that is left of the layers' errors."""
+    parts = [LayerTrainer.part] * (len(errors) - 1) + [AnswerTrainer.part]
+    layers = tuple({part: Gain(row[0], row[-1], tuple(row))} for part, row in zip(parts, errors, strict=True))
+    shares = [[error / row[0] if row[0] > LEAST else 1.0 for error in row] for row in errors]
+    means = (sum(at) / len(at) for at in zip(*shares, strict=True))
+    curve = tuple(LossPoint(step, loss) for step, loss in zip(steps, means, strict=True))
+    return Healing(NAME, tokens, layers=layers, curve=curve)
+
+
+def _chained(parts: Sequence[list[T]]) -> list[T]:
+    """The curves of all portions as one; each begins where the one before ended."""
+    return [*parts[0], *(value for part in parts[1:] for value in part[1:])]

@@ -288,7 +288,7 @@ class RunFolder:
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
         built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
-        healing = read_healing(self.heal_file) if built else None
+        healing = read_healing(self.heal_file).to_json() if built else None
         verdict, unverified = self.verdict()
         rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
         sweep = None

@@ -1,4 +1,4 @@
-"""What can be told to a healing method. No torch: settings are checked before anything is loaded."""
+"""Options of the healing methods. No torch: they are checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from dataclasses import dataclass, fields, replace
 
 from headwise.errors import HeadwiseError
 
+REMOVED = ("match", "cache", "side_by_side", "attention", "truth", "embeddings")  # no measured gain
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Limits of a healing; None leaves it to the method."""
+    """Limits and choices of a healing; None leaves a choice to the method."""
 
-    tokens: int | None = None  # of text that is learned from; distillation counts every reading, blockwise the text
-    steps: int | None = None  # at most, of a block or of the whole model
-    rate: float | None = None  # share of a tensor's mean size that a step moves it by, at most; None: found by trial
+    tokens: int | None = None  # of text to train on; distillation counts every reading, blockwise each text once
+    steps: int | None = None  # at most, of one layer or of the whole model
+    rate: float | None = None  # highest learning rate, as a share of each tensor's mean size; None: found by trial
     batch: int | None = None  # tokens of a step
     micro: int | None = None  # tokens that a process computes at once
-    lora: int | None = None  # rank of changes that are learned instead of whole weights, with less memory
-    match: float | None = None  # weight of the streams' distance from the source's, beside the answers'
-    cache: int | None = None  # likeliest tokens of the source's answers to store, instead of asking it again
-    side_by_side: int | None = None  # layers that learn at once, on what refitted and not healed layers put out
-    attention: float | None = None  # weight of the attention's distance from the source's, of layers that learn
-    recompute: int | None = None  # 1: layers compute again what they do not keep, with less memory
-    truth: float | None = None  # weight of the surprise at the text's own next tokens, beside the source's answers
-    embeddings: int | None = None  # 1: embeddings and head learn too
-    shard: int | None = None  # 1: processes share the weights, each with a part, so that larger models fit
-    blockwise: float | None = None  # share of the tokens that layers learn from before the whole model does; 0: none
+    lora: int | None = None  # rank of the changes that are trained instead of whole weights; needs less memory
+    recompute: int | None = None  # 1: gradient checkpointing; needs less memory
+    shard: int | None = None  # 1: each process holds a part of the weights (FSDP), so that larger models fit
+    blockwise: float | None = None  # share of the tokens for training layer by layer, before distillation; 0: none
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -42,11 +38,11 @@ class Options:
             raise HeadwiseError("the healing option blockwise is a share of the tokens; add --heal-option tokens=1e6.")
 
     def given(self) -> tuple[str, ...]:
-        """The names of those that are not left to the method."""
+        """The names of the options that are not None."""
         return tuple(field.name for field in fields(self) if getattr(self, field.name) is not None)
 
     def fixed(self) -> Options:
-        """The same without what may change when a run goes on, because only its memory depends on it."""
+        """The options that a run must resume with: without those on which only its memory depends."""
         return replace(self, micro=None, recompute=None, shard=None)
 
     @classmethod
@@ -60,6 +56,11 @@ class Options:
         found: dict[str, float] = {}
         for text in texts:
             name, _, value = (part.strip() for part in text.partition("="))
+            if name in REMOVED:
+                raise HeadwiseError(
+                    f"the healing option {name} was removed, because it has no measured gain; leave it out. "
+                    "A run that was started with it needs the version of headwise that started it, or a new folder."
+                )
             if name not in kinds:
                 raise HeadwiseError(f"no healing option is called '{name}'. Known: {', '.join(kinds)}.")
             try:

@@ -23,7 +23,7 @@ from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.files.disk import explained, install, remove
 from headwise.files.json import read_object
-from headwise.heal.refit import LayerRefit
+from headwise.heal._layer_refit import LayerRefit
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
@@ -144,7 +144,8 @@ class Build:
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
-        write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))
+        gains = worker.output_and_down(inner=True)
+        write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
                 self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))

@@ -188,7 +188,7 @@ def verify(folder: RunFolder, bench: Bench, track: Track = silently, max_loss: s
     found = verifying.compare(bench.source, cut, rows, asked, seed, folder.streaming, folder.proof_file, track)
     expected = found.rehearsal.expected_damage()
     healing = read_healing(folder.heal_file)
-    folder.write_json(folder.heal_file, {**healing, "rehearsed": expected})
+    folder.write_json(folder.heal_file, replace(healing, rehearsed=expected).to_json())
     priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
     checks, unchecked = verifying.checks(cut, plan, bench.source.shape, folder.model, folder.proof_file)
     max_loss = max_loss or settings.max_loss or MAX_LOSS

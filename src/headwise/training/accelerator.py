@@ -1,4 +1,4 @@
-"""Accelerate, for as many processes as were started."""
+"""Accelerate, which training from scratch uses for several processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def accelerator_for(device: str) -> Any:
         raise HeadwiseError("training needs Accelerate: pip install 'headwise[train]'.") from None
     if device == "cuda" and not torch.cuda.is_available():
         raise HeadwiseError("this machine has no CUDA device; leave out --device cuda.")
-    patient = InitProcessGroupKwargs(timeout=PATIENCE)  # the first process may tokenise for long
+    patient = InitProcessGroupKwargs(timeout=PATIENCE)  # the main process may tokenise for long
     made = Accelerator(cpu=device == "cpu", mixed_precision="no", kwargs_handlers=[patient])
     if made.distributed_type not in (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU):
         raise HeadwiseError(

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on, as safetensors and JSON, each folder whole or not there."""
+"""Checkpoints: everything a run needs to resume, as safetensors and JSON, each folder written whole or not at all."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from headwise import processes
 from headwise.cuts import write_folder
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import tensors as stored
 from headwise.files.disk import recover, remove
 from headwise.files.json import is_number, read_object
-from headwise.runs.lock import is_first
 from headwise.training import shards
 from headwise.training.loop import Point, State
 from headwise.types import VERSION
 
 OPTIMISER, MORE = "optimiser.safetensors", "more.safetensors"
 KEPT = 2  # newest checkpoints; older ones are deleted
+NUMBERS = ("step", "summed", "seconds")  # fields of a state that state.json holds, beside the curve
 
 
-def save(
-    folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None, writes: bool = True
-) -> None:
-    """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare one, not as wrapped.
+def save(folder: Path, model: nn.Module, state: State, more: dict[str, torch.Tensor] | None = None) -> None:
+    """Write a checkpoint of the run and delete all but the newest ones. `model` is the bare model, not wrapped.
 
-    Random numbers need no place: every step seeds its own. `more` are tensors that a run wants back (see `kept_in`).
-    Where processes share the weights all of them have to save, and one of them writes.
+    Random numbers are not saved: every step seeds its own. `more` are further tensors of the run (see `kept_in`).
+    Only the main process writes; where processes share the weights, all of them have to call this.
     """
+    writes = processes.index() == 0
 
     def kept(tensor: torch.Tensor) -> torch.Tensor:
         found = shards.whole(tensor)
@@ -43,13 +43,8 @@ def save(
             tensors[f"{name}/{part}"] = kept(tensor)
     if not writes:
         return
-    facts = {
-        "version": VERSION,
-        "step": state.step,
-        "summed": state.summed,
-        "seconds": state.seconds,
-        "curve": [point._asdict() for point in state.curve],
-    }
+    facts = {"version": VERSION, **{name: getattr(state, name) for name in NUMBERS}}
+    facts["curve"] = [point._asdict() for point in state.curve]
 
     def write(target: Path) -> None:
         files = {"model.safetensors": weights, OPTIMISER: tensors, **({MORE: more} if more else {})}
@@ -59,10 +54,10 @@ def save(
 
     recover(folder)
     write_folder(folder / f"step-{state.step:08d}", write)
-    _forget_older(folder)
+    _delete_older(folder)
 
 
-def _forget_older(folder: Path) -> None:
+def _delete_older(folder: Path) -> None:
     """Delete all checkpoints but the newest."""
     for old in all_in(folder)[:-KEPT]:
         remove(old)
@@ -81,13 +76,13 @@ def all_in(folder: Path) -> list[Path]:
 
 
 def kept_in(folder: Path) -> dict[str, torch.Tensor]:
-    """What else the newest checkpoint was given to keep."""
+    """The further tensors of the newest checkpoint."""
     path = all_in(folder)[-1] / MORE
     return stored.read(path, error=OutputError, advice="delete its folder") if path.exists() else {}
 
 
 def restore(folder: Path, model: nn.Module, state: State) -> bool:
-    """Bring a run to its newest checkpoint, if there is one."""
+    """Bring a run to its newest checkpoint; False if there is none."""
     found = all_in(folder)
     if not found:
         return False
@@ -104,23 +99,23 @@ def restore(folder: Path, model: nn.Module, state: State) -> bool:
         for name, tensor in _whole(model).items():
             tensor.copy_(shards.laid_out(weights[name], tensor))
     for name, parameter in model.named_parameters():
-        parts = [key for key in tensors if key.startswith(f"{name}/")]
-        if parts:  # the count of steps stays where AdamW keeps it: on the device only if fused
+        if own := {key: tensor for key, tensor in tensors.items() if key.startswith(f"{name}/")}:
             state.optimiser.state[parameter] = {
-                key.removeprefix(f"{name}/"): _beside(tensors[key], parameter) for key in parts
+                key.removeprefix(f"{name}/"): _beside(tensor, parameter) for key, tensor in own.items()
             }
     state.sums.copy_(tensors["sums"])
-    state.step, state.summed, state.seconds = facts["step"], facts["summed"], facts["seconds"]
+    for name in NUMBERS:
+        setattr(state, name, facts[name])
     state.curve[:] = facts["curve"]
-    if is_first():  # a kill may have come between saving and this
-        _forget_older(folder)
+    if processes.index() == 0:  # the process may have been killed after saving and before deleting
+        _delete_older(folder)
     return True
 
 
 def _facts(path: Path) -> dict[str, Any]:
-    """Where a run stands."""
+    """Step, seconds and curve of a checkpoint."""
     found = read_object(path)
-    if not all(is_number(found.get(name)) and found[name] >= 0 for name in ("step", "summed", "seconds")):
+    if not all(is_number(found.get(name)) and found[name] >= 0 for name in NUMBERS):
         raise PlanError(f"{path} does not say at which step the run is.")
     try:
         return {**found, "curve": [Point(**point) for point in found["curve"]]}
@@ -132,17 +127,18 @@ def _check(folder: Path, model: nn.Module, weights: stored.Tensors, tensors: sto
     """Refuse tensors that are missing or of other sizes than the model's."""
     own = {name: tensor.shape for name, tensor in _whole(model).items()}
     if lost := [name for name, shape in own.items() if name not in weights or weights[name].shape != shape]:
-        raise PlanError(f"{folder.name} lacks {lost[0]}, or has it in another size.")
+        raise PlanError(f"{folder.name} does not hold {lost[0]}, or holds it in another size.")
     sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
     for key, tensor in tensors.items():
         owner = key.rpartition("/")[0]
         if owner and tensor.dim() and tensor.shape != sizes.get(owner):
             raise PlanError(f"{folder.name} holds {key} in another size than the model's.")
     if "sums" not in tensors or tensors["sums"].shape != (2,):
-        raise PlanError(f"{folder.name} lacks the sums of the curve.")
+        raise PlanError(f"{folder.name} does not hold the sums of the curve.")
 
 
 def _beside(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Optimizer state on its parameter's device; AdamW keeps its count of steps on the device only if it is fused."""
     if tensor.dim() > 0:
         return shards.laid_out(tensor, parameter)
     return tensor.to(parameter.device) if parameter.device.type == "cuda" else tensor

@@ -1,4 +1,4 @@
-"""The loss curve as it grows: JSON lines, and TensorBoard events where that is installed."""
+"""Writes the loss curve while a run trains: JSON lines, and TensorBoard events where that is installed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.types import write_atomically
 
 
 class Logs:
-    """Writes every point of the curve once. A run that goes on first drops what came after its checkpoint."""
+    """Writes every point of the curve once. A resumed run first removes the points after its checkpoint."""
 
     def __init__(self, folder: Path, curve: list[Point], writes: bool) -> None:
         self.path, self.written = folder / "curve.jsonl", len(curve)
@@ -28,7 +28,7 @@ class Logs:
         self.board = SummaryWriter(str(folder / "logs"), purge_step=curve[-1].step + 1 if curve else None)
 
     def write(self, curve: list[Point]) -> bool:
-        """Write what is new, and say whether anything is."""
+        """Write the points that are new; returns whether there were any."""
         new = curve[self.written :]
         self.written = len(curve)
         for point in new if self.file is not None else ():
@@ -45,7 +45,7 @@ class Logs:
             self.board.add_scalar(name, value, point.step)
 
     def close(self) -> None:
-        """End the files."""
+        """Close the files."""
         for file in (self.file, self.board):
             if file is not None:
                 file.close()

@@ -1,9 +1,9 @@
-"""The training loop: AdamW, warm-up and cosine, clipping, bfloat16 on CUDA. In memory; knows no files and no tasks.
+"""The training loop: AdamW, warm-up and cosine, clipping, bfloat16 on CUDA. In memory; it knows no files and no tasks.
 
     curve = fit(model, lambda step: tokens[order(step)], FitSettings(steps=1000, rate=1e-3), next_token)
 
-Lean, for hundreds of small runs on one device: the host waits for the device only where a point of the curve is read.
-Every step seeds its own random numbers, so that a run which goes on from a `State` draws what an unbroken one draws.
+It adds little time to a step, for hundreds of small runs on one device: the host waits for the device only where a
+point of the curve is read. Every step seeds its own random numbers, so that a resumed run draws the same ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.errors import HeadwiseError
 from headwise.linalg import fast_products
 from headwise.training import shards
 from headwise.types import Record
 
-Batches = Callable[[int], Any]  # number of a batch -> what the loss reads; counts on through accumulated parts
+Batches = Callable[[int], Any]  # number of a batch -> what the loss reads; accumulated parts count as batches
 Loss = Callable[[nn.Module, Any], torch.Tensor]  # -> the mean loss of a batch, on the device
 Evaluate = Callable[[nn.Module], Mapping[str, float]]
 Move = Callable[["State", Batches, Loss, "FitSettings", Callable[[], Any]], None]  # as `move`
@@ -31,22 +32,22 @@ Move = Callable[["State", Batches, Loss, "FitSettings", Callable[[], Any]], None
 
 @dataclass(frozen=True, slots=True)
 class FitSettings(Record):
-    """How to train; what to train on is given beside it."""
+    """How to train; the data are given separately."""
 
     steps: int
-    rate: float = 1e-3  # highest
-    warm_up: float = 0.02  # share of the steps during which the rate rises
-    last_rate: float = 0.1  # share of the highest rate at the end of the cosine
-    decay: float = 0.1  # of matrices; vectors have none
+    rate: float = 1e-3  # highest learning rate
+    warm_up: float = 0.02  # share of the steps during which the learning rate rises
+    last_rate: float = 0.1  # share of the highest learning rate at the end of the cosine
+    decay: float = 0.1  # weight decay of matrices; vectors have none
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0  # largest norm of a gradient; 0: any
     accumulate: int = 1  # batches of one step
-    seed: int = 0  # of dropout
+    seed: int = 0  # random seed of dropout
     bf16: bool | None = None  # None: on CUDA
     compile: bool = False
     point_every: int = 50  # steps between points of the curve
-    evaluate_every: int = 0  # steps between evaluations; 0: at the end alone
+    evaluate_every: int = 0  # steps between evaluations; 0: only at the end
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("accumulate", 1), ("point_every", 1), ("evaluate_every", 0)):
@@ -63,13 +64,13 @@ class Point(NamedTuple):
     loss: float
     gradient_norm: float
     rate: float
-    seconds: float  # of training, in all
+    seconds: float  # of training, from the start of the run
     evaluation: dict[str, float] | None = None
 
 
 @dataclass(slots=True)
 class State:
-    """Where a run stands: all that is needed, beside the data, to go on as if it had not stopped."""
+    """The state of a run: all that is needed, beside the data, to resume it."""
 
     model: nn.Module  # as it computes: wrapped where several processes train
     optimiser: torch.optim.Optimizer
@@ -81,7 +82,7 @@ class State:
 
 
 def begin(model: nn.Module, settings: FitSettings, accelerator: Any = None) -> State:
-    """A run before its first step, on the device that the model is on."""
+    """A run before its first step, on the model's device. An `accelerator` wraps the model for several processes."""
     optimiser = optimiser_for(model, settings)
     device = next(model.parameters()).device
     if accelerator is not None:
@@ -98,53 +99,47 @@ def fit(
     evaluate: Evaluate | None = None,
     on_step: Callable[[State], None] | None = None,
     state: State | None = None,
-    accelerator: Any = None,
     move_by: Move | None = None,
 ) -> list[Point]:
     """Train a model in place and return its curve.
 
     `batches(number)` gives a batch whose tensors are on the model's device; `loss(model, batch)` its mean loss, by
-    default what `model(**batch)` calls so. `evaluate(model)` runs in evaluation mode, at the end and every
-    `evaluate_every` steps. `on_step(state)` runs after every step. `state` (from `begin`, then loaded) goes on with a
-    run; `accelerator` is Accelerate's, for several processes; `move_by` does a step's work in place of `move`.
+    default the loss of `model(**batch)`. `evaluate(model)` runs in evaluation mode, at the end and every
+    `evaluate_every` steps. `on_step(state)` runs after every step. `state` (from `begin`, then loaded) resumes a run;
+    `move_by` does a step's work in place of `move`.
     """
-    state = state or begin(model, settings, accelerator)
+    state = state or begin(model, settings)
     device = state.sums.device
     compute = torch.compile(loss or stated_loss) if settings.compile else loss or stated_loss
     cast = bf16_on(device, settings)
     state.model.train()
-    started = time.perf_counter() - state.seconds
     with fast_products(device):
         while state.step < settings.steps:
-            _prepare(state, settings, accelerator)
+            started = time.perf_counter()
+            _prepare(state, settings)
             (move_by or move)(state, batches, compute, settings, cast)
             state.step, state.summed = state.step + 1, state.summed + 1
-            if state.step % settings.point_every == 0 or state.step == settings.steps or _due(state, settings):
-                value, norm = _read(state, settings, accelerator)
-                state.seconds = time.perf_counter() - started
-                found = None
-                if evaluate is not None and _due(state, settings):
-                    found = _evaluated(model, evaluate, cast)
-                    started = time.perf_counter() - state.seconds  # the clock counts training alone
+            evaluates = _every(settings.evaluate_every, state, settings)
+            means = _means(state, settings) if evaluates or _every(settings.point_every, state, settings) else None
+            state.seconds += time.perf_counter() - started  # of training: neither evaluation nor `on_step`
+            if means is not None:
+                found = _evaluated(model, evaluate, cast) if evaluate is not None and evaluates else None
                 rate = settings.rate * pace(state.step - 1, settings)
-                state.curve.append(Point(state.step, value, norm, rate, state.seconds, found))
-            state.seconds = time.perf_counter() - started
+                state.curve.append(Point(state.step, *means, rate, state.seconds, found))
             if on_step is not None:
                 on_step(state)
-                started = time.perf_counter() - state.seconds
     return state.curve
 
 
-def _prepare(state: State, settings: FitSettings, accelerator: Any) -> None:
-    """Rate and random numbers of the step to come."""
+def _prepare(state: State, settings: FitSettings) -> None:
+    """Learning rate and random numbers of the step to come."""
     for group in state.optimiser.param_groups:
         group["lr"] = settings.rate * pace(state.step, settings)
-    process = 0 if accelerator is None else accelerator.process_index
-    torch.manual_seed((settings.seed * 1_000_003 + state.step) * 1_009 + process)  # of dropout
+    torch.manual_seed((settings.seed * 1_000_003 + state.step) * 1_009 + processes.index())  # of dropout
 
 
 def move(state: State, batches: Batches, loss: Loss, settings: FitSettings, cast: Callable[[], Any]) -> None:
-    """The work of one step: accumulate gradients, clip, move. Never waits for the device."""
+    """The work of one step: accumulate gradients, clip them, update the weights. Never waits for the device."""
     for part in range(settings.accumulate):
         with _unsynchronised(state.model, part < settings.accumulate - 1):
             with cast():
@@ -158,26 +153,30 @@ def move(state: State, batches: Batches, loss: Loss, settings: FitSettings, cast
 
 
 def _unsynchronised(model: nn.Module, wanted: bool) -> contextlib.AbstractContextManager[Any]:
-    """Processes need not agree on a gradient that is still growing."""
+    """Processes need not exchange a gradient that is still being accumulated."""
     return model.no_sync() if wanted and hasattr(model, "no_sync") else contextlib.nullcontext()
 
 
-def _due(state: State, settings: FitSettings) -> bool:
-    """Whether it is time to evaluate."""
-    return state.step == settings.steps or bool(settings.evaluate_every and state.step % settings.evaluate_every == 0)
+def _every(count: int, state: State, settings: FitSettings) -> bool:
+    """Whether so many steps have passed, or all; 0: only at the end."""
+    return state.step == settings.steps or bool(count and state.step % count == 0)
 
 
-def _read(state: State, settings: FitSettings, accelerator: Any) -> tuple[float, float]:
+def _means(state: State, settings: FitSettings) -> tuple[float, float]:
     """Mean loss and gradient norm since the last point. The only place where the host waits for the device."""
-    sums = state.sums if accelerator is None else accelerator.reduce(state.sums, "mean")
+    sums = processes.total(state.sums) / processes.count()
     value, norm = (sums / state.summed).tolist()
     state.sums, state.summed = torch.zeros_like(state.sums), 0
     if not math.isfinite(value):
-        raise HeadwiseError(
+        raise Diverged(
             f"training diverged: the loss is {value} after {state.step} steps at rate {settings.rate:.3g}; "
             f"lower the rate, for example to {settings.rate / 3:.2g}."
         )
     return value, norm
+
+
+class Diverged(HeadwiseError):
+    """The loss is not finite."""
 
 
 def _evaluated(model: nn.Module, evaluate: Evaluate, cast: Callable[[], Any]) -> dict[str, float]:
@@ -189,7 +188,7 @@ def _evaluated(model: nn.Module, evaluate: Evaluate, cast: Callable[[], Any]) ->
 
 
 def pace(step: int, settings: FitSettings) -> float:
-    """The share of the highest rate at a step: a straight rise, then a cosine.
+    """The learning rate of a step as a share of the highest: a straight rise, then a cosine.
 
     >>> [round(pace(step, FitSettings(steps=100, warm_up=0.05)), 2) for step in (0, 4, 52, 99)]
     [0.2, 1.0, 0.54, 0.1]
@@ -216,24 +215,24 @@ def optimiser_for(model: nn.Module, settings: FitSettings) -> torch.optim.AdamW:
 
 
 def bf16_on(device: torch.device, settings: FitSettings) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """What the loss is computed under: bfloat16 where asked or, unless refused, on CUDA."""
+    """The context in which the loss is computed: bfloat16 if the settings say so or, by default, on CUDA."""
     wanted = device.type == "cuda" if settings.bf16 is None else settings.bf16
     return lambda: torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
 
 def stated_loss(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
-    """The loss that a transformers model computes itself when it is given labels."""
+    """The loss that a transformers model computes when it is given labels."""
     value: torch.Tensor = model(**batch).loss
     return value
 
 
 def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-    """Mean surprise of a causal language model at every token of unpadded rows (B, T) but the first."""
+    """Mean cross-entropy of a causal language model on unpadded rows (B, T), without the first token."""
     logits = model(input_ids=ids, use_cache=False).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
 
 
 def right_class(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean surprise at the labels of a batch (inputs, labels), for a plain module or a transformers one."""
+    """Mean cross-entropy on a batch (inputs, labels), for a plain module or a transformers one."""
     out = model(batch[0])
     return nn.functional.cross_entropy(getattr(out, "logits", out).float(), batch[1])

@@ -1,4 +1,4 @@
-"""Which rows every step reads."""
+"""The rows that every step reads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import torch
 
 
 class Order:
-    """Each row once per epoch, in an order that the seed alone decides. Any step can be asked for, so nothing is saved.
+    """Each row once per epoch, in an order that depends on the random seed only, so that nothing has to be saved.
 
-    Steps are always full: where an epoch ends within a step, the next one begins in it. The rows are the same for any
-    number of processes; each takes its part of them.
+    Unlike a sampler of torch.utils.data it gives the rows of any step. Steps are always full: where an epoch ends
+    within a step, the next one begins. The rows are the same for any number of processes; each takes a part of them.
 
     >>> order = Order(rows=5, per_step=2, seed=0)
     >>> sorted(torch.cat([order(step) for step in range(5)]).tolist())

@@ -1,6 +1,7 @@
 """The nouns of Headwise: frozen, JSON both ways, no torch."""
 
 from headwise.types._record import VERSION, Record, write_atomically
+from headwise.types.healing import Gain, Healing, HealingStage, LossPoint
 from headwise.types.latency import PHASES, HeldOut, LatencyTable, Lattice, LayerTime, Workload
 from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, Point
 from headwise.types.reading import Reading, Readings
@@ -19,7 +20,10 @@ __all__ = [
     "Budget",
     "Check",
     "Dossier",
+    "Gain",
     "Grain",
+    "Healing",
+    "HealingStage",
     "HeldOut",
     "LatencyTable",
     "Lattice",
@@ -27,6 +31,7 @@ __all__ = [
     "LayerShape",
     "LayerTime",
     "LengthQuality",
+    "LossPoint",
     "ModelShape",
     "Plan",
     "Point",

@@ -167,7 +167,7 @@ class Training:
                 speed = tokens * last.step / last.seconds if last and last.seconds else None
                 watch(TrainProgress(state.step, self.fitting.steps, last.loss if last else None, speed))
 
-        more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state, accelerator=self.accelerator)
+        more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state)
         try:
             fit(self.model, self.batches, self.fitting, self.source.loss, **more)
         except torch.OutOfMemoryError:

@@ -1,8 +1,9 @@
-"""Steps of a healing captured once as a CUDA graph and replayed: of small models a step is mostly launches.
+"""Training steps captured once as a CUDA graph and replayed: with small models most of a step is launching kernels.
 
-A graph reads and writes the same memory every time: batches are copied to where the first one lay, the rate is written
-beside the weights, and loss and gradient norm are added to the run's after every replay. What is replayed is what the
-loop would do step by step. Where a step cannot be captured, and for batches of another shape, the loop does it.
+A graph reads and writes the same memory every time: batches are copied to where the first one was, the learning rate
+is written to the device before a replay, and loss and gradient norm are added to the run's sums after it. A replay
+computes what the loop would compute; batches of another shape, and steps that cannot be captured, are left to the loop.
+`torch.cuda.make_graphed_callables` does not do this: it captures the passes of a module, not the optimizer's step.
 """
 
 from __future__ import annotations
@@ -15,19 +16,18 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from headwise.heal._adam import RelativeAdam
 from headwise.training.loop import Batches, FitSettings, Loss, State, move
 
-WARM_UP = 3  # steps before a capture: libraries set themselves up
+WARM_UP = 3  # steps before a capture, in which libraries allocate what they need
 WORTH = 16  # steps below which a capture costs more than it saves
 
 
-def captured(body: Callable[[], None]) -> Callable[[], None]:
-    """What does again what `body` launches on the device; `body` itself does nothing meanwhile."""
+def captured(work: Callable[[], None]) -> Callable[[], None]:
+    """A function that replays what `work` launches on the device; while it is captured, `work` computes nothing."""
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        with _unmasked(), torch.cuda.graph(graph):
-            body()
+        with _without_masks(), torch.cuda.graph(graph):
+            work()
     except BaseException:
         torch.cuda.set_stream(here)  # a capture that failed may leave its own
         raise
@@ -35,11 +35,11 @@ def captured(body: Callable[[], None]) -> Callable[[], None]:
 
 
 @contextmanager
-def _unmasked() -> Iterator[None]:
-    """No masks where steps one by one have none: rows that come without one are whole, each a text of its own.
+def _without_masks() -> Iterator[None]:
+    """No attention mask for rows without padding, as in steps that are not captured.
 
-    To see that, transformers looks at the positions, for which the host waits; within a capture it makes a mask to be
-    safe, and attention with a mask is slower.
+    To see that none is needed, transformers reads the positions, for which the host waits; within a capture it makes a
+    mask to be safe, and attention with a mask is slower.
     """
     from transformers import masking_utils as masks
 
@@ -60,8 +60,8 @@ def _unmasked() -> Iterator[None]:
 
 
 @contextmanager
-def _aside(device: torch.device) -> Iterator[None]:
-    """Beside the device's usual queue, as steps before a capture have to be."""
+def _side_stream(device: torch.device) -> Iterator[None]:
+    """A CUDA stream of its own, which the steps before a capture need."""
     if device.type != "cuda":
         yield
         return
@@ -72,14 +72,17 @@ def _aside(device: torch.device) -> Iterator[None]:
     here.wait_stream(side)
 
 
-class Replay:
-    """A step for `fit` that is captured when some have been done, and replayed from then on; for one run."""
+class CapturedStep:
+    """`move_by` for one run of `fit`: after some ordinary steps, one is captured and then replayed.
+
+    An optimizer whose learning rate is on the device offers `write_rate`, which is called before every replay.
+    """
 
     def __init__(self, capture: Callable[[Callable[[], None]], Callable[[], None]] = captured) -> None:
         self.capture = capture
         self.done, self.failed = 0, False
-        self.again: Callable[[], None] | None = None
-        self.held: list[Any] = []  # what the captured step reads
+        self.replay: Callable[[], None] | None = None
+        self.held: list[Any] = []  # the tensors that the captured step reads
         self.layout: Any = None
         self.sums = torch.zeros(2)
 
@@ -90,25 +93,25 @@ class Replay:
         first = state.step * settings.accumulate
         parts = [batches(first + number) for number in range(settings.accumulate)]
 
-        def given(number: int) -> Any:
-            return parts[number - first]
+        def ordinary() -> None:
+            move(state, lambda number: parts[number - first], loss, settings, cast)
 
         self.done += 1
         if self.done <= WARM_UP:
-            with _aside(state.sums.device):
-                move(state, given, loss, settings, cast)
+            with _side_stream(state.sums.device):
+                ordinary()
             return
-        if self.again is None and not self.failed:
-            self._begin(state, parts, loss, settings, cast)
-        if self.again is None or not self._takes(parts):
-            move(state, given, loss, settings, cast)
+        if self.replay is None and not self.failed:
+            self._capture(state, parts, loss, settings, cast)
+        if self.replay is None or not self._copied(parts):
+            ordinary()
             return
-        if isinstance(state.optimiser, RelativeAdam):
-            state.optimiser.tell_rate()
-        self.again()
+        if hasattr(state.optimiser, "write_rate"):
+            state.optimiser.write_rate()
+        self.replay()
         state.sums += self.sums
 
-    def _begin(
+    def _capture(
         self, state: State, parts: list[Any], loss: Loss, settings: FitSettings, cast: Callable[[], Any]
     ) -> None:
         """Capture a step, with memory of its own for what it reads."""
@@ -118,20 +121,20 @@ class Replay:
         static = pytree.tree_unflatten(self.held, self.layout)
         inner = State(state.model, state.optimiser, self.sums)
 
-        def body() -> None:
+        def work() -> None:
             self.sums.zero_()
             move(inner, static.__getitem__, loss, settings, cast)
 
         try:
-            self.again = self.capture(body)
+            self.replay = self.capture(work)
         except Exception as error:
             self.failed, self.held = True, []
             state.optimiser.zero_grad()
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            warnings.warn(f"healing goes on step by step, which is slower: {said}", stacklevel=2)
+            warnings.warn(f"steps are not captured, which is slower: {said}", stacklevel=2)
 
-    def _takes(self, parts: list[Any]) -> bool:
-        """Copy a batch to where the captured step reads it, if it has the shape of that."""
+    def _copied(self, parts: list[Any]) -> bool:
+        """Copy a batch to where the captured step reads it; False if it has another shape."""
         leaves, layout = pytree.tree_flatten(parts)
         if layout != self.layout or not all(map(_alike, leaves, self.held)):
             return False
