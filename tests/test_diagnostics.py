@@ -21,7 +21,7 @@ from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._text import escape
 from headwise.runs.settings import Settings
 from headwise.strategies import allocate
-from headwise.types import Dossier, ModelShape, Reading, Readings
+from headwise.types import Dossier, Reading, Readings
 
 SHARING = {"shared keys": 2, "own keys": 4}  # key/value heads of the four query heads
 
@@ -231,7 +231,7 @@ def probed(request) -> Readings:
 
 
 def test_probing_measures_what_the_layers_do(probed, tmp_path):
-    found, shape = by_kind(probed.curves), ModelShape.from_json(probed.shape)
+    found, shape = by_kind(probed.curves), probed.source
     assert set(found) >= KINDS
     sizes = {"query_head": "query_heads", "kv_head": "kv_heads"}
     for kind in KINDS:
@@ -248,7 +248,7 @@ def test_probing_measures_what_the_layers_do(probed, tmp_path):
 
 
 def test_plans_do_not_depend_on_diagnostics(probed):
-    shape = ModelShape.from_json(probed.shape)
+    shape = probed.source
     budgets = (parse("kv=75%", shape),)
     old = replace(probed, curves=tuple(r for r in probed.curves if r.kind.startswith("damage.")))
     assert len(old.curves) < len(probed.curves)
@@ -289,7 +289,7 @@ def test_the_report_draws_them_apart_from_damage(probed):
 
 
 def test_topics_hold_the_readings_numbers(probed):
-    found, shape = by_kind(probed.curves), ModelShape.from_json(probed.shape)
+    found, shape = by_kind(probed.curves), probed.source
     topics = {topic.sets[0].kind.partition(".")[0]: topic for topic in diagnostics(probed, None)}
     sharpness, directions, reach, condition = (topics[n] for n in ("saturation", "spectrum", "lags", "conditioning"))
     assert [group.kind for group in sharpness.sets][0] == "saturation.slope", "slopes first"

@@ -30,7 +30,7 @@ from headwise.runs.lock import locked
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import ModelShape, Plan, Readings, Sweep
+from headwise.types import Plan, Readings, Sweep
 
 ALLOW = ("qk", "v")
 
@@ -60,7 +60,7 @@ def readings_for(settings: Settings) -> Readings:
 @cache
 def plan_for(settings: Settings) -> Plan:
     readings = readings_for(settings)
-    shape = ModelShape.from_json(readings.shape, "shape")
+    shape = readings.source
     return strategies.allocate(
         readings, tuple(parse(text, shape) for text in settings.budgets), "exact", settings.allow
     )

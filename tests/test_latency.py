@@ -211,7 +211,7 @@ def test_a_table_survives_its_file(tmp_path):
 
 
 def invented_table(readings, ms, work=WORK, allow=("qk", "v", "mlp", "heads", "kv_heads")):
-    return table_of(ms, ModelShape.from_json(readings.shape), allow, work)
+    return table_of(ms, readings.source, allow, work)
 
 
 def unequal(layer: LayerShape) -> float:
@@ -229,7 +229,7 @@ def costly(layer: LayerShape) -> float:
 @pytest.mark.parametrize("share", [95, 80, 65])
 def test_the_exact_strategy_finds_the_best_plan_where_sizes_do_not_add_up(seed, share):
     readings = invent(seed, Invented(layers=2))
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, unequal)
+    source, table = readings.source, invented_table(readings, unequal)
     limit = budgets.parse(f"latency={share}%@{WORK}", source, (table,))
     plan = strategies.allocate(readings, (limit,), allow=("qk", "v", "mlp"))
     assert budgets.price(limit, plan.target) <= limit.limit * (1 + 1e-9), "spends no more than it has"
@@ -258,7 +258,7 @@ def test_the_exact_strategy_finds_the_best_plan_where_sizes_do_not_add_up(seed, 
 @pytest.mark.parametrize("strategy", ["exact", "uniform", "taper", "bound", "depth"])
 def test_every_strategy_keeps_limits_on_time_along_others(strategy):
     readings = invent(3)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     works = (WORK, Workload("prefill", 64, 1))
     tables = [invented_table(readings, ms, work) for ms, work in zip((costly, unequal), works, strict=True)]
     texts = [f"latency=90%@{WORK}", f"latency=95%@{works[1]}", "kv=95%"]
@@ -270,7 +270,7 @@ def test_every_strategy_keeps_limits_on_time_along_others(strategy):
 
 def test_a_plan_is_readable_alone_and_says_what_it_lacks(tmp_path):
     readings = invent(1)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, costly)
+    source, table = readings.source, invented_table(readings, costly)
     limit = budgets.parse(f"latency=85%@{WORK}", source, (table,))
     plan = strategies.allocate(readings, (limit,))
     plan.save(tmp_path / "plan.json")
@@ -286,7 +286,7 @@ def test_a_plan_is_readable_alone_and_says_what_it_lacks(tmp_path):
 
 def test_the_slider_moves_along_time():
     readings = invent(2)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, costly)
+    source, table = readings.source, invented_table(readings, costly)
     plan = strategies.allocate(readings, (budgets.parse(f"latency=85%@{WORK}", source, (table,)),))
     sweep = frontier.solve(readings, plan, ("qk", "v", "mlp"))
     assert len(sweep.answers) > 5 and all(f"%@{WORK}" in answer.text for answer in sweep.answers)
@@ -301,7 +301,7 @@ def test_the_slider_moves_along_time():
 def confirm(seed, ms, told=costly):
     """A plan of a table that says `told`, on a device whose stacks take `ms`; limits that were asked; kept tables."""
     readings = invent(seed)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, told)
+    source, table = readings.source, invented_table(readings, told)
     limit = budgets.parse(f"latency=85%@{WORK}", source, (table,))
     asked, kept = [], []
 
@@ -489,7 +489,7 @@ def test_what_the_model_cannot_do_is_not_timed(here):
 
 def plan_at(share: int, device: str) -> Plan:
     readings = invent(5)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     table = replace(invented_table(readings, costly, TINY), device=device)
     return strategies.allocate(readings, (budgets.parse(f"latency={share}%@{TINY}", source, (table,)),))
 

@@ -155,7 +155,7 @@ def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path:
     shape, folder = llama.shape_of(pooled.config), RunFolder(tmp_path)
     settings = Settings(model="embedded", pool="all")
     settings.save(folder.settings_file)
-    Readings("embedded", shape.to_json(), (), ({},) * len(shape.layers), 0, 0).save(folder.readings_file)
+    Readings("embedded", shape, (), ({},) * len(shape.layers), 0, 0).save(folder.readings_file)
     for strategy, allow, said in (("svd", ("qk", "v"), "exact"), ("exact", ("qk", "heads"), "--allow")):
         with pytest.raises(HeadwiseError, match=said):
             allocate_in(tmp_path, ("kv=50%",), strategy, allow, False, 0)

@@ -68,7 +68,7 @@ def make_readings(shape: ModelShape, model: str) -> Readings:
         curve("spectrum.entropy", "direction", (0, 1, 2, 3, 4), n),
         curve("damage.v", "v_dim", V, n, 3e-5, "swap"),
     )
-    return Readings(model, shape.to_json(), curves, ({},) * n, 65536, 0, 41.5)
+    return Readings(model, shape, curves, ({},) * n, 65536, 0, 41.5)
 
 
 def make_plan(layers: int, model: str) -> Plan:

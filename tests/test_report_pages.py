@@ -34,7 +34,7 @@ from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import GONE, Answer, Dossier, LayerShape, ModelShape, Plan, Readings, Sweep
+from headwise.types import GONE, Answer, Dossier, LayerShape, Plan, Readings, Sweep
 
 ALLOW = ("qk", "v", "mlp", "heads", "depth")
 
@@ -43,7 +43,7 @@ ALLOW = ("qk", "v", "mlp", "heads", "depth")
 def solved() -> tuple[Readings, Plan, Sweep]:
     """Invented readings, a plan for them and the frontier around it."""
     readings = invent(5, Invented(layers=4, dim=16, sizes=4))
-    shape = ModelShape.from_json(readings.shape)
+    shape = readings.source
     plan = strategies.allocate(readings, (parse("kv=70%", shape),), "exact", ALLOW)
     sweep = frontier.solve(readings, plan, ALLOW)
     assert sweep is not None
@@ -69,7 +69,7 @@ def test_the_frontier_is_dense_exact_and_falls(solved: tuple[Readings, Plan, Swe
 
 def test_other_budgets_stay_and_absolute_limits_have_their_place() -> None:
     readings = invent(5, Invented(layers=3, dim=16, sizes=4))
-    shape = ModelShape.from_json(readings.shape)
+    shape = readings.source
     texts = ("params=40k", "kv=80%@1k")
     budgets = tuple(parse(text, shape) for text in texts)
     assert budgets[0].limit < parameters(shape)

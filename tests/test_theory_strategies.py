@@ -21,7 +21,7 @@ NEW = ModelShape("llama", 512, 1000, True, (FULL,) * 12, GRAIN)
 
 
 def plan_for(strategy: str, readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     plan = strategies.allocate(readings, tuple(prices.parse(t, source) for t in texts), strategy, allow)
     return list(plan.target.layers)
 
@@ -44,7 +44,7 @@ def test_a_taper_leaves_the_mlp_alone_while_attention_can_pay() -> None:
 
 def test_no_gentler_taper_meets_the_budget() -> None:
     readings = invent(3, WIDE)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     budget = (prices.parse("kv=70%", source),)
     offered = menus(source, readings, ("qk", "v"), ("qk_projected",))
     found = taper.least_steep(source, [offered], budget, ("qk", "v"))
@@ -57,7 +57,7 @@ def test_no_gentler_taper_meets_the_budget() -> None:
 
 def test_a_reversed_taper_spares_the_last_layers() -> None:
     readings = invent(4, WIDE)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     offered = [menus(source, readings, ("qk", "v"), ("qk_projected",))]
     found = taper.least_steep(source, offered, (prices.parse("kv=75%", source),), ("qk", "v"), reverse=True)
     dims = [layer.qk_dim for layer in found.layers]

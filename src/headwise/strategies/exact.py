@@ -12,7 +12,7 @@ import numpy as np
 
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Case
-from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Point, Readings
+from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
@@ -39,11 +39,11 @@ def allocate(
     return finish(source, readings, best.targets, total, NAME, budgets, seed, gap=best.gap, frontier=points)
 
 
-def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
+def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[FrontierPoint, ...]:
     """Least damage against the first budget's price, over cases with a damage of their own (layers already removed)."""
     if not cases[0][0].budgets:
         return ()
-    points: list[Point] = []
+    points: list[FrontierPoint] = []
     for share in np.linspace(min(case.least[0] / case.full[0] for case, _ in cases), 1.0, FRONTIER_POINTS):
         damage = float("inf")
         for case, lost in cases:
@@ -51,7 +51,7 @@ def frontier(cases: Sequence[tuple[Case, float]]) -> tuple[Point, ...]:
                 damage = min(damage, case.damage_at(float(share)) + lost)
         if damage < float("inf"):
             # A plan for less is a plan for more, so within the gap the better of the two counts.
-            points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
+            points.append(FrontierPoint(float(share), min([damage, *(p.damage for p in points[-1:])])))
     return tuple(points)
 
 

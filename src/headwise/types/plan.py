@@ -11,9 +11,6 @@ from headwise.types._record import Record
 from headwise.types.latency import LatencyTable, Workload
 from headwise.types.shape import SIZES, LayerShape, ModelShape
 
-UNITS = ("qk", "v", "mlp", "heads", "kv_heads", "depth")  # what a plan may cut, as `--allow` names them
-DEFAULT_UNITS = ("qk", "v", "mlp")
-
 
 @dataclass(frozen=True, slots=True)
 class Budget(Record):
@@ -60,7 +57,7 @@ class LayerKeep(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Record):
+class FrontierPoint(Record):
     """One point of the frontier: what the budget's price would be and what damage the solver would have to accept."""
 
     share: float  # of the source's price
@@ -82,7 +79,7 @@ class Plan(Record):
     seed: int
     gap: float = 0.0  # between the plan and the solver's proven bound, relative
     portable: bool = False
-    frontier: tuple[Point, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
     context: int = 0  # tokens of context that it was made for; 0: not known
 
     def __post_init__(self) -> None:
@@ -104,11 +101,6 @@ class Plan(Record):
     def kept_layers(self) -> tuple[int, ...]:
         """The source's layers that stay."""
         return tuple(index for index, layer in enumerate(self.target.layers) if not layer.gone)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the plan changes nothing."""
-        return self.source.layers == self.target.layers
 
 
 def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep, folds: bool) -> None:
