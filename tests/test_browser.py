@@ -20,12 +20,13 @@ from conftest import Invented, invent
 from test_report import HOSTILE, make_dossier, make_verdict
 
 from headwise.report import compare, render
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import Dossier, Plan
+from headwise.types import Plan
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install headwise[browser]"
@@ -303,7 +304,7 @@ def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:
     whole = make_dossier()
     for name, dossier in {
         "probed": replace(whole, plan=None, healing=None, verdict=None, baselines=()),
-        "empty": Dossier({}, None, None, None, None),
+        "empty": Dossier(),
         "old": replace(whole, readings=None),
     }.items():
         (tmp_path / f"{name}.html").write_text(render(dossier))

@@ -19,9 +19,10 @@ from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._text import escape
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.strategies import allocate
-from headwise.types import Dossier, Reading, Readings
+from headwise.types import Reading, Readings
 
 SHARING = {"shared keys": 2, "own keys": 4}  # key/value heads of the four query heads
 
@@ -268,7 +269,7 @@ def test_blocks_too_short_for_a_slope_give_none():
 
 
 def dossier_of(probed: Readings) -> Dossier:
-    return Dossier({"model": "tiny", "budgets": ["kv=75%"]}, probed, None, None, None)
+    return Dossier(Settings("tiny", ("kv=75%",)), probed)
 
 
 def section_of(page: str, name: str) -> str:
@@ -299,7 +300,7 @@ def test_topics_hold_the_readings_numbers(probed):
     rank = directions.sets[0]
     assert isinstance(rank, StripSet) and [strip.full for strip in rank.strips] == [16.0] * len(shape.layers)
     (lag,) = reach.sets
-    assert isinstance(lag, CurveSet) and lag.log and lag.log_across and lag.curves[0].points[0][0] == 0
+    assert isinstance(lag, CurveSet) and lag.log and lag.reading.axis == "lag" and lag.curves[0].points[0][0] == 0
     assert {t for t, _ in lag.curves[0].points} >= {0, 1, 2, 3, 63}, "near lags are not thinned away"
     assert {group.kind for group in condition.sets} == {"conditioning.outputs", "conditioning.jacobian"}
     assert "For 64 tokens the condition number of a layer's head outputs is" in condition.answer
@@ -326,7 +327,7 @@ def test_odd_diagnostics_stay_text_and_finite(probed):
         empty = replace(reading, ticks=((),) * 3, values=((),) * 3, standard_error=None)
         unknown = replace(reading, kind=HOSTILE, axis=HOSTILE)
         for curves in ((hostile,), (broken,), (empty,), (unknown,), (replace(unknown, axis="kv_head"),)):
-            page = render(dossier_of(replace(probed, curves=curves, shape={})))
+            page = render(dossier_of(replace(probed, curves=curves, shape=None)))
             check_page(page)
 
 
@@ -338,7 +339,7 @@ def test_many_layers_and_heads_stay_small(probed):
         return replace(reading, ticks=(ticks,) * 80, values=(row,) * 80, standard_error=(row,) * 80)
 
     slope, lag = deep(found["saturation.slope"], 64), deep(found["lags.contribution"], 64)
-    page = render(dossier_of(replace(probed, curves=(slope, lag), shape={})))
+    page = render(dossier_of(replace(probed, curves=(slope, lag), shape=None)))
     check_page(page)
     assert len(page.encode()) < 300_000
 

@@ -19,13 +19,14 @@ from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram
 from headwise.report._commands import how_to_make
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.stream import line
-from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload
+from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
 
@@ -159,7 +160,7 @@ def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path:
     for strategy, allow, said in (("svd", ("qk", "v"), "exact"), ("exact", ("qk", "heads"), "--allow")):
         with pytest.raises(HeadwiseError, match=said):
             allocate_in(tmp_path, ("kv=50%",), strategy, allow, False, 0)
-    assert "--pool all" in how_to_make(Dossier(settings.to_json(), None, None, None, None), "probe")
+    assert "--pool all" in how_to_make(Dossier(settings), "probe")
     limit = Budget("kv", "bytes", 1.0, 64, "kv=1%")
     assert str(refuse(shape, (limit,), (2.0,), ("qk", "v"))).endswith("--allow qk,v,mlp,depth.")
 

@@ -17,28 +17,32 @@ import pytest
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report import _data as data
 from headwise.report import _facts as facts
+from headwise.report import _pictures as pictures
 from headwise.report import model_card, render
-from headwise.report._assets import policy, script
 from headwise.report._commands import how_to_make, run_command
+from headwise.report._healing import HealRow, healing_parts
+from headwise.report._html import policy, script
 from headwise.report._model import dashes, draw_model, model_rows
 from headwise.report._svg import Scale, spread
 from headwise.report._text import cell, fence, number
+from headwise.runs.dossier import Dossier
+from headwise.runs.settings import Settings
 from headwise.types import (
     GONE,
     Budget,
     Check,
-    Dossier,
+    FrontierPoint,
     Grain,
     LayerKeep,
     LayerShape,
     ModelShape,
     Plan,
-    Point,
     Reading,
     Readings,
     Sample,
     Verdict,
 )
+from headwise.types.measure import grouped
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 HOSTILE = (
@@ -90,7 +94,7 @@ def make_plan(layers: int, model: str) -> Plan:
         Budget("params", "parameters", 1e12, 2048, "params=1T"),
     )
     spent = {"kv": float(kv_bytes_per_token(target)), "params": float(parameters(target))}
-    frontier = tuple(Point(0.3 + 0.07 * i, 0.4 * math.exp(-i * 0.7) if i < 10 else 0.0) for i in range(11))
+    frontier = tuple(FrontierPoint(0.3 + 0.07 * i, 0.4 * math.exp(-i * 0.7) if i < 10 else 0.0) for i in range(11))
     return Plan(
         model, source, target, tuple(k for _, k in chosen), "exact", budgets, spent, 0.0123, 0, 1e-4, False, frontier
     )
@@ -117,7 +121,7 @@ def make_verdict(plan: Plan, text: str = "") -> Verdict:
     )
     before = "there was a small house at the edge of the wood, and in it lived an old woman who"
     samples = (Sample(f"Once upon a time{text}", before + text, before.replace("small", "little") + text),)
-    return Verdict(
+    return Verdict.of(
         quality,
         size,
         speed,
@@ -133,13 +137,11 @@ def make_verdict(plan: Plan, text: str = "") -> Verdict:
 
 def make_dossier(layers: int = 6, model: str = "acme/tiny-llama", text: str = "") -> Dossier:
     plan = make_plan(layers, model)
-    settings: dict[str, Any] = {
-        "model": model, "budgets": ["kv=90%", "params=1T"], "data": None, "eval": f"eval file.txt{text}",
-        "strategy": "exact",
-        "rounds": 1, "heal": "refit", "portable": False, "allow": ["qk", "v", "mlp", "heads", "kv_heads"], "seed": 0,
-        "device": "auto",
-        "tokens": 65536, "length": 512, "versions": {"headwise": "0.1", "torch": f"2.0{text}"},
-    }  # fmt: skip
+    settings = Settings(
+        model=model.replace("\0", ""), budgets=("kv=90%", "params=1T"), eval=f"eval file.txt{text}".replace("\0", ""),
+        allow=("qk", "v", "mlp", "heads", "kv_heads"),
+    )  # fmt: skip
+    versions = {"headwise": "0.1", "torch": f"2.0{text}"}
     layer_gains = [
         {
             "attention": {"error_before": 0.1 / (i + 1), "error_after": 0.04 / (i + 1)},
@@ -153,7 +155,8 @@ def make_dossier(layers: int = 6, model: str = "acme/tiny-llama", text: str = ""
         {"strategy": f"uniform{text}", "predicted_damage": 0.05, "spent": {"kv": 0.88 * full}, "measured_damage": 0.07},
         {"strategy": "portable", "predicted_damage": 0.031, "spent": {"kv": 0.89 * full}},
     )
-    return Dossier(settings, make_readings(plan.source, model), plan, healing, make_verdict(plan, text), baselines)
+    readings, verdict = make_readings(plan.source, model), make_verdict(plan, text)
+    return Dossier(settings, readings, plan, healing, verdict, baselines, versions=versions)
 
 
 class Stack(HTMLParser):
@@ -226,7 +229,7 @@ MISSING = [
     {"baselines": ()},
     {"plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": ()},
-    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": {}},
+    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": None},
 ]
 
 
@@ -283,7 +286,7 @@ def test_a_portable_result_needs_no_custom_code() -> None:
     assert dossier.plan is not None
     dossier = replace(dossier, plan=replace(dossier.plan, portable=True))
     for text in (render(dossier), model_card(dossier)):
-        assert "Portable" in text and "no custom code" in text and "trust_remote_code" not in text
+        assert "Portable" in text and "no custom code" in text and "trust_remote_code=True" not in text
 
 
 def test_a_failed_check_is_loud_and_not_by_colour_alone() -> None:
@@ -312,12 +315,12 @@ def test_a_run_that_stopped_early_says_what_to_type(gone: dict[str, Any]) -> Non
 
 
 def test_missing_stages_are_made_in_order() -> None:
-    empty = Dossier({"model": "a b", "budgets": ["kv=50%"]}, None, None, None, None)
+    empty = Dossier(Settings("a b", ("kv=50%",)))
     lines = how_to_make(empty, "verify").splitlines()
     assert [line.split()[1] for line in lines] == ["probe", "allocate", "heal", "verify", "report"]
-    assert lines[0] == "headwise probe 'a b' --budget kv=50% --out DIR --overwrite"
+    assert lines[0].startswith("headwise probe 'a b' --budget kv=50% ") and lines[0].endswith(" --out DIR --overwrite")
     assert how_to_make(replace(make_dossier(), verdict=None), "verify") == "headwise verify DIR\nheadwise report DIR"
-    assert "headwise reshape DIR" in how_to_make(replace(empty, settings={"heal": "none"}), "verify")
+    assert "headwise reshape DIR" in how_to_make(replace(empty, settings=Settings("a b", heal="none")), "verify")
 
 
 def test_planned_sizes_stand_in_for_counted_ones() -> None:
@@ -336,7 +339,7 @@ def test_any_key_of_the_verdict_may_be_missing_or_odd() -> None:
     dossier = make_dossier()
     assert dossier.verdict is not None
     for odd in ({}, {"perplexity_after": float("nan")}, {"perplexity_after": 3.0, "new_thing": 7.5}):
-        verdict = replace(dossier.verdict, quality=odd, size={}, speed={}, damage={}, samples=())
+        verdict = replace(dossier.verdict, quality=grouped(odd), size={}, speed={}, damage={}, samples=())
         page = render(replace(dossier, verdict=verdict, healing={"layers": [3, {"mlp": 4}]}, baselines=({"x": 1},)))
         check_page(page)
     assert "New thing" in page and "7.5" in page
@@ -442,7 +445,7 @@ def test_curves_describe_themselves() -> None:
     dossier = make_dossier()
     assert dossier.readings is not None
     sets = {group.kind: group for group in data.curve_sets(dossier.readings, dossier.plan)}
-    assert sets["damage.v"].probe == "swap" and sets["damage.v"].earlier_probe == "sensitivity"
+    assert sets["damage.v"].reading.probe == "swap" and sets["damage.v"].earlier_probe == "sensitivity"
     assert sets["damage.v"].curves[2].chosen == pytest.approx((32, 3 * 3e-5 * 63))
     assert (
         sets["damage.qk_projected"].curves[1].chosen is not None
@@ -456,24 +459,26 @@ def test_curves_describe_themselves() -> None:
 
 def test_the_frontier_has_its_marks() -> None:
     dossier = make_dossier()
-    found = data.frontier(dossier)
-    assert found is not None and dossier.plan is not None and len(found.points) == 11 and found.budget == "kv"
-    chosen = found.marks[0]
-    assert chosen.chosen and chosen.share == pytest.approx(
-        kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
-    )
-    assert [m.strategy for m in found.marks] == ["exact", "portable", "uniform"] and found.marks[2].measured == 0.07
-    assert found.measured == (0.0156, 0.0286, 0.0417)
-    assert data.frontier(replace(dossier, plan=replace(dossier.plan, budgets=()))) is None
+    found = pictures.frontier(dossier)
+    assert found is not None and dossier.plan is not None and "kv" in found.x.label
+    line, chosen, *others = found.series
+    assert len(line.points) == 11 and (chosen.style, chosen.name) == ("diamond", "exact")
+    share = kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
+    assert chosen.points[0] == pytest.approx((share, 0.0123))
+    assert [one.name for one in others] == ["portable", "uniform"] and others[1].parts[0].points[0][1] == 0.07
+    assert chosen.parts[0].points[0][1] == 0.0286 and chosen.parts[0].intervals == ((0.0156, 0.0417),)
+    assert pictures.frontier(replace(dossier, plan=replace(dossier.plan, budgets=()))) is None
 
 
 def test_healing_is_read_per_part() -> None:
-    parts = data.healing_parts(make_dossier().healing or {})
-    assert set(parts) == {"attention", "mlp"} and parts["attention"][1] == data.HealRow(1, 0.05, 0.02)
+    parts = healing_parts(make_dossier().healing)
+    assert set(parts) == {"attention", "mlp"} and parts["attention"][1] == HealRow(1, 0.05, 0.02)
 
 
 def test_the_command_can_be_pasted() -> None:
-    settings = {**make_dossier().settings, "portable": True}
+    names = ("model", "budgets", "eval", "strategy", "rounds", "heal", "seed", "device", "tokens", "length", "allow")
+    asked = facts.asked(make_dossier())
+    settings = {**{name: asked[name] for name in names}, "portable": True}
     assert run_command(settings) == (
         "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
         "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "

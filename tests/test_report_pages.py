@@ -21,20 +21,24 @@ from headwise.budgets import parse
 from headwise.cli.show import show_record
 from headwise.cost import parameters
 from headwise.errors import HeadwiseError, OutputError
+from headwise.report import _facts as facts
+from headwise.report import _pictures as pictures
 from headwise.report import compare, render
-from headwise.report._checked import damage_marks, held_out_curve, loss_curve, price_pairs
+from headwise.report._chart import draw
 from headwise.report._compare import best, read_runs
-from headwise.report._draw import draw_loss
+from headwise.report._data import price_pairs
 from headwise.report._explore import explorer, heat, price_list
+from headwise.report._healing import held_out_curve, loss_curve
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
 from headwise.report.figures import save_figures
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import GONE, Answer, Dossier, LayerShape, Plan, Readings, Sweep
+from headwise.types import GONE, Answer, LayerShape, Measure, Plan, Readings, Sweep, Verdict
 
 ALLOW = ("qk", "v", "mlp", "heads", "depth")
 
@@ -51,7 +55,7 @@ def solved() -> tuple[Readings, Plan, Sweep]:
 
 
 def dossier_of(readings: Readings, plan: Plan, sweep: Sweep | None) -> Dossier:
-    return Dossier({"model": "invented"}, readings, plan, None, None, (), sweep)
+    return Dossier(Settings("invented"), readings, plan, sweep=sweep)
 
 
 def test_the_frontier_is_dense_exact_and_falls(solved: tuple[Readings, Plan, Sweep]) -> None:
@@ -182,11 +186,11 @@ def test_predictions_stand_beside_measurements() -> None:
     pairs = price_pairs(dossier.readings)
     assert {pair.kind for pair in pairs} == {"damage.v"}, "the kind that two probes priced"
     assert all(pair.measured == pytest.approx(1.5 * pair.predicted) for pair in pairs)
-    assert [mark.name for mark in damage_marks(dossier)] == ["sum of prices", "measured"]
-    rehearsed = {**dossier.verdict.damage, "sum_of_prices": 0.02}
-    marks = damage_marks(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
-    assert [(mark.name, mark.value) for mark in marks][:2] == [("sum of prices", 0.02), ("rehearsed", 0.0123)]
-    assert marks[2].low == 0.0156
+    assert list(facts.damages(dossier)) == ["sum of prices", "measured"]
+    rehearsed = {**dossier.verdict.damage, "sum_of_prices": Measure(0.02)}
+    marks = facts.damages(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
+    assert [marks[name].value for name in ("sum of prices", "rehearsed")] == [0.02, 0.0123]
+    assert marks["measured"].low == 0.0156
 
 
 def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
@@ -195,7 +199,8 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
     assert loss_curve({"curve": [[0, 1.0], "x", [1, math.nan]]}) == ((0.0, 1.0),) and loss_curve({"curve": 3}) == ()
     looked = {"curve": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "held_out": 1.7}]}
     assert held_out_curve(looked) == ((2.0, 1.7),) and held_out_curve({"curve": [3.0]}) == ()
-    assert "step 2: 1.7" in draw_loss(loss_curve(looked), "loss", held_out_curve(looked))
+    chart = pictures.loss(looked)
+    assert chart is not None and "step 2: 1.7" in draw(chart) and pictures.loss({"curve": [3.0]}) is None
     dossier = make_dossier()
     page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
     check_page(page)
@@ -204,7 +209,9 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
 
 @pytest.mark.parametrize("values", [[1e300, 1e300], [1e17, 1e17, 1e17], [-1.7e308, 1.7e308], [0.0, 0.0]], ids=str)
 def test_a_loss_curve_may_be_flat_or_huge(values: list[float]) -> None:
-    drawn = draw_loss([(float(step), value) for step, value in enumerate(values)], "loss")
+    chart = pictures.loss({"curve": values})
+    assert chart is not None
+    drawn = draw(chart)
     points = re.search(r'd="M([^"]+)"|points="([^"]+)"', drawn)
     assert points and not re.search("nan|inf", drawn), "a line is drawn, at coordinates"
 
@@ -259,7 +266,7 @@ def test_records_show_themselves_in_notebooks() -> None:
     assert dossier.plan is not None and dossier.readings is not None and dossier.verdict is not None
     shown: dict[str, Any] = {
         "dossier": dossier, "plan": dossier.plan, "reading": dossier.readings.curves[0], "readings": dossier.readings,
-        "verdict": dossier.verdict, "empty": Dossier({}, None, None, None, None),
+        "verdict": dossier.verdict, "empty": Dossier(),
         "heads": curve("saturation.slope", "query_head", (0, 1, 2), 3),
     }  # fmt: skip
     drawn = {name: record._repr_html_() for name, record in shown.items()}
@@ -274,10 +281,10 @@ def other_run(factor: float, share: float) -> Dossier:
     """A run with so many times the damage, at a share of the cache."""
     dossier = make_dossier()
     assert dossier.verdict is not None
-    size = {**dossier.verdict.size}
-    size["kv_bytes_per_token_after"] = int(share * size["kv_bytes_per_token_before"])
-    damage = {name: factor * value for name, value in dossier.verdict.damage.items()}
-    return replace(dossier, verdict=replace(dossier.verdict, damage=damage, size=size))
+    flat = dossier.verdict.to_json()
+    flat["size"]["kv_bytes_per_token_after"] = int(share * flat["size"]["kv_bytes_per_token_before"])
+    flat["damage"] = {name: factor * value for name, value in flat["damage"].items()}
+    return replace(dossier, verdict=Verdict.from_json(flat))
 
 
 def test_runs_are_compared_on_one_frontier() -> None:
@@ -345,7 +352,7 @@ def test_figures_are_written_as_svg_and_png(tmp_path: Path) -> None:
     dossier = replace(dossier, readings=replace(dossier.readings, curves=(*few, heads, odd)))
     paths = save_figures(dossier, tmp_path / "figures")
     names = {path.stem for path in paths}
-    assert {"allocation", "frontier", "damage", "healing", "damage-v", "saturation-slope"} <= names
+    assert {"allocation", "frontier", "damage", "healing-mlp", "damage-v", "saturation-slope"} <= names
     assert all(path.parent == tmp_path / "figures" and path.stat().st_size for path in paths), (
         "no name leaves the folder"
     )

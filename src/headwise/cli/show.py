@@ -166,14 +166,14 @@ def _readings(readings: Readings, console: Console) -> None:
 
 def _verdict(verdict: Verdict, console: Console) -> None:
     """What was measured, before beside after; then the checks, loud where one failed."""
-    from headwise.report import certificate, headline, not_measured, status
+    from headwise.report import headline, measured, not_measured, status
 
     colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
     console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("quantity", "before", "after", "change", "interval of after"):
         table.add_column(name, justify="left" if name == "quantity" else "right")
-    for row in certificate(verdict):
+    for row in measured(verdict).rows:
         table.add_row(*row)
     console.print(table)
     _lengths(verdict, console)
@@ -191,12 +191,12 @@ def _verdict(verdict: Verdict, console: Console) -> None:
 
 def _lengths(verdict: Verdict, console: Console) -> None:
     """Quality by length and retrieval by distance, where they were measured."""
-    from headwise.report._judged import LENGTH_HEADS, RETRIEVAL_HEADS, length_rows, retrieval_rows
+    from headwise.report import lengths, retrieval
 
-    for heads, rows in ((LENGTH_HEADS, length_rows(verdict)), (RETRIEVAL_HEADS, retrieval_rows(verdict))):
-        if rows:
-            table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-            for row in rows:
+    for found in (lengths(verdict), retrieval(verdict)):
+        if found.rows:
+            table = Table(*found.heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            for row in found.rows:
                 table.add_row(*row)
             console.print(table)
 
@@ -271,7 +271,7 @@ def in_short(verdict: Verdict) -> str:
 
 def finished(dossier: Dossier, out: Path) -> str:
     """What a run found, in a few lines, and where its report lies."""
-    from headwise.report._checked import recovery_in_words
+    from headwise.report import recovery_in_words
 
     lines = [in_short(dossier.verdict)] if dossier.verdict else []
     if gained := recovery_in_words(dossier.healing):
