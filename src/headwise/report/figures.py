@@ -107,9 +107,9 @@ def draw_chart(axes: Axes, chart: Chart) -> None:
 
 
 def _draw_series(axes: Axes, one: Series, y: Axis, colour: Any, name: str) -> None:
-    low = y.ends[0] if y.log else float("-inf")  # what lies below a logarithmic axis lies on its floor
-    xs, ys = [x for x, _ in one.points], [max(value, low) for _, value in one.points]
-    ends = [(max(a, low), max(b, low)) for a, b in one.intervals]
+    floor = y.ends[0] if y.log else float("-inf")  # what lies below a logarithmic axis lies on its floor
+    xs, ys = [x for x, _ in one.points], [max(value, floor) for _, value in one.points]
+    ends = [(max(low, floor), max(high, floor)) for low, high in one.intervals]
     label = _plain(name) or None
     if one.style == "band":
         axes.fill_between(xs, [a for a, _ in ends], [b for _, b in ends], color=colour, alpha=0.2, linewidth=0)
@@ -117,10 +117,8 @@ def _draw_series(axes: Axes, one: Series, y: Axis, colour: Any, name: str) -> No
         style = "--" if one.style == "dashed" else "-"
         axes.plot(xs, ys, style, color="#999999" if one.style == "dashed" else colour, linewidth=1, label=label)
     else:
-        bars = [
-            [v - a for v, (a, _) in zip(ys, ends, strict=True)],
-            [b - v for v, (_, b) in zip(ys, ends, strict=True)],
-        ]
+        pairs = list(zip(ys, ends, strict=False))
+        bars = [[v - low for v, (low, _) in pairs], [high - v for v, (_, high) in pairs]]
         fill = "none" if one.style == "ring" else "full"
         more = {"fmt": MARKS.get(one.style, "o"), "color": colour, "capsize": 3, "markersize": 5, "fillstyle": fill}
         axes.errorbar(xs, ys, yerr=bars if ends else None, label=label, **more)
