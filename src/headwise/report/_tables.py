@@ -76,7 +76,7 @@ def budgets(dossier: Dossier) -> Table:
         within = checks.get(f"budget {budget.text}", within)
         met = MISSING if within is None else "✓ met" if within else "✗ NOT MET"
         rows.append((budget.text, budget.unit, human(full), human(budget.limit), human(spent), share, met))
-    heads = ("budget", "unit", "source", "limit", "spent", "share", "kept?")
+    heads = ("budget", "unit", "source", "limit", "spent", "share", "met")
     return Table(heads, tuple(rows), range(2, 6), "budgets")
 
 
