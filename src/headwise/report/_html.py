@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from headwise.report._tables import Table
 from headwise.report._text import escape, for_script
@@ -58,6 +58,72 @@ def policy() -> str:
     )
 
 
+class Html(str):
+    """HTML that only the page shows: pictures, and what holds them together."""
+
+
+class Words(NamedTuple):
+    """A paragraph."""
+
+    text: str
+    note: bool = False  # small and grey
+
+
+class Heading(NamedTuple):
+    """A heading inside a section."""
+
+    text: str
+
+
+class Items(NamedTuple):
+    """A list with a dot before each item."""
+
+    texts: tuple[str, ...]
+
+
+class Code(NamedTuple):
+    """Something to copy, or text that is shown as it is, under its name."""
+
+    text: str
+    language: str = ""
+    name: str = ""
+    page: bool = True  # else only the model card shows it
+
+
+class Folded(NamedTuple):
+    """A table to unfold."""
+
+    heading: str
+    table: Table
+
+
+Block = Html | Words | Heading | Items | Code | Folded | Table
+
+
+def block(of: Block) -> str:
+    """A block as HTML."""
+    match of:
+        case Words():
+            return f"<p{' class=note' if of.note else ''}>{escape(of.text)}</p>"
+        case Heading():
+            return f"<h3>{escape(of.text)}</h3>"
+        case Items():
+            return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in of.texts)}</ul>"
+        case Code():
+            named = paragraph(f"{of.name}:") if of.name else ""
+            return f"{named}<pre><code>{escape(of.text)}</code></pre>" if of.page else ""
+        case Folded():
+            return details(of.heading, table(of.table))
+        case Table():
+            return table(of)
+    return of
+
+
+def blocks(found: Iterable[Block]) -> str:
+    """Blocks one under another."""
+    return "".join(map(block, found))
+
+
 def top(title: str, status: str, lead: str) -> str:
     """The first lines: the name, the status, the switch between light and dark, and the answer."""
     return (
@@ -76,16 +142,6 @@ def paragraph(words: str) -> str:
     return f"<p>{escape(words)}</p>"
 
 
-def code(words: str) -> str:
-    """A piece of code in a line."""
-    return f"<code>{escape(words)}</code>"
-
-
-def pre(words: str) -> str:
-    """A block of code."""
-    return f"<pre><code>{escape(words)}</code></pre>"
-
-
 def details(heading: str, body: str, is_open: bool = False, kind: str = "") -> str:
     """Something to unfold."""
     name = f' class="{kind}"' if kind else ""
@@ -102,12 +158,6 @@ def legend(keys: Sequence[tuple[str, str]]) -> str:
     """Swatches, by the name of their colour, and what they mean."""
     items = "".join(f'<li><i style="background:var(--{name})"></i>{escape(label)}</li>' for name, label in keys)
     return f'<ul class="legend">{items}</ul>'
-
-
-def missing(absent: tuple[str, str]) -> str:
-    """What is not there, and what makes it."""
-    words, command = absent
-    return f'<p class="note">{escape(words)}. This makes it, with the run folder for DIR:</p>{pre(command)}'
 
 
 def table(of: Table) -> str:

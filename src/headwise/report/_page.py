@@ -11,10 +11,10 @@ from headwise.report._chart import draw
 from headwise.report._commands import FOLDER
 from headwise.report._data import damage_rows
 from headwise.report._explore import Heat, Price, damage_words, explorer, heats, layer_facts, price_list, proof
-from headwise.report._html import details, document, legend, missing, paragraph, pickable, section, table, top
+from headwise.report._html import blocks, details, document, legend, paragraph, pickable, section, table, top
 from headwise.report._model import draw_model, model_keys, model_rows
 from headwise.report._pictures import draw_fact, frontier
-from headwise.report._sections import SECTIONS
+from headwise.report._sections import SECTIONS, missing
 from headwise.report._tables import layer_sizes
 from headwise.report._text import escape, human, relative
 from headwise.runs.dossier import Dossier
@@ -28,7 +28,7 @@ def render(dossier: Dossier) -> str:
     maps, slider = heats(dossier), explorer(dossier)
     names = (("map", "Model and budget"), *((part.name, part.word) for part in SECTIONS))
     body = f'<section id="map">{_map(dossier, slider is not None)}</section>\n'
-    body += "".join(section(part.name, part.heading, part.body(dossier, maps)) for part in SECTIONS)
+    body += "".join(section(part.name, part.heading, blocks(part.blocks(dossier, maps))) for part in SECTIONS)
     layers = len(dossier.plan.keep) if dossier.plan else 0
     return document(
         f"{facts.model_name(dossier)}, reshaped by Headwise",
@@ -99,9 +99,10 @@ def _bar(names: tuple[tuple[str, str], ...], layers: int) -> str:
 
 
 def _map(dossier: Dossier, slider: bool) -> str:
-    plan, lacking = dossier.plan, facts.absent(dossier, "plan")
-    if plan is None or lacking:
-        return f"<h2>The model before and after</h2>{missing(lacking) if lacking else ''}"
+    if lacking := facts.absent(dossier, "plan"):
+        return f"<h2>The model before and after</h2>{blocks(missing(*lacking))}"
+    plan = dossier.plan
+    assert plan is not None
     damages = [row.total for row in damage_rows(dossier.readings, plan)] if dossier.readings else None
     rows = model_rows(plan, damages)
     label = "Picture of the model, layers down, heads across; up and down choose a layer"
