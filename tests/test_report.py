@@ -477,8 +477,8 @@ def test_healing_is_read_per_part() -> None:
 
 def test_the_command_can_be_pasted() -> None:
     names = ("model", "budgets", "eval", "strategy", "rounds", "heal", "seed", "device", "tokens", "length", "allow")
-    asked = facts.asked(make_dossier())
-    settings = {**{name: asked[name] for name in names}, "portable": True}
+    every = facts.settings_of(make_dossier())
+    settings = {**{name: every[name] for name in names}, "portable": True}
     assert run_command(settings) == (
         "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
         "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "

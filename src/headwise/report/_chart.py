@@ -10,21 +10,8 @@ import json
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from headwise.report._svg import (
-    Scale,
-    circle,
-    diamond,
-    line,
-    path,
-    polyline,
-    rect,
-    short_tick,
-    spread,
-    svg,
-    text,
-    titled,
-    xy,
-)
+from headwise.report import _svg as svg
+from headwise.report._svg import Scale, line, path, text, titled, xy
 from headwise.report._text import number, short
 
 Point2 = tuple[float, float]
@@ -51,7 +38,7 @@ class Axis(NamedTuple):
         if self.ticks is not None:
             return list(self.ticks)
         values = self.scale(0, 1).ticks(most)
-        return [(v, f"{v:.0%}" if self.percent else short_tick(v) if self.log else number(v, 3)) for v in values]
+        return [(v, f"{v:.0%}" if self.percent else svg.short_tick(v) if self.log else number(v, 3)) for v in values]
 
 
 class Series(NamedTuple):
@@ -112,14 +99,16 @@ def draw(chart: Chart) -> str:
         body += text(across(value) + 4, frame.top + 8, words, "m")
     more = ""
     if chart.cursor:
-        more = f' data-scale="{json.dumps([float(f"{end:.6g}") for end in (*across[:4], *up[:4])])}"'
-        body += f'<g class="cursor">{line(0, frame.top, 0, frame.bottom, "cursor")}{circle(0, frame.bottom, 4, "")}</g>'
+        ends = [float(f"{end:.6g}") for end in (*across[:4], *up[:4])]
+        more = f' data-scale="{json.dumps(ends)}"'
+        mark = line(0, frame.top, 0, frame.bottom, "cursor") + svg.circle(0, frame.bottom, 4, "")
+        body += f'<g class="cursor">{mark}</g>'
     last = max((s.layer for s in chart.series if s.layer is not None), default=0)
     places = iter(_name_places(chart, up))
     for one in chart.series:
         name = _named(one, across, up, next(places), frame.width) if one.name else ""
         body += _series(one, across, up, frame, last, name)
-    return svg(frame.width, frame.bottom + 28, chart.title, body, frame.style, more)
+    return svg.svg(frame.width, frame.bottom + 28, chart.title, body, frame.style, more)
 
 
 def _below(chart: Chart, across: Scale) -> str:
@@ -135,7 +124,7 @@ def _below(chart: Chart, across: Scale) -> str:
 
 def _name_places(chart: Chart, up: Scale) -> list[float]:
     wanted = [up(one.points[-1][1]) for one in chart.series if one.name]
-    return spread(wanted, 13, chart.frame.top + 6, chart.frame.bottom - 4)
+    return svg.spread(wanted, 13, chart.frame.top + 6, chart.frame.bottom - 4)
 
 
 def _named(one: Series, across: Scale, up: Scale, label_y: float, width: float) -> str:
@@ -162,7 +151,7 @@ def _marks(one: Series, across: Scale, up: Scale) -> str:
     places = [(across(x), up(y)) for x, y in one.points]
     ends = [(across(x), up(low), up(high)) for (x, _), (low, high) in zip(one.points, one.intervals, strict=False)]
     if one.style in ("line", "dashed"):
-        return polyline(places, "e" if one.style == "dashed" else "c" if one.layer is None else "y")
+        return svg.polyline(places, "e" if one.style == "dashed" else "c" if one.layer is None else "y")
     if one.style == "band":
         edge = [f"{xy(x)} {xy(high)}" for x, _, high in ends] + [f"{xy(x)} {xy(low)}" for x, low, _ in reversed(ends)]
         return path(f"M{'L'.join(edge)}z", "band")
@@ -175,10 +164,10 @@ def _marks(one: Series, across: Scale, up: Scale) -> str:
 
 def _mark(style: str, x: float, y: float) -> str:
     if style == "diamond":
-        return diamond(x, y, 5, "k b")
+        return svg.diamond(x, y, 5, "k b")
     if style == "cross":
         return path(f"M{xy(x - 4)} {xy(y - 4)}l8 8m0 -8l-8 8", "x")
-    return circle(x, y, 4, "o" if style == "ring" else "k") if style in ("ring", "dot") else ""
+    return svg.circle(x, y, 4, "o" if style == "ring" else "k") if style in ("ring", "dot") else ""
 
 
 class Row(NamedTuple):
@@ -215,19 +204,19 @@ def draw_rows(chart: RowChart) -> str:
     for index, row in enumerate(chart.rows):
         body += _row(row, scale, ROW * index + 7, left)
     body += "".join(line(scale(mark), 0, scale(mark), bottom, "r") for mark in chart.marks)
-    return svg(340, bottom + 12 * chart.axis, chart.title, body, "rows")
+    return svg.svg(340, bottom + 12 * chart.axis, chart.title, body, "rows")
 
 
 def _row(row: Row, scale: Scale, y: float, left: float) -> str:
     body = ""
     for start, end, style, title in row.bars:
-        bar = rect(scale(start), y - 4.5, scale(end) - scale(start), 9, style)
+        bar = svg.rect(scale(start), y - 4.5, scale(end) - scale(start), 9, style)
         body += titled(title, bar) if title else bar
     for start, end, style in row.spans:
         body += line(scale(start), y, scale(end), y, style)
     small = "".join(f"M{xy(scale(value))} {xy(y)}h0" for value, style in row.dots if style == "d")
     body += path(small, "d") if small else ""
-    body += "".join(circle(scale(value), y, 3.2, style) for value, style in row.dots if style != "d")
+    body += "".join(svg.circle(scale(value), y, 3.2, style) for value, style in row.dots if style != "d")
     body += text(left - 8, y + 3, row.label, "m", "end") + text(238, y + 3, row.words, "t")
     return titled(row.title or f"{row.label}: {row.words}", body, row.layer)
 

@@ -79,7 +79,7 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
     table = {shape: place for place, shape in enumerate(sweep.shapes)}
     own = [table.setdefault(shape, len(table)) for shape in plan.target.layers]
     source = [table.setdefault(shape, len(table)) for shape in plan.source.layers]
-    command = allocate_command(sweep, facts.asked(dossier))
+    command = allocate_command(sweep, facts.settings_of(dossier))
     lists = [*(answer.layers for answer in answers), own]
     return {
         "shapes": [[getattr(shape, size) for size in LayerShape.__slots__] for shape in table],

@@ -71,7 +71,7 @@ def model_name(dossier: Dossier) -> str:
     return known.model if known else "the model"
 
 
-def asked(dossier: Dossier) -> dict[str, Any]:
+def settings_of(dossier: Dossier) -> dict[str, Any]:
     """The run's settings by name, for the commands that make it again."""
     return dossier.settings.to_json() if dossier.settings else {}
 

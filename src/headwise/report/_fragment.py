@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
@@ -23,15 +25,10 @@ from headwise.types import Plan, Reading, Readings, Verdict
 
 def fragment(record: Plan | Reading | Readings | Verdict | Dossier) -> str:
     """The record as HTML that may stand in any page."""
-    if isinstance(record, Plan):
-        body = _plan(record)
-    elif isinstance(record, Reading):
-        body = _reading(record)
-    elif isinstance(record, Readings):
-        body = _readings(record)
-    else:
-        body = _verdict(record) if isinstance(record, Verdict) else _dossier(record)
-    return f'<div class="headwise"><style>{_style()}</style>{body}</div>'
+    draw_it: dict[type, Callable[[Any], str]] = {
+        Plan: _plan, Reading: _reading, Readings: _readings, Verdict: _verdict, Dossier: _dossier
+    }  # fmt: skip
+    return f'<div class="headwise"><style>{_style()}</style>{draw_it[type(record)](record)}</div>'
 
 
 @cache
@@ -72,11 +69,9 @@ def _readings(readings: Readings) -> str:
 
 
 def _verdict(verdict: Verdict) -> str:
-    return (
-        f"<h3>{escape(judged.headline(verdict))}</h3>{_known(Dossier(verdict=verdict))}"
-        + table(tables.checks(verdict))
-        + details("Everything that was measured", table(tables.measured(verdict)))
-    )
+    found = {"What was checked": tables.checks(verdict), "Everything that was measured": tables.measured(verdict)}
+    folded = "".join(details(name, table(of), name == "What was checked") for name, of in found.items())
+    return f"<h3>{escape(judged.headline(verdict))}</h3>{_known(Dossier(verdict=verdict))}{folded}"
 
 
 def _known(dossier: Dossier) -> str:

@@ -1,4 +1,4 @@
-"""The same prompt continued by both models, side by side, with what differs marked."""
+"""Continuations of one prompt by both models, side by side, with what differs marked."""
 
 from __future__ import annotations
 

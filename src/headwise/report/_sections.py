@@ -236,7 +236,7 @@ def _samples(dossier: Dossier, maps: Maps) -> Blocks:
 
 def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     yield Code(facts.loading(dossier, FOLDER + "/model"), "python", "Load it")
-    yield Code(run_command(facts.asked(dossier)), "sh", "The whole run, into a new folder DIR")
+    yield Code(run_command(facts.settings_of(dossier)), "sh", "The whole run, into a new folder DIR")
     budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
     again = "Think again with another budget, from the same readings and without a GPU"
     yield Code(f"headwise allocate DIR --budget {budget}=60%", "sh", again)

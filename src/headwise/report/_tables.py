@@ -194,7 +194,7 @@ def provenance(dossier: Dossier) -> Table:
         rows += [("Probing", f"{number(dossier.readings.seconds)} s")] if dossier.readings.seconds else []
     if dossier.plan:
         rows += [("Strategy", dossier.plan.strategy), ("Gap to the proven bound", f"{dossier.plan.gap:.2%}")]
-    for key, value in facts.asked(dossier).items():
+    for key, value in facts.settings_of(dossier).items():
         rows.append((f"Setting: {key}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)))
     rows += [(f"Versions: {package}", version) for package, version in dossier.versions.items()]
     return Table(("what", "value"), tuple(rows), (), "provenance")

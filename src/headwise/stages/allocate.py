@@ -1,4 +1,4 @@
-"""The allocate stage on a run folder, without torch: think again as often as you like."""
+"""The allocate stage on a run folder, without torch: from one probing to any number of plans."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def allocate_in(
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
     with folder.held("allocate"):
         settings = folder.require()
-        asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
-        plan = _allocated(folder, asked)
-        folder.write_plan(plan, asked)
+        wanted = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
+        plan = _allocated(folder, wanted)
+        folder.write_plan(plan, wanted)
     return plan
 
 
-def _allocated(folder: RunFolder, asked: Settings) -> Plan:
+def _allocated(folder: RunFolder, wanted: Settings) -> Plan:
     if not folder.readings_file.exists():
         raise PlanError(
             f"{folder.path} has no readings yet; begin with: headwise probe MODEL --out {folder.path} --overwrite"
         )
     readings = Readings.read(folder.readings_file)
     if any(layer.pooled > 1 for layer in readings.source.layers):
-        asked.refuse_to_pool()
-    limits = parse_all(asked.budgets, readings.source, folder.tables())
-    return strategies.allocate(readings, limits, asked.strategy, asked.allow, asked.portable, asked.seed)
+        wanted.refuse_to_pool()
+    limits = parse_all(wanted.budgets, readings.source, folder.tables())
+    return strategies.allocate(readings, limits, wanted.strategy, wanted.allow, wanted.portable, wanted.seed)
 
 
 def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:

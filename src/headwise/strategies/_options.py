@@ -26,7 +26,7 @@ Order = dict[str, tuple[tuple[int, ...], ...]]
 
 
 class Choice(NamedTuple):
-    """One size of one unit kind: the fields of LayerShape that it sets, and its damage."""
+    """One size of one unit: the fields of LayerShape that it sets, and its damage."""
 
     sizes: tuple[tuple[str, int], ...]
     damage: float
@@ -45,7 +45,7 @@ class LayerMenu:
 def ways(readings: Readings) -> tuple[str, ...]:
     """The query/key curves that may compete: rotary pairs only where they were priced by the same probe.
 
-    A measured price beside a merely predicted one would favour whichever probe is the more hopeful.
+    A measured price beside a merely predicted one would favour the probe with the lower prices.
     """
     projected, pairs = (readings.curve(f"damage.{name}") for name in ("qk_projected", "qk_pairs"))
     comparable = projected is None or pairs is None or projected.probe == pairs.probe
@@ -107,8 +107,8 @@ def _unchanged(shape: LayerShape, fields: tuple[str, ...]) -> Choice:
 def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], allow: Sequence[str]) -> str | None:
     """Why these budgets cannot be planned for: something that may be cut for them was not priced. None where all was.
 
-    Probing for the cache alone looks at no MLP and measures no rotary pairs. A plan for parameters from such readings
-    would take the MLP for something that cannot be cut.
+    Probing for the cache alone prices no MLP and no rotary pairs. A plan for parameters from such readings would
+    treat the MLP as something that cannot be cut.
     """
     wanted = [budget for budget in budgets if budget.name != "kv"]
     texts = " ".join(f"--budget {budget.text}" for budget in budgets)
@@ -186,7 +186,7 @@ def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "
 
 
 def by_weight(readings: Readings) -> Readings:
-    """The same readings with units ordered by the size of their weights, where that was looked up."""
+    """Readings with units in the order of the size of their weights, where the probe recorded it."""
     kinds = ("kv_heads", "heads", "mlp")
     orders = tuple({**o, **{k: o[f"{k}_weight"] for k in kinds if f"{k}_weight" in o}} for o in readings.orders)
     return replace(readings, orders=orders)

@@ -16,8 +16,8 @@ from headwise.types.shape import SIZES, LayerShape, ModelShape
 class Budget(Record):
     """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at.
 
-    A limit on time says of which work, and brings the table that prices it. The table is a file of its own in the run
-    folder: a plan that is read alone says what it spends, and prices nothing else.
+    A limit on time names its workload and holds the table that prices it. The table is a file of its own in the run
+    folder: a plan that is read alone knows what it spends, and can price nothing else.
     """
 
     name: str
@@ -35,11 +35,11 @@ class Budget(Record):
 
     @property
     def key(self) -> str:
-        """Under which a plan says what it spends: several limits on time may go together."""
+        """The name under which a plan records what it spends; several limits on time may stand beside each other."""
         return self.name if self.workload is None else f"{self.name}@{self.workload}"
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, without the table; most budgets have no work to name either."""
+        """A plain dictionary without the table, and without the workload where there is none."""
         found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
         if self.workload is not None:
             found |= {"workload": self.workload.to_json(), "device": self.device}
@@ -48,7 +48,7 @@ class Budget(Record):
 
 @dataclass(frozen=True, slots=True)
 class LayerKeep(Record):
-    """Which units of a source layer stay, by index; None keeps all. Directions are the reshaper's affair."""
+    """Which units of a source layer stay, by index; None keeps all. Reshaping decides which directions stay."""
 
     query_heads: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None

@@ -1,4 +1,4 @@
-"""What a probe found, with enough words that a report can draw it without knowing the probe."""
+"""What a probe found, described so that the report can draw it without knowing the probe."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class LayerShape(Record):
         return self.pooled > 1 and self.v_dim < self.v_width
 
     def pooling(self, heads: int) -> LayerShape:
-        """The same layer with so many key/value heads to a cached row, nothing lost yet."""
+        """The layer with `heads` key/value heads to a cached row, before anything is cut."""
         if heads == 1 or not self.query_heads:
             return self
         if self.pooled > 1 or self.projected or self.kv_heads % heads:
@@ -205,5 +205,5 @@ class ModelShape(Record):
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
 
     def with_layers(self, layers: tuple[LayerShape, ...]) -> ModelShape:
-        """The same model with other layers."""
+        """The model with other layers."""
         return replace(self, layers=layers)

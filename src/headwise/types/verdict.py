@@ -52,7 +52,7 @@ class Check(Record):
 
 @dataclass(frozen=True, slots=True)
 class Sample(Record):
-    """The same prompt continued by the source model and by the reshaped one."""
+    """A prompt, continued by the source model and by the reshaped one."""
 
     prompt: str
     before: str
