@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import Invented, invent
-from test_report import HOSTILE, make_dossier, make_verdict
+from report_parts import HOSTILE, make_dossier, make_verdict
 
 from headwise.report import compare, render
 from headwise.runs.dossier import Dossier

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Invented, invent
-from test_report import make_verdict
+from report_parts import make_verdict
 
 from headwise import strategies
 from headwise.budgets import parse

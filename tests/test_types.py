@@ -262,33 +262,6 @@ def test_an_edited_plan_that_makes_no_sense_is_refused(changes: dict[str, Any], 
     assert refusal(written(tmp_path, **changes)) == text
 
 
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        ((-1, 1, 2, 2, 2, 2), "query_heads is -1; sizes cannot be negative."),
-        ((4, 4, 2, 2, -8, 2), "mlp_width is -8; sizes cannot be negative."),
-        (
-            (14, 4, 2, 2, 2, 2),
-            "14 query heads cannot share 4 key/value heads evenly; the nearest counts that can are 12 and 16.",
-        ),
-        (
-            (2, 4, 2, 2, 2, 2),
-            "2 query heads cannot share 4 key/value heads evenly; the nearest counts that can are 4.",
-        ),
-        ((4, 0, 2, 2, 2, 2), "4 query heads have no key/value heads to share; set both to 0 to remove attention."),
-        (
-            (4, 4, 0, 2, 2, 2),
-            "qk_dim and v_dim must be at least 1 where there are heads; set query_heads to 0 instead.",
-        ),
-        ((4, 4, 6, 2, 2, 4), "qk_dim 6 is larger than qk_width 4; a projection only shrinks."),
-    ],
-)
-def test_a_layer_that_cannot_be_is_refused(sizes: tuple[int, ...], text: str) -> None:
-    with pytest.raises(ShapeError) as caught:
-        LayerShape(*sizes)
-    assert str(caught.value) == text
-
-
 def test_a_shape_error_in_a_file_names_the_layer(tmp_path: Path) -> None:
     with pytest.raises(ShapeError) as caught:
         Plan.read(written(tmp_path, target=target(query_heads=3, kv_heads=2)))
@@ -296,25 +269,6 @@ def test_a_shape_error_in_a_file_names_the_layer(tmp_path: Path) -> None:
         "plan.json.target.layers[0]: 3 query heads cannot share 2 key/value heads evenly; "
         "the nearest counts that can are 2 and 4."
     )
-
-
-def test_a_model_needs_a_layer() -> None:
-    with pytest.raises(ShapeError, match="a model needs at least one layer."):
-        MODEL.with_layers(())
-
-
-def test_layers_without_attention_or_mlp_are_legal() -> None:
-    assert LayerShape(0, 0, 0, 0, 8, 0).queries_per_group == 0
-    assert not LayerShape(2, 1, 4, 4, 0, 4).projected and LayerShape(2, 1, 4, 4, 0, 6).projected
-
-
-@pytest.mark.parametrize(
-    ("full", "step", "floor", "sizes"),
-    [(64, 16, 20, (64, 48, 32)), (20, 8, 8, (20, 16, 8)), (8, 8, 8, (8,)), (6, 8, 8, (6,)), (0, 8, 8, (0,))],
-)
-def test_legal_sizes_are_steps_below_the_full_one(full: int, step: int, floor: int, sizes: tuple[int, ...]) -> None:
-    grain = replace(GRAIN, qk_step=step, v_step=step, mlp_step=step, qk_floor=floor, v_floor=floor, mlp_floor=floor)
-    assert grain.qk_sizes(full) == grain.v_sizes(full) == grain.mlp_sizes(full) == sizes
 
 
 def test_a_verdict_passes_when_every_check_does() -> None:

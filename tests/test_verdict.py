@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_parts import check_page, make_dossier
 from test_certificate import at, call, far, verdict
-from test_report import check_page, make_dossier
 
 from headwise import api
 from headwise.errors import HeadwiseError
