@@ -33,7 +33,7 @@ ALLOW = ("qk", "v", "mlp", "heads", "depth")
 @pytest.fixture(scope="module")
 def solved() -> tuple[Readings, Plan, Sweep]:
     """Invented readings, a plan for them and the frontier around it."""
-    readings = invent(5, Invented(layers=4, dim=16, sizes=4))
+    readings = invent(5, Invented(layers=3, dim=16, sizes=4))
     shape = readings.source
     plan = strategies.allocate(readings, (parse("kv=70%", shape),), "exact", ALLOW)
     sweep = frontier.solve(readings, plan, ALLOW)
@@ -112,23 +112,23 @@ def test_reports_reuse_a_frontier_that_matches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, few_limits: None
 ) -> None:
     folder = RunFolder(tmp_path / "run")
-    Settings(model="invented", budgets=("kv=70%",), allow=ALLOW).save(folder.settings_file)
-    invent(5, Invented(layers=3, dim=16, sizes=4)).save(folder.readings_file)
-    allocate_in(folder.path, ("kv=70%",), "exact", ALLOW, False, 0)
+    Settings(model="invented", budgets=("kv=70%",), allow=("qk", "v")).save(folder.settings_file)
+    invent(5, Invented(layers=2, dim=16, sizes=4)).save(folder.readings_file)
+    allocate_in(folder.path, ("kv=70%",), "exact", ("qk", "v"), False, 0)
     write_report(folder)
     first = folder.frontier_file.read_bytes()
     monkeypatch.setattr("headwise.strategies.exact.answers", lambda *_: pytest.fail("solved again"))
     write_report(folder)
     assert folder.frontier_file.read_bytes() == first and data_of(folder.report_file.read_text())["explorer"]
-    allocate_in(folder.path, ("kv=75%",), "exact", ALLOW, False, 0)
+    allocate_in(folder.path, ("kv=75%",), "exact", ("qk", "v"), False, 0)
     write_report(folder)
     assert folder.frontier_file.read_bytes() == first, "another limit was answered already"
     monkeypatch.undo()
-    allocate_in(folder.path, ("kv=72.345%",), "exact", ALLOW, False, 0)
+    allocate_in(folder.path, ("kv=72.345%",), "exact", ("qk", "v"), False, 0)
     write_report(folder)
     found = data_of(folder.report_file.read_text())["explorer"]
     assert found["answers"][found["at"]]["text"] == "kv=72.345%", "a limit between the others is solved beside them"
-    allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
+    allocate_in(folder.path, ("params=80%",), "exact", ("qk", "v"), False, 0)
     assert folder.dossier().sweep is None, "another unit is another question"
     folder.frontier_file.write_text("{")
     write_report(folder)
