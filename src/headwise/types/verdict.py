@@ -112,9 +112,7 @@ class Verdict(Record):
     quality: dict[str, BeforeAfter]
     size: dict[str, BeforeAfter]
     speed: dict[str, BeforeAfter]
-    damage: dict[
-        str, Measure
-    ]  # `measured`; `predicted`: on calibration text; `sum_of_prices`: what the solver added up
+    damage: dict[str, Measure]  # measured; predicted: on calibration text; sum_of_prices: what the solver added up
     checks: tuple[Check, ...]
     samples: tuple[Sample, ...]
     evaluation: str
@@ -147,19 +145,15 @@ class Verdict(Record):
         """A plain dictionary with flat keys, such as `loss_after_low`."""
         tables = {name: flattened(getattr(self, name)) for name in TABLES[:3]}
         tables["size"] = {name: int(value) for name, value in tables["size"].items()}
-        return {
-            **Record.to_json(self),
-            **tables,
-            "damage": flattened({n: BeforeAfter(m) for n, m in self.damage.items()}),
-        }
+        tables["damage"] = flattened({name: BeforeAfter(measure) for name, measure in self.damage.items()})
+        return {**Record.to_json(self), **tables}
 
     @classmethod
     def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
         """Flat keys, put in order; whatever holds none is left for the reader to refuse."""
-        known = {name: grouped(data[name]) for name in TABLES if isinstance(data.get(name), dict)}
-        tables: dict[str, Any] = {
-            name: {n: both.to_json() for n, both in found.items()} for name, found in known.items()
-        }
+        tables: dict[str, dict[str, Any]] = {}
+        for table in (name for name in TABLES if isinstance(data.get(name), dict)):
+            tables[table] = {name: both.to_json() for name, both in grouped(data[table]).items()}
         if "damage" in tables:
             tables["damage"] = {name: both["after"] for name, both in tables["damage"].items() if both["after"]}
         return {**data, **tables}
