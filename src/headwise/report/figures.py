@@ -86,7 +86,7 @@ def draw_chart(axes: Axes, chart: Chart) -> None:
     last = max((one.layer for one in chart.series if one.layer is not None), default=0)
     for place, one in enumerate(chart.series):
         by_depth = None if one.layer is None else colormaps["cividis"](0.9 * one.layer / max(last, 1))
-        colour = by_depth or PALETTE[place % len(PALETTE)]
+        colour = by_depth or PALETTE[place % len(PALETTE) if one.name else 0]  # what has no name belongs together
         for part in (one, *one.parts):
             _draw_series(axes, part, chart.y, colour, one.name if part is one else "")
     for level, words in chart.across:
@@ -97,6 +97,9 @@ def draw_chart(axes: Axes, chart: Chart) -> None:
         axes.set_yscale("log")
     if chart.x.log:
         axes.set_xscale("symlog" if chart.x.ends[0] < 1 else "log")
+    if chart.x.ticks and len(chart.x.ticks) > 2:
+        axes.set_xticks([value for value, _ in chart.x.ticks], [words for _, words in chart.x.ticks])
+        axes.minorticks_off()
     if chart.x.percent:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
     axes.set_title(_plain(chart.title.partition(",")[0]), fontsize=8)
