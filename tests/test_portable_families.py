@@ -102,7 +102,7 @@ def readings_for(family, seed):
     readings = invent(seed)
     shape = readings.source
     grain = replace(shape.grain, portable=family.shape_of(family.tiny().config).grain.portable)
-    return replace(readings, shape=replace(shape, family=family.name, grain=grain).to_json())
+    return replace(readings, shape=replace(shape, family=family.name, grain=grain))
 
 
 @pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)

@@ -128,7 +128,7 @@ def test_the_least_that_is_promised_can_be_had():
     ticks = {kind: min(readings.curve(f"damage.{kind}").ticks[0]) for kind in ("v", "mlp")}
     grain = replace(shape.grain, qk_floor=ticks["v"], v_floor=ticks["v"], mlp_floor=ticks["mlp"])
     shape = replace(shape, grain=grain)
-    readings = replace(readings, shape=shape.to_json())
+    readings = replace(readings, shape=shape)
     for name, allow in (("kv", ("qk", "v")), ("params", ("qk", "v", "mlp", "heads")), ("flops", ("mlp", "depth"))):
         early, late = (_refused(check, shape, f"{name}=1%", allow) for check in (_early, _late(readings)))
         assert early == late

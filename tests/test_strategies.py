@@ -113,7 +113,7 @@ def test_budgets_that_only_fail_together_are_refused_as_such() -> None:
     shape = whole.source
     shape = replace(shape, grain=replace(shape.grain, rotary=False))
     curves = tuple(c for c in whole.curves if c.kind == "damage.qk_projected")
-    readings = replace(whole, shape=shape.to_json(), curves=curves)
+    readings = replace(whole, shape=shape, curves=curves)
     for text in ("kv=75%", "params=100%"):
         assert plan_for("exact", readings, text, allow=("qk",))
     text = "no plan meets kv=75% and params=100% together, though each alone can be met. Loosen one, or allow more"
@@ -144,7 +144,7 @@ def test_equal_strategies_refuse_a_model_with_unequal_layers() -> None:
     source = readings.source
     uneven = source.with_layers((replace(source.layers[0], v_dim=10), *source.layers[1:]))
     with pytest.raises(PlanError, match="layers have different sizes already; use --strategy exact"):
-        plan_for("uniform", replace(readings, shape=uneven.to_json()), "kv=80%")
+        plan_for("uniform", replace(readings, shape=uneven), "kv=80%")
 
 
 def test_a_portable_plan_is_an_ordinary_architecture() -> None:
