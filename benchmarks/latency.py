@@ -101,7 +101,7 @@ def invented(shape: ModelShape, seed: int = 0) -> Readings:
         curves.append(Reading(*kinds))
     pairs = (tuple(range(layer.qk_width // 2)),) * layer.kv_heads
     orders = ({"qk_pairs": pairs, "mlp": (tuple(range(layer.mlp_width)),)},) * count
-    return Readings("random", shape.to_json(), tuple(curves), orders, tokens=0, seed=seed)
+    return Readings("random", shape, tuple(curves), orders, tokens=0, seed=seed)
 
 
 def table_of(family: Any, source: Any, shape: ModelShape, work: Workload) -> tuple[LatencyTable, float]:
@@ -117,7 +117,7 @@ def rows_of(device: str, asked: dict[str, tuple[int, ...]], tiny: bool = False) 
     small = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, head_dim=16, vocab_size=128) if tiny else {}  # fmt: skip
     family, source, readings, build = embedded() if device == "cpu" and not tiny else random_llama(device, **small)
-    shape = ModelShape.from_json(readings.shape)
+    shape = readings.source
     for text, shares in asked.items():
         work = Workload.parse(text)
         table, seconds = table_of(family, source, shape, work)

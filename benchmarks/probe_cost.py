@@ -150,7 +150,7 @@ def stages(bench: Bench) -> dict[str, float]:
         lambda: sensitivity.measure(family, model, bench.rows, moments, True, 0), device
     )
     shape = family.shape_of(model.config)
-    readings = Readings("random", shape.to_json(), tuple(measured[0]), tuple(measured[1]), bench.rows.numel(), 0)
+    readings = Readings("random", shape, tuple(measured[0]), tuple(measured[1]), bench.rows.numel(), 0)
     limits = (budgets.parse(BUDGET, shape),)
     plan, found["solve"] = timed(lambda: strategies.allocate(readings, limits), device)
     cut, found["reshape"] = timed(lambda: cuts.reshape(family, model, plan, moments), device)

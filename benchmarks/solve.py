@@ -90,9 +90,7 @@ def readings(seed: int) -> Readings:
         "mlp": (tuple(range(STOCK.mlp_width)),),
         "heads": (tuple(range(STOCK.queries_per_group)),) * STOCK.kv_heads,
     }
-    return Readings(
-        model="synthetic-70b", shape=shape().to_json(), curves=curves, orders=(order,) * LAYERS, tokens=0, seed=seed
-    )
+    return Readings(model="synthetic-70b", shape=shape(), curves=curves, orders=(order,) * LAYERS, tokens=0, seed=seed)
 
 
 def measure(seed: int) -> dict[str, Any]:

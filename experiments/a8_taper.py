@@ -30,7 +30,7 @@ from headwise.heal.refit import refit
 from headwise.progress import Track
 from headwise.research.designs.proposals import seconds
 from headwise.runs.folder import Settings
-from headwise.types import ModelShape, Plan, Readings
+from headwise.types import Plan, Readings
 
 CLAIM = "A8"
 TITLE = "Fewer and smaller heads in later layers"
@@ -102,7 +102,7 @@ def _model(
 
 def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) -> Plan | None:
     """The strategy's plan; None where it cannot meet the budget."""
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     budgets = (parse(budget, source),)
     try:
         if strategy == "bound":

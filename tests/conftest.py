@@ -146,7 +146,7 @@ def invent(seed: int, model: Invented | None = None) -> Readings:
     steps = curve(rng, "depth", range(len(order) + 1), 1)
     return Readings(
         model="invented",
-        shape=shape.to_json(),
+        shape=shape,
         curves=(*curves, steps),
         orders=orders,
         tokens=1,

@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from conftest import Invented, invent
-from test_report import HOSTILE, make_dossier, make_verdict
+from headwise.runs.dossier import Dossier
+from report_parts import HOSTILE, make_dossier, make_verdict
 
 from headwise.report import compare, render
 from headwise.runs.folder import RunFolder
@@ -25,7 +26,7 @@ from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import Dossier, Plan
+from headwise.types import BeforeAfter, Measure, Plan
 
 sync_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright is not installed: pip install headwise[browser]"
@@ -293,7 +294,7 @@ def test_a_model_that_keeps_no_cache_opens(browser: Any, tmp_path: Path) -> None
     plan = dossier.plan
     plan = replace(plan, source=replace(plan.source, cached=False), target=replace(plan.target, cached=False))
     plan = replace(plan, budgets=plan.budgets[1:])
-    verdict = replace(dossier.verdict, quality={"cosine": 0.99, "cosine_low": 0.98, "cosine_high": 1.0}, samples=())
+    verdict = replace(dossier.verdict, quality={"cosine": BeforeAfter(Measure(0.99, 0.98, 1.0))}, samples=())
     (tmp_path / "report.html").write_text(render(replace(dossier, plan=plan, verdict=verdict)))
     with Visit(browser, tmp_path / "report.html") as page:
         assert page.locator(".card").count() == 3 and "key/value cache" not in page.inner_text("#costs")
@@ -303,7 +304,7 @@ def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:
     whole = make_dossier()
     for name, dossier in {
         "probed": replace(whole, plan=None, healing=None, verdict=None, baselines=()),
-        "empty": Dossier({}, None, None, None, None),
+        "empty": Dossier(),
         "old": replace(whole, readings=None),
     }.items():
         (tmp_path / f"{name}.html").write_text(render(dossier))

@@ -59,7 +59,7 @@ def verdict(*found: LengthQuality, **changes: object) -> Verdict:
     """A verdict of a model that was calibrated at 512 tokens and will be served at 2,048."""
     damage = {"measured": 0.01, "measured_low": 0.005, "measured_high": 0.015}
     checks = (Check("parameters as planned", True, "1", "1"),)
-    plain = Verdict(
+    plain = Verdict.of(
         QUALITY, {"parameters_before": 4, "parameters_after": 3}, {}, damage, checks, (), "held out from text", 512, "",
         "2030-01-01", found, (), 512, 2048, "10%", damage_limit("10%"),
     )  # fmt: skip

@@ -50,7 +50,6 @@ def test_tied_embeddings_count_once() -> None:
 def test_flops_by_hand() -> None:
     per_token = 2 * cost.layer_parameters(MODEL, LAYER)
     head = 2 * 10 * 100
-    assert cost.decode_flops(MODEL, 8) == head + 2 * (per_token + 2 * 8 * 4 * (6 + 5))
     # A prompt of three: its tokens attend to 1, 2 and 3 positions, and only the last needs logits.
     assert cost.prefill_flops(MODEL, 3) == head + 2 * sum(per_token + 2 * seen * 4 * (6 + 5) for seen in (1, 2, 3))
 

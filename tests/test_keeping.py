@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from conftest import Invented, invent
-from test_report import make_verdict
+from report_parts import make_verdict
 
 from headwise import strategies
 from headwise.budgets import parse
@@ -30,7 +30,7 @@ from headwise.runs.lock import locked
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
-from headwise.types import ModelShape, Plan, Readings, Sweep
+from headwise.types import Plan, Readings, Sweep
 
 ALLOW = ("qk", "v")
 
@@ -60,7 +60,7 @@ def readings_for(settings: Settings) -> Readings:
 @cache
 def plan_for(settings: Settings) -> Plan:
     readings = readings_for(settings)
-    shape = ModelShape.from_json(readings.shape, "shape")
+    shape = readings.source
     return strategies.allocate(
         readings, tuple(parse(text, shape) for text in settings.budgets), "exact", settings.allow
     )
@@ -115,7 +115,7 @@ def test_a_new_plan_takes_the_verdict_away_and_the_old_plan_brings_it_back(finis
     assert dossier.unverified == "the plan changed after the model was verified"
     page = finished.report_file.read_text()
     assert "not verified" in page and "✓ verified" not in page and dossier.unverified in page
-    assert dossier.settings["budgets"] == ["kv=60%"], "the command that makes it again names the new budget"
+    assert dossier.settings.budgets == ("kv=60%",), "the command that makes it again names the new budget"
     with pytest.raises(PlanError, match=r"does not follow plan.json; run: headwise heal"):
         finished.require_model()
     allocate_in(finished.path, ("kv=75%",), "exact", ALLOW, False, 0)
@@ -157,7 +157,7 @@ def test_commands_to_copy_repeat_the_healing(finished: RunFolder, world: Setting
     allocate_in(finished.path, ("kv=60%",), "exact", ALLOW, False, 0)
     dossier, heal = finished.dossier(), "headwise heal DIR --heal blockwise --heal-option steps=3\n"
     assert heal in how_to_make(dossier, "verify")
-    assert heal in allocate_command(Sweep("", "kv", (), ALLOW, (), (), 0, True), dossier.settings)[1]
+    assert heal in allocate_command(Sweep("", "kv", (), ALLOW, (), (), 0, True), dossier.settings.to_json())[1]
 
 
 # Replacing a run.

@@ -67,7 +67,7 @@ def table_of(ms=smooth, source=MODEL, allow=("qk", "v", "mlp"), work=WORK, **mor
 
 
 def invented_table(readings, ms, work=WORK, allow=("qk", "v", "mlp", "heads", "kv_heads")):
-    return table_of(ms, ModelShape.from_json(readings.shape), allow, work)
+    return table_of(ms, readings.source, allow, work)
 
 
 def costly(layer: LayerShape) -> float:

@@ -24,7 +24,6 @@ from headwise.runs.folder import RunFolder
 from headwise.types import (
     Check,
     LatencyTable,
-    ModelShape,
     Plan,
     Verdict,
     Workload,
@@ -167,7 +166,7 @@ def test_what_the_model_cannot_do_is_not_timed(here):
 
 def plan_at(share: int, device: str) -> Plan:
     readings = invent(5)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     table = replace(invented_table(readings, costly, TINY), device=device)
     return strategies.allocate(readings, (budgets.parse(f"latency={share}%@{TINY}", source, (table,)),))
 

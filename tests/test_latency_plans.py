@@ -17,7 +17,6 @@ from headwise.runs.folder import RunFolder
 from headwise.stages import frontier
 from headwise.types import (
     LayerShape,
-    ModelShape,
     Plan,
     Workload,
 )
@@ -33,7 +32,7 @@ def unequal(layer: LayerShape) -> float:
 @pytest.mark.parametrize("share", [95, 80, 65])
 def test_the_exact_strategy_finds_the_best_plan_where_sizes_do_not_add_up(seed, share):
     readings = invent(seed, Invented(layers=2))
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, unequal)
+    source, table = readings.source, invented_table(readings, unequal)
     limit = budgets.parse(f"latency={share}%@{WORK}", source, (table,))
     plan = strategies.allocate(readings, (limit,), allow=("qk", "v", "mlp"))
     assert budgets.price(limit, plan.target) <= limit.limit * (1 + 1e-9), "spends no more than it has"
@@ -62,7 +61,7 @@ def test_the_exact_strategy_finds_the_best_plan_where_sizes_do_not_add_up(seed, 
 @pytest.mark.parametrize("strategy", ["exact", "uniform", "depth"])
 def test_every_strategy_keeps_limits_on_time_along_others(strategy):
     readings = invent(3)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     works = (WORK, Workload("prefill", 64, 1))
     tables = [invented_table(readings, ms, work) for ms, work in zip((costly, unequal), works, strict=True)]
     texts = [f"latency=90%@{WORK}", f"latency=95%@{works[1]}", "kv=95%"]
@@ -74,7 +73,7 @@ def test_every_strategy_keeps_limits_on_time_along_others(strategy):
 
 def test_a_plan_is_readable_alone_and_says_what_it_lacks(tmp_path):
     readings = invent(1)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, costly)
+    source, table = readings.source, invented_table(readings, costly)
     limit = budgets.parse(f"latency=85%@{WORK}", source, (table,))
     plan = strategies.allocate(readings, (limit,))
     plan.save(tmp_path / "plan.json")
@@ -90,7 +89,7 @@ def test_a_plan_is_readable_alone_and_says_what_it_lacks(tmp_path):
 
 def test_the_slider_moves_along_time():
     readings = invent(2)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, costly)
+    source, table = readings.source, invented_table(readings, costly)
     plan = strategies.allocate(readings, (budgets.parse(f"latency=85%@{WORK}", source, (table,)),))
     sweep = frontier.solve(readings, plan, ("qk", "v", "mlp"))
     assert len(sweep.answers) > 5 and all(f"%@{WORK}" in answer.text for answer in sweep.answers)
@@ -105,7 +104,7 @@ def test_the_slider_moves_along_time():
 def confirm(seed, ms, told=costly):
     """A plan of a table that says `told`, on a device whose stacks take `ms`; limits that were asked; kept tables."""
     readings = invent(seed)
-    source, table = ModelShape.from_json(readings.shape), invented_table(readings, told)
+    source, table = readings.source, invented_table(readings, told)
     limit = budgets.parse(f"latency=85%@{WORK}", source, (table,))
     asked, kept = [], []
 

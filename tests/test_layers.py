@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
-    "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
+    "report": {"errors", "registry", "types", "cost", "budgets", "runs"},  # prices for its tables: formulas only
     "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
     "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for
@@ -51,7 +51,7 @@ ALLOWED: dict[str, set[str]] = {
     "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
     "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
     "_autoregister": {"runtime"},
-    "_notebook": {"types", "report"},
+    "_notebook": {"types", "runs", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},
     "__main__": {"cli"},
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from headwise.runs.dossier import Dossier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import api, cost, families
@@ -25,7 +26,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.stream import line
-from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload
+from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
 
@@ -155,11 +156,11 @@ def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path:
     shape, folder = llama.shape_of(pooled.config), RunFolder(tmp_path)
     settings = Settings(model="embedded", pool="all")
     settings.save(folder.settings_file)
-    Readings("embedded", shape.to_json(), (), ({},) * len(shape.layers), 0, 0).save(folder.readings_file)
+    Readings("embedded", shape, (), ({},) * len(shape.layers), 0, 0).save(folder.readings_file)
     for strategy, allow, said in (("svd", ("qk", "v"), "exact"), ("exact", ("qk", "heads"), "--allow")):
         with pytest.raises(HeadwiseError, match=said):
             allocate_in(tmp_path, ("kv=50%",), strategy, allow, False, 0)
-    assert "--pool all" in how_to_make(Dossier(settings.to_json(), None, None, None, None), "probe")
+    assert "--pool all" in how_to_make(Dossier(settings), "probe")
     limit = Budget("kv", "bytes", 1.0, 64, "kv=1%")
     assert str(refuse(shape, (limit,), (2.0,), ("qk", "v"))).endswith("--allow qk,v,mlp,depth.")
 

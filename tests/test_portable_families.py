@@ -18,7 +18,7 @@ from headwise import budgets, families, strategies
 from headwise.cuts import save
 from headwise.errors import BudgetError, ModelError, PlanError
 from headwise.families._plain import Plain
-from headwise.types import LayerKeep, ModelShape
+from headwise.types import LayerKeep
 
 PLAIN = [family for family in families.known() if isinstance(family, Plain)]
 VARIANTS = [
@@ -100,15 +100,15 @@ def test_the_command_line_cuts_them(name, way, tmp_path):
 def readings_for(family, seed):
     """Invented readings of a model that may be portable in as much as the family says."""
     readings = invent(seed)
-    shape = ModelShape.from_json(readings.shape)
+    shape = readings.source
     grain = replace(shape.grain, portable=family.shape_of(family.tiny().config).grain.portable)
-    return replace(readings, shape=replace(shape, family=family.name, grain=grain).to_json())
+    return replace(readings, shape=replace(shape, family=family.name, grain=grain))
 
 
 @pytest.mark.parametrize("family", PLAIN, ids=lambda family: family.name)
 def test_portable_plans_cut_only_what_stock_code_can_follow(family):
     readings = readings_for(family, 3)
-    shape = ModelShape.from_json(readings.shape)
+    shape = readings.source
 
     def plan(text, allow):
         return strategies.allocate(readings, (budgets.parse(text, shape),), portable=True, allow=allow)
@@ -133,7 +133,7 @@ def test_portable_plans_cut_only_what_stock_code_can_follow(family):
 
 
 def test_a_family_without_limits_is_as_portable_as_ever():
-    shape = ModelShape.from_json(invent(8).shape)
+    shape = invent(8).source
     assert shape.grain.portable is None
     with pytest.raises(BudgetError) as caught:
         strategies.allocate(invent(8), (budgets.parse("kv=1%", shape),), portable=True)

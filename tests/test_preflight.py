@@ -31,7 +31,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.source import read_texts
 from headwise.strategies import _reach
 from headwise.tasks.causal import Causal
-from headwise.types import ModelShape, Readings
+from headwise.types import Readings
 
 SMALL = {"tokens": 1024, "eval_tokens": 512, "swap_tokens": 128, "length": 64, "device": "cpu"}
 TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(4000))
@@ -124,11 +124,11 @@ def test_a_wrong_probe_is_told_at_once_too(model, tmp_path, monkeypatch, capsys)
 def test_the_least_that_is_promised_can_be_had():
     """The share that the early error proposes is the one that the solver reaches with every legal size priced."""
     readings = invent(3)
-    shape = replace(ModelShape.from_json(readings.shape, "shape"))
+    shape = replace(readings.source)
     ticks = {kind: min(readings.curve(f"damage.{kind}").ticks[0]) for kind in ("v", "mlp")}
     grain = replace(shape.grain, qk_floor=ticks["v"], v_floor=ticks["v"], mlp_floor=ticks["mlp"])
     shape = replace(shape, grain=grain)
-    readings = replace(readings, shape=shape.to_json())
+    readings = replace(readings, shape=shape)
     for name, allow in (("kv", ("qk", "v")), ("params", ("qk", "v", "mlp", "heads")), ("flops", ("mlp", "depth"))):
         early, late = (_refused(check, shape, f"{name}=1%", allow) for check in (_early, _late(readings)))
         assert early == late

@@ -2,221 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import subprocess
 import sys
 from dataclasses import replace
-from html.parser import HTMLParser
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
+from headwise.runs.dossier import Dossier
+from report_parts import HOSTILE, check_page, data_of, make_dossier, make_plan, scripts
 
-from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cost import kv_bytes_per_token
 from headwise.report import _data as data
 from headwise.report import _facts as facts
+from headwise.report import _pictures as pictures
 from headwise.report import model_card, render
-from headwise.report._assets import policy, script
 from headwise.report._commands import how_to_make, run_command
+from headwise.report._healing import HealRow, healing_parts
+from headwise.report._html import script
 from headwise.report._model import dashes, draw_model, model_rows
 from headwise.report._svg import Scale, spread
 from headwise.report._text import cell, fence, number
+from headwise.runs.settings import Settings
 from headwise.types import (
     GONE,
-    Budget,
     Check,
-    Dossier,
-    Grain,
-    LayerKeep,
-    LayerShape,
-    ModelShape,
-    Plan,
-    Point,
     Reading,
-    Readings,
-    Sample,
-    Verdict,
 )
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-HOSTILE = (
-    "</title></svg><script>alert('x')</script>\"'|`````\n# h1 <img src=x onerror=alert(1)>\x00\ud800\u202e ${x} &amp;"
-)
-QK, V, MLP = (64, 48, 32, 16), (64, 48, 32, 16), (1024, 768, 512, 256)
-
-
-def curve(
-    kind: str, axis: str, ticks: tuple[int, ...], layers: int, scale: float = 1e-3, probe: str = "sensitivity"
-) -> Reading:
-    values = tuple(tuple(scale * (layer + 1) * (8.0**i - 1) for i in range(len(ticks))) for layer in range(layers))
-    errors = tuple(tuple(0.2 * v for v in row) for row in values)
-    meaning = f"Predicted loss increase by {axis}."
-    return Reading(probe, f"{kind}", axis, (ticks,) * layers, values, errors, "nats per token", meaning, 4096, 0)
-
-
-def make_readings(shape: ModelShape, model: str) -> Readings:
-    n = len(shape.layers)
-    curves = (
-        curve("damage.qk_projected", "qk_dim", QK, n, 1e-5),
-        curve("damage.v", "v_dim", V, n, 2e-5),
-        curve("damage.mlp", "mlp_width", MLP, n, 4e-5),
-        curve("damage.heads", "queries_per_group", (4, 3, 2, 1), n, 1e-4),
-        curve("damage.kv_heads", "kv_heads", (4, 3, 2, 1), n, 1e-4),
-        curve("damage.qk_pairs", "qk_width", QK, n, 3e-5),
-        curve("spectrum.entropy", "direction", (0, 1, 2, 3, 4), n),
-        curve("damage.v", "v_dim", V, n, 3e-5, "swap"),
-    )
-    return Readings(model, shape.to_json(), curves, ({},) * n, 65536, 0, 41.5)
-
-
-def make_plan(layers: int, model: str) -> Plan:
-    old = LayerShape(16, 4, 64, 64, 1024, 64)
-    grain = Grain(16, 16, 256, 16, 16, 256, True, True)
-    source = ModelShape("llama", 512, 8000, True, (old,) * layers, grain, element_bytes=2)
-    plain = LayerKeep()
-    dims = (replace(old, qk_dim=48), plain)
-    wide = (replace(old, v_dim=32, mlp_width=512), LayerKeep(mlp_channels=tuple(range(0, 1024, 2))))
-    pairs = (replace(old, qk_dim=32, qk_width=32, v_dim=48), LayerKeep(rotary_pairs=(tuple(range(16)),) * 4))
-    heads = (replace(old, query_heads=12), LayerKeep(query_heads=tuple(h for h in range(16) if h % 4 != 1)))
-    groups = (replace(old, query_heads=12, kv_heads=3), LayerKeep(tuple(range(4, 16)), (1, 2, 3)))
-    menu = [(old, plain), dims, wide, pairs, heads, groups]
-    chosen = [menu[i % len(menu)] for i in range(layers)]
-    target = source.with_layers(tuple(new for new, _ in chosen))
-    full = kv_bytes_per_token(source)
-    budgets = (
-        Budget("kv", "bytes per token", 0.9 * full, 2048, "kv=90%"),
-        Budget("params", "parameters", 1e12, 2048, "params=1T"),
-    )
-    spent = {"kv": float(kv_bytes_per_token(target)), "params": float(parameters(target))}
-    frontier = tuple(Point(0.3 + 0.07 * i, 0.4 * math.exp(-i * 0.7) if i < 10 else 0.0) for i in range(11))
-    return Plan(
-        model, source, target, tuple(k for _, k in chosen), "exact", budgets, spent, 0.0123, 0, 1e-4, False, frontier
-    )
-
-
-def make_verdict(plan: Plan, text: str = "") -> Verdict:
-    size = {
-        "parameters_before": parameters(plan.source),
-        "parameters_after": parameters(plan.target),
-        "kv_bytes_per_token_before": kv_bytes_per_token(plan.source),
-        "kv_bytes_per_token_after": kv_bytes_per_token(plan.target),
-    }
-    quality = {
-        "perplexity_before": 18.2149, "perplexity_after": 18.7432,
-        "perplexity_after_low": 18.5012, "perplexity_after_high": 18.9899,
-        "loss_before": 2.9022, "loss_after": 2.9308, "kl": 0.0301, "kl_low": 0.0287, "kl_high": 0.0316,
-        "next_token_agreement": 0.9312,
-    }  # fmt: skip
-    speed = {"decode_ms_per_token_before": 3.21, "decode_ms_per_token_after": 2.87, "prompt_tokens": 256.0}
-    damage = {"predicted": 0.0123, "measured": 0.0286, "measured_low": 0.0156, "measured_high": 0.0417}
-    checks = (
-        Check(f"parameters as planned{text}", True, "4,1" + text, "4,1"),
-        Check("reloads in a fresh process", True, "relative difference 0.0e+00", "at most 1e-04"),
-    )
-    before = "there was a small house at the edge of the wood, and in it lived an old woman who"
-    samples = (Sample(f"Once upon a time{text}", before + text, before.replace("small", "little") + text),)
-    return Verdict(
-        quality,
-        size,
-        speed,
-        damage,
-        checks,
-        samples,
-        f"held out from stdlib{text}",
-        32768,
-        f"test CPU{text}",
-        "2025-01-02",
-    )
-
-
-def make_dossier(layers: int = 6, model: str = "acme/tiny-llama", text: str = "") -> Dossier:
-    plan = make_plan(layers, model)
-    settings: dict[str, Any] = {
-        "model": model, "budgets": ["kv=90%", "params=1T"], "data": None, "eval": f"eval file.txt{text}",
-        "strategy": "exact",
-        "rounds": 1, "heal": "refit", "portable": False, "allow": ["qk", "v", "mlp", "heads", "kv_heads"], "seed": 0,
-        "device": "auto",
-        "tokens": 65536, "length": 512, "versions": {"headwise": "0.1", "torch": f"2.0{text}"},
-    }  # fmt: skip
-    layer_gains = [
-        {
-            "attention": {"error_before": 0.1 / (i + 1), "error_after": 0.04 / (i + 1)},
-            "mlp": {"error_before": 0.2, "error_after": 0.15},
-        }
-        for i in range(layers)
-    ]
-    healing = {"method": f"refit{text}", "tokens": 65536, "layers": layer_gains, "seconds": 12.5}
-    full = kv_bytes_per_token(plan.source)
-    baselines = (
-        {"strategy": f"uniform{text}", "predicted_damage": 0.05, "spent": {"kv": 0.88 * full}, "measured_damage": 0.07},
-        {"strategy": "portable", "predicted_damage": 0.031, "spent": {"kv": 0.89 * full}},
-    )
-    return Dossier(settings, make_readings(plan.source, model), plan, healing, make_verdict(plan, text), baselines)
-
-
-class Stack(HTMLParser):
-    """Every tag that opens closes, in order; remembers what could load something."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.loads: list[str] = []
-        self.ids: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in VOID:
-            self.open.append(tag)
-        named = dict(attrs)
-        self.ids += [named["id"] or ""] if "id" in named else []
-        bad = [
-            k
-            for k, v in attrs
-            if k.startswith("on")
-            or k in ("src", "srcset", "xlink:href")
-            or (k == "href" and not (v or "").startswith("#"))
-        ]
-        self.loads += [f"{tag} {name}" for name in bad]
-        self.loads += [tag] if tag in ("link", "iframe", "object", "embed", "img", "base", "form") else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in VOID:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open and self.open[-1] == tag, f"</{tag}> closes {self.open[-3:]}"
-        self.open.pop()
-
-
-def scripts(page: str) -> list[str]:
-    """What stands in the page's script elements: data first, then code."""
-    return re.findall(r"<script[^>]*>(.*?)</script>", page, re.S)
-
-
-def data_of(page: str) -> Any:
-    """What the page's script is given."""
-    return json.loads(scripts(page)[0])
-
-
-def check_page(page: str) -> None:
-    """What must hold for any dossier."""
-    stack = Stack()
-    stack.feed(page)
-    stack.close()
-    assert stack.open == [] and stack.loads == [] and len(stack.ids) == len(set(stack.ids))
-    assert page.encode("utf-8") and "url(" not in page and "@import" not in page
-    assert page.count("<script") == 2 and scripts(page)[1] == script(), "the page's own script and its data, no other"
-    assert policy() in page and "script-src 'sha256-" in policy() and "unsafe-inline'; script" in policy()
-    pictures = re.findall(r"<svg.*?</svg>", page, re.S)
-    for picture in pictures:
-        root = ElementTree.fromstring(picture)
-        told = root.get("role") == "img" and root.get("aria-label")
-        assert told or root.get("aria-hidden"), "every picture says in words what it shows, or stands beside them"
-        assert "nan" not in picture and "inf" not in picture.replace("information", "")
-    assert page.count("<svg") == len(pictures) and page.count("<h1>") == 1
-
+from headwise.types.measure import grouped
 
 MISSING = [
     {"verdict": None},
@@ -226,7 +39,7 @@ MISSING = [
     {"baselines": ()},
     {"plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": ()},
-    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": {}},
+    {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": None},
 ]
 
 
@@ -283,7 +96,7 @@ def test_a_portable_result_needs_no_custom_code() -> None:
     assert dossier.plan is not None
     dossier = replace(dossier, plan=replace(dossier.plan, portable=True))
     for text in (render(dossier), model_card(dossier)):
-        assert "Portable" in text and "no custom code" in text and "trust_remote_code" not in text
+        assert "Portable" in text and "no custom code" in text and "trust_remote_code=True" not in text
 
 
 def test_a_failed_check_is_loud_and_not_by_colour_alone() -> None:
@@ -312,12 +125,12 @@ def test_a_run_that_stopped_early_says_what_to_type(gone: dict[str, Any]) -> Non
 
 
 def test_missing_stages_are_made_in_order() -> None:
-    empty = Dossier({"model": "a b", "budgets": ["kv=50%"]}, None, None, None, None)
+    empty = Dossier(Settings("a b", ("kv=50%",)))
     lines = how_to_make(empty, "verify").splitlines()
     assert [line.split()[1] for line in lines] == ["probe", "allocate", "heal", "verify", "report"]
-    assert lines[0] == "headwise probe 'a b' --budget kv=50% --out DIR --overwrite"
+    assert lines[0].startswith("headwise probe 'a b' --budget kv=50% ") and lines[0].endswith(" --out DIR --overwrite")
     assert how_to_make(replace(make_dossier(), verdict=None), "verify") == "headwise verify DIR\nheadwise report DIR"
-    assert "headwise reshape DIR" in how_to_make(replace(empty, settings={"heal": "none"}), "verify")
+    assert "headwise reshape DIR" in how_to_make(replace(empty, settings=Settings("a b", heal="none")), "verify")
 
 
 def test_planned_sizes_stand_in_for_counted_ones() -> None:
@@ -336,7 +149,7 @@ def test_any_key_of_the_verdict_may_be_missing_or_odd() -> None:
     dossier = make_dossier()
     assert dossier.verdict is not None
     for odd in ({}, {"perplexity_after": float("nan")}, {"perplexity_after": 3.0, "new_thing": 7.5}):
-        verdict = replace(dossier.verdict, quality=odd, size={}, speed={}, damage={}, samples=())
+        verdict = replace(dossier.verdict, quality=grouped(odd), size={}, speed={}, damage={}, samples=())
         page = render(replace(dossier, verdict=verdict, healing={"layers": [3, {"mlp": 4}]}, baselines=({"x": 1},)))
         check_page(page)
     assert "New thing" in page and "7.5" in page
@@ -442,7 +255,7 @@ def test_curves_describe_themselves() -> None:
     dossier = make_dossier()
     assert dossier.readings is not None
     sets = {group.kind: group for group in data.curve_sets(dossier.readings, dossier.plan)}
-    assert sets["damage.v"].probe == "swap" and sets["damage.v"].earlier_probe == "sensitivity"
+    assert sets["damage.v"].reading.probe == "swap" and sets["damage.v"].earlier_probe == "sensitivity"
     assert sets["damage.v"].curves[2].chosen == pytest.approx((32, 3 * 3e-5 * 63))
     assert (
         sets["damage.qk_projected"].curves[1].chosen is not None
@@ -456,24 +269,26 @@ def test_curves_describe_themselves() -> None:
 
 def test_the_frontier_has_its_marks() -> None:
     dossier = make_dossier()
-    found = data.frontier(dossier)
-    assert found is not None and dossier.plan is not None and len(found.points) == 11 and found.budget == "kv"
-    chosen = found.marks[0]
-    assert chosen.chosen and chosen.share == pytest.approx(
-        kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
-    )
-    assert [m.strategy for m in found.marks] == ["exact", "portable", "uniform"] and found.marks[2].measured == 0.07
-    assert found.measured == (0.0156, 0.0286, 0.0417)
-    assert data.frontier(replace(dossier, plan=replace(dossier.plan, budgets=()))) is None
+    found = pictures.frontier(dossier)
+    assert found is not None and dossier.plan is not None and "kv" in found.x.label
+    line, chosen, *others = found.series
+    assert len(line.points) == 11 and (chosen.style, chosen.name) == ("diamond", "exact")
+    share = kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
+    assert chosen.points[0] == pytest.approx((share, 0.0123))
+    assert [one.name for one in others] == ["portable", "uniform"] and others[1].parts[0].points[0][1] == 0.07
+    assert chosen.parts[0].points[0][1] == 0.0286 and chosen.parts[0].intervals == ((0.0156, 0.0417),)
+    assert pictures.frontier(replace(dossier, plan=replace(dossier.plan, budgets=()))) is None
 
 
 def test_healing_is_read_per_part() -> None:
-    parts = data.healing_parts(make_dossier().healing or {})
-    assert set(parts) == {"attention", "mlp"} and parts["attention"][1] == data.HealRow(1, 0.05, 0.02)
+    parts = healing_parts(make_dossier().healing)
+    assert set(parts) == {"attention", "mlp"} and parts["attention"][1] == HealRow(1, 0.05, 0.02)
 
 
 def test_the_command_can_be_pasted() -> None:
-    settings = {**make_dossier().settings, "portable": True}
+    names = ("model", "budgets", "eval", "strategy", "rounds", "heal", "seed", "device", "tokens", "length", "allow")
+    every = facts.settings_of(make_dossier())
+    settings = {**{name: every[name] for name in names}, "portable": True}
     assert run_command(settings) == (
         "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
         "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "

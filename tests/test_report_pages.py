@@ -8,148 +8,41 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from conftest import Invented, invent
-from test_report import HOSTILE, Stack, check_page, curve, data_of, make_dossier, make_plan, make_readings, make_verdict
+from headwise.runs.dossier import Dossier
+from report_parts import (
+    HOSTILE,
+    Stack,
+    check_page,
+    curve,
+    make_dossier,
+    make_plan,
+    make_readings,
+    make_verdict,
+)
 
-from headwise import cli, strategies
-from headwise.budgets import parse
+from headwise import cli
 from headwise.cli.show import show_record
-from headwise.cost import parameters
 from headwise.errors import HeadwiseError, OutputError
+from headwise.report import _facts as facts
+from headwise.report import _pictures as pictures
 from headwise.report import compare, render
-from headwise.report._checked import damage_marks, held_out_curve, loss_curve, price_pairs
+from headwise.report._chart import draw
 from headwise.report._compare import best, read_runs
-from headwise.report._draw import draw_loss
-from headwise.report._explore import explorer, heat, price_list
+from headwise.report._data import price_pairs
+from headwise.report._explore import heat
+from headwise.report._healing import held_out_curve, loss_curve
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
 from headwise.report.figures import save_figures
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
-from headwise.stages.report import write_report
-from headwise.types import GONE, Answer, Dossier, LayerShape, ModelShape, Plan, Readings, Sweep
-
-ALLOW = ("qk", "v", "mlp", "heads", "depth")
-
-
-@pytest.fixture(scope="module")
-def solved() -> tuple[Readings, Plan, Sweep]:
-    """Invented readings, a plan for them and the frontier around it."""
-    readings = invent(5, Invented(layers=4, dim=16, sizes=4))
-    shape = ModelShape.from_json(readings.shape)
-    plan = strategies.allocate(readings, (parse("kv=70%", shape),), "exact", ALLOW)
-    sweep = frontier.solve(readings, plan, ALLOW)
-    assert sweep is not None
-    return readings, plan, sweep
-
-
-def dossier_of(readings: Readings, plan: Plan, sweep: Sweep | None) -> Dossier:
-    return Dossier({"model": "invented"}, readings, plan, None, None, (), sweep)
-
-
-def test_the_frontier_is_dense_exact_and_falls(solved: tuple[Readings, Plan, Sweep]) -> None:
-    readings, plan, sweep = solved
-    assert len(sweep.answers) >= 40 and sweep.done and sweep.budget == "kv"
-    damages = [answer.damage for answer in sweep.answers]
-    assert damages == sorted(damages) and damages[0] == 0, "less room, more damage"
-    assert len(sweep.shapes) == len(set(sweep.shapes)) < len(sweep.answers) * 4 / 3, "every shape is written once"
-    for answer in sweep.answers[:: len(sweep.answers) // 4]:
-        asked = strategies.allocate(readings, (parse(answer.text, plan.source),), "exact", ALLOW)
-        assert sweep.target(answer) == asked.target.layers and answer.damage == pytest.approx(asked.predicted_damage)
-    own = next(answer for answer in sweep.answers if answer.text == "kv=70%")
-    assert sweep.target(own) == plan.target.layers
-
-
-def test_other_budgets_stay_and_absolute_limits_have_their_place() -> None:
-    readings = invent(5, Invented(layers=3, dim=16, sizes=4))
-    shape = ModelShape.from_json(readings.shape)
-    texts = ("params=40k", "kv=80%@1k")
-    budgets = tuple(parse(text, shape) for text in texts)
-    assert budgets[0].limit < parameters(shape)
-    plan = strategies.allocate(readings, budgets, "exact", ALLOW)
-    sweep = frontier.solve(readings, plan, ALLOW)
-    assert sweep is not None and sweep.others == ("kv=80%@1k",)
-    assert any(answer.text == "params=40k" for answer in sweep.answers), "the run's own limit is one of the points"
-    found = explorer(dossier_of(readings, plan, sweep))
-    assert found is not None and found["answers"][found["at"]]["text"] == "params=40k"
-    assert "--budget kv=80%@1k --allow qk,v,mlp,heads,depth" in found["command"][1]
-    kv = [price.budget.name for price in price_list(plan)].index("kv")
-    assert all(float(a["costs"][kv][1].rstrip("%")) <= 80 for a in found["answers"]), (
-        "the other budget holds everywhere"
-    )
-
-
-def test_time_runs_out_evenly_and_the_rest_is_solved_later(
-    solved: tuple[Readings, Plan, Sweep], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    readings, plan, whole = solved
-    monkeypatch.setattr(frontier, "LEAST", 40)
-    few = frontier.solve(readings, plan, ALLOW, seconds=-1.0)
-    assert few is not None and not few.done and [a.text for a in few.answers] == [whole.answers[0].text]
-    clock = iter([0.0, *[1.0] * 9, *[99.0] * 900])  # nine exact solves, then it is late; rough ones are let through
-    monkeypatch.setattr(frontier, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    rough = frontier.solve(readings, plan, ALLOW, seconds=5.0)
-    monkeypatch.undo()
-    assert rough is not None and not rough.done and [a.text for a in rough.answers] == [a.text for a in whole.answers]
-    assert sum(not answer.rough for answer in rough.answers) == 10
-    for answer, exact in zip(rough.answers, whole.answers, strict=True):
-        assert exact.damage <= answer.damage <= exact.damage * 1.002 + 1e-12, "near the best, never below it"
-    page = render(dossier_of(readings, plan, rough))
-    assert f"of {whole.wanted} (headwise report DIR solves more)" in page and "to within 0.1%" in page
-    later = frontier.solve(readings, plan, ALLOW, rough)
-    assert later is not None and later.done
-    layers = [later.target(answer) for answer in later.answers]
-    assert layers == [whole.target(answer) for answer in whole.answers], "goes on to the same end"
-
-
-def test_reports_reuse_a_frontier_that_matches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = RunFolder(tmp_path / "run")
-    Settings(model="invented", budgets=("kv=70%",), allow=ALLOW).save(folder.settings_file)
-    invent(5, Invented(layers=3, dim=16, sizes=4)).save(folder.readings_file)
-    allocate_in(folder.path, ("kv=70%",), "exact", ALLOW, False, 0)
-    write_report(folder)
-    first = folder.frontier_file.read_bytes()
-    monkeypatch.setattr("headwise.strategies.exact.answers", lambda *_: pytest.fail("solved again"))
-    write_report(folder)
-    assert folder.frontier_file.read_bytes() == first and data_of(folder.report_file.read_text())["explorer"]
-    allocate_in(folder.path, ("kv=75%",), "exact", ALLOW, False, 0)
-    write_report(folder)
-    assert folder.frontier_file.read_bytes() == first, "another limit was answered already"
-    monkeypatch.undo()
-    allocate_in(folder.path, ("kv=72.345%",), "exact", ALLOW, False, 0)
-    write_report(folder)
-    found = data_of(folder.report_file.read_text())["explorer"]
-    assert found["answers"][found["at"]]["text"] == "kv=72.345%", "a limit between the others is solved beside them"
-    allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
-    assert folder.dossier().sweep is None, "another unit is another question"
-    folder.frontier_file.write_text("{")
-    write_report(folder)
-    assert json.loads(folder.frontier_file.read_text())["headwise"] == "Sweep", "a broken file is solved anew"
-    folder.readings_file.unlink()
-    write_report(folder)
-    assert "There is no slider here" in folder.report_file.read_text()
-
-
-def test_the_page_names_gone_layers_and_prices_every_answer(solved: tuple[Readings, Plan, Sweep]) -> None:
-    readings, plan, sweep = solved
-    dossier = dossier_of(readings, plan, sweep)
-    page = render(dossier)
-    check_page(page)
-    found = data_of(page)["explorer"]
-    assert [answer["share"] for answer in found["answers"]] == sorted(a.share for a in sweep.answers)
-    shapes = [LayerShape(*shape) for shape in found["shapes"]]
-    assert [shapes[place] for place in found["own"]] == list(plan.target.layers)
-    kept = [a for a in found["answers"] if all(shapes[p] != GONE for p in a["layers"])]
-    for answer in kept[::10]:
-        summed = sum(found["damage"][layer][str(place)] for layer, place in enumerate(answer["layers"]))
-        assert summed == pytest.approx(answer["damage"], rel=1e-3, abs=1e-6), "layers' prices add up to the answer's"
+from headwise.types import GONE, Answer, LayerShape, Measure, Sweep, Verdict
 
 
 def test_data_cannot_leave_its_script_element() -> None:
@@ -182,11 +75,11 @@ def test_predictions_stand_beside_measurements() -> None:
     pairs = price_pairs(dossier.readings)
     assert {pair.kind for pair in pairs} == {"damage.v"}, "the kind that two probes priced"
     assert all(pair.measured == pytest.approx(1.5 * pair.predicted) for pair in pairs)
-    assert [mark.name for mark in damage_marks(dossier)] == ["sum of prices", "measured"]
-    rehearsed = {**dossier.verdict.damage, "sum_of_prices": 0.02}
-    marks = damage_marks(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
-    assert [(mark.name, mark.value) for mark in marks][:2] == [("sum of prices", 0.02), ("rehearsed", 0.0123)]
-    assert marks[2].low == 0.0156
+    assert list(facts.damages(dossier)) == ["sum of prices", "measured"]
+    rehearsed = {**dossier.verdict.damage, "sum_of_prices": Measure(0.02)}
+    marks = facts.damages(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
+    assert [marks[name].value for name in ("sum of prices", "rehearsed")] == [0.02, 0.0123]
+    assert marks["measured"].low == 0.0156
 
 
 def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
@@ -195,7 +88,8 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
     assert loss_curve({"curve": [[0, 1.0], "x", [1, math.nan]]}) == ((0.0, 1.0),) and loss_curve({"curve": 3}) == ()
     looked = {"curve": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "held_out": 1.7}]}
     assert held_out_curve(looked) == ((2.0, 1.7),) and held_out_curve({"curve": [3.0]}) == ()
-    assert "step 2: 1.7" in draw_loss(loss_curve(looked), "loss", held_out_curve(looked))
+    chart = pictures.loss(looked)
+    assert chart is not None and "step 2: 1.7" in draw(chart) and pictures.loss({"curve": [3.0]}) is None
     dossier = make_dossier()
     page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
     check_page(page)
@@ -204,7 +98,9 @@ def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
 
 @pytest.mark.parametrize("values", [[1e300, 1e300], [1e17, 1e17, 1e17], [-1.7e308, 1.7e308], [0.0, 0.0]], ids=str)
 def test_a_loss_curve_may_be_flat_or_huge(values: list[float]) -> None:
-    drawn = draw_loss([(float(step), value) for step, value in enumerate(values)], "loss")
+    chart = pictures.loss({"curve": values})
+    assert chart is not None
+    drawn = draw(chart)
     points = re.search(r'd="M([^"]+)"|points="([^"]+)"', drawn)
     assert points and not re.search("nan|inf", drawn), "a line is drawn, at coordinates"
 
@@ -259,7 +155,7 @@ def test_records_show_themselves_in_notebooks() -> None:
     assert dossier.plan is not None and dossier.readings is not None and dossier.verdict is not None
     shown: dict[str, Any] = {
         "dossier": dossier, "plan": dossier.plan, "reading": dossier.readings.curves[0], "readings": dossier.readings,
-        "verdict": dossier.verdict, "empty": Dossier({}, None, None, None, None),
+        "verdict": dossier.verdict, "empty": Dossier(),
         "heads": curve("saturation.slope", "query_head", (0, 1, 2), 3),
     }  # fmt: skip
     drawn = {name: record._repr_html_() for name, record in shown.items()}
@@ -274,10 +170,10 @@ def other_run(factor: float, share: float) -> Dossier:
     """A run with so many times the damage, at a share of the cache."""
     dossier = make_dossier()
     assert dossier.verdict is not None
-    size = {**dossier.verdict.size}
-    size["kv_bytes_per_token_after"] = int(share * size["kv_bytes_per_token_before"])
-    damage = {name: factor * value for name, value in dossier.verdict.damage.items()}
-    return replace(dossier, verdict=replace(dossier.verdict, damage=damage, size=size))
+    flat = dossier.verdict.to_json()
+    flat["size"]["kv_bytes_per_token_after"] = int(share * flat["size"]["kv_bytes_per_token_before"])
+    flat["damage"] = {name: factor * value for name, value in flat["damage"].items()}
+    return replace(dossier, verdict=Verdict.from_json(flat))
 
 
 def test_runs_are_compared_on_one_frontier() -> None:
@@ -345,7 +241,7 @@ def test_figures_are_written_as_svg_and_png(tmp_path: Path) -> None:
     dossier = replace(dossier, readings=replace(dossier.readings, curves=(*few, heads, odd)))
     paths = save_figures(dossier, tmp_path / "figures")
     names = {path.stem for path in paths}
-    assert {"allocation", "frontier", "damage", "healing", "damage-v", "saturation-slope"} <= names
+    assert {"allocation", "frontier", "damage", "healing-mlp", "damage-v", "saturation-slope"} <= names
     assert all(path.parent == tmp_path / "figures" and path.stat().st_size for path in paths), (
         "no name leaves the folder"
     )

@@ -25,7 +25,7 @@ HAIR = 1 + 1e-12  # a percentage of bytes is rarely a whole number
 
 
 def budgets_of(readings: Readings, *texts: str) -> tuple[Budget, ...]:
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     return tuple(prices.parse(text, source) for text in texts)
 
 
@@ -45,7 +45,7 @@ def test_contract(strategy: str, texts: tuple[str, ...], seed: int) -> None:
         assert plan.spent[budget.name] == spent, "and says what it spends"
     assert plan == plan_for(strategy, readings, *texts), "same inputs, same plan"
     assert plan.strategy == strategy, "signs its plan"
-    assert not plan.is_identity and plan.predicted_damage > 0, "has to cut, and says what that damages"
+    assert plan.source != plan.target and plan.predicted_damage > 0, "has to cut, and says what that damages"
     assert Plan.from_json(plan.to_json()) == plan, "survives its file"
     for old, new, keep in zip(plan.source.layers, plan.target.layers, plan.keep, strict=True):
         for name in LayerShape.__slots__:
@@ -71,7 +71,7 @@ def test_contract(strategy: str, texts: tuple[str, ...], seed: int) -> None:
 @EVERY
 def test_nothing_is_cut_where_nothing_has_to_be(strategy: str) -> None:
     plan = plan_for(strategy, invent(3), "kv=100%", "params=100%", "flops=100%")
-    assert plan.is_identity and plan.predicted_damage == 0 and plan.gap == 0
+    assert plan.source == plan.target and plan.predicted_damage == 0 and plan.gap == 0
 
 
 @NOT_DEPTH
@@ -111,10 +111,10 @@ def test_the_refusal_says_what_else_could_be_cut(strategy: str) -> None:
 def test_budgets_that_only_fail_together_are_refused_as_such() -> None:
     whole = invent(6)
     # With projections alone, a smaller cache costs parameters: each budget can be met, both cannot.
-    shape = ModelShape.from_json(whole.shape, "shape")
+    shape = whole.source
     shape = replace(shape, grain=replace(shape.grain, rotary=False))
     curves = tuple(c for c in whole.curves if c.kind == "damage.qk_projected")
-    readings = replace(whole, shape=shape.to_json(), curves=curves)
+    readings = replace(whole, shape=shape, curves=curves)
     for text in ("kv=75%", "params=100%"):
         assert plan_for("exact", readings, text, allow=("qk",))
     text = "no plan meets kv=75% and params=100% together, though each alone can be met. Loosen one, or allow more"
@@ -142,10 +142,10 @@ def test_equal_strategies_give_every_layer_the_same_sizes(strategy: str) -> None
 
 def test_equal_strategies_refuse_a_model_with_unequal_layers() -> None:
     readings = invent(7)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     uneven = source.with_layers((replace(source.layers[0], v_dim=10), *source.layers[1:]))
     with pytest.raises(PlanError, match="layers have different sizes already; use --strategy exact"):
-        plan_for("uniform", replace(readings, shape=uneven.to_json()), "kv=80%")
+        plan_for("uniform", replace(readings, shape=uneven), "kv=80%")
 
 
 def test_a_portable_plan_is_an_ordinary_architecture() -> None:
@@ -188,7 +188,7 @@ def brute_force(readings: Readings, budgets: tuple[Budget, ...], allow: tuple[st
 
 
 def _brute_force(readings, budgets, allow, gone: tuple[int, ...], lost: float) -> float | None:
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     layers = [
         [(GONE, 0.0)] if i in gone else every_layer(source, readings, i, allow) for i in range(len(source.layers))
     ]
@@ -263,12 +263,11 @@ def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...], monkey
 
 def test_without_budgets_nothing_is_cut() -> None:
     plan = strategies.allocate(invent(1), (), "exact")
-    assert plan.is_identity and plan.frontier == ()
+    assert plan.source == plan.target and plan.frontier == ()
 
 
 def test_a_solver_that_fails_is_not_taken_for_an_answer(monkeypatch):
     monkeypatch.setattr(_program, "milp", lambda *a, **k: SimpleNamespace(x=None, status=4, message="HiGHS: memory"))
     readings = invent(0, Invented(dim=16, mlp_width=64, sizes=6))
-    shape = ModelShape.from_json(readings.shape)
     with pytest.raises(MemoryError):
-        strategies.allocate(readings, (prices.parse("kv=70%", shape),), "exact")
+        strategies.allocate(readings, (prices.parse("kv=70%", readings.source),), "exact")

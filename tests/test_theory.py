@@ -199,7 +199,7 @@ def test_profiles_sum_to_one_and_fall_as_they_say() -> None:
 def readings(path: Path, ticks: tuple[int, ...]) -> str:
     rows = ((0.6,) + (0.1,) * (len(ticks) - 1), tuple(float(2 ** -(i + 1)) for i in range(len(ticks))))
     curve = Reading("lags", profiles.READING, "lag", (ticks,) * 2, rows, None, "share", "Invented.", 1, 0)
-    Readings("m", {}, (curve,), ({},), 1, 0).save(path)
+    Readings("m", None, (curve,), ({},), 1, 0).save(path)
     return str(path)
 
 
@@ -238,6 +238,6 @@ def test_readings_without_lags_or_layer_say_so(tmp_path: Path) -> None:
         profiles.parse(file)
     with pytest.raises(HeadwiseError, match="every lag from 1 on"):
         profiles.parse(readings(tmp_path / "gap.json", (0, 1, 3)) + ":0")
-    Readings("m", {}, (), (), 1, 0).save(tmp_path / "none.json")
+    Readings("m", None, (), (), 1, 0).save(tmp_path / "none.json")
     with pytest.raises(HeadwiseError, match="no reading of kind lags.contribution"):
         profiles.parse(f"{tmp_path / 'none.json'}:0")

@@ -28,7 +28,7 @@ NEW = ModelShape("llama", 512, 1000, True, (FULL,) * 12, GRAIN)
 
 
 def plan_for(rule: Callable[..., Plan], readings: Readings, *texts: str, allow: tuple[str, ...]) -> list[LayerShape]:
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     plan = rule(source, readings, tuple(prices.parse(t, source) for t in texts), allow)
     return list(plan.target.layers)
 
@@ -57,7 +57,7 @@ def test_a_taper_leaves_the_mlp_alone_while_attention_can_pay() -> None:
 
 def test_no_gentler_taper_meets_the_budget() -> None:
     readings = invent(3, WIDE)
-    source = ModelShape.from_json(readings.shape)
+    source = readings.source
     budget = (prices.parse("kv=70%", source),)
     offered = menus(source, readings, ("qk", "v"), ("qk_projected",))
     found = taper.least_steep(source, [offered], budget, ("qk", "v"))

@@ -8,13 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from report_parts import check_page, make_dossier
 from test_certificate import at, call, far, verdict
-from test_report import check_page, make_dossier
 
 from headwise import api
 from headwise.errors import HeadwiseError
 from headwise.report import headline, model_card, render, status
-from headwise.report._judged import by_length
+from headwise.report._pictures import by_length
 from headwise.runs.settings import Settings
 from headwise.types import Verdict
 from headwise.types.verdict import damage_limit
@@ -85,12 +85,9 @@ def test_the_report_draws_damage_over_length_and_names_what_is_missing() -> None
     found = replace(found, not_measured=("Quality at 8,192 tokens: no text.",))
     dossier = replace(make_dossier(), verdict=found)
     data = by_length(found)
-    assert data is not None and [step.length for step in data.steps] == [512, 2048]
-    assert (
-        data.limit == pytest.approx(10)
-        and data.calibrated == 512
-        and data.steps[1].change == pytest.approx(64.87, 0.01)
-    )
+    assert data is not None and [value for value, _ in data.x.ticks or ()] == [512, 2048]
+    assert data.across[0] == (pytest.approx(10), "limit 10%") and data.upright[0][0] == 512
+    assert data.series[1].points[1][1] == pytest.approx(64.87, 0.01)
     page = render(dossier)
     check_page(page)
     assert "✗ not verified" in page[: page.index("<section")] and "limit 10%" in page and "calibrated at 512" in page

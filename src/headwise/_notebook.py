@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from headwise.types import Dossier, Plan, Reading, Readings, Verdict
+from headwise.runs.dossier import Dossier
+from headwise.types import Plan, Reading, Readings, Verdict
 
 SHOWN = (Plan, Reading, Readings, Verdict, Dossier)
 

@@ -14,11 +14,12 @@ from headwise import families, pipeline, processes
 from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
 from headwise.progress import Track, silently
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stream import line as stream
-from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
+from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
 

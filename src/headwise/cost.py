@@ -70,20 +70,6 @@ def attended(model: ModelShape, length: int, role: str = "") -> float:
     return (length + 1) / 2 if model.cached and role not in ("encoder", "cross") else float(length)
 
 
-def decode_flops(model: ModelShape, length: int) -> float:
-    """FLOPs to generate one token when `length` tokens are in the cache.
-
-    In an encoder-decoder the encoder is done by then, and so are the keys and values of its output, of that length too.
-    """
-    total = 2.0 * model.hidden_size * model.vocab_size
-    for layer in model.layers:
-        if layer.role != "encoder":
-            total += layer_flops_per_token(model, layer, length)
-        if layer.role == "cross":
-            total -= 2.0 * model.hidden_size * layer.kv_heads * (layer.qk_width + layer.v_dim)
-    return total
-
-
 def prefill_flops(model: ModelShape, length: int) -> float:
     """FLOPs to read a prompt of `length` tokens, with logits for the last token only.
 

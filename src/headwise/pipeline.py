@@ -21,6 +21,7 @@ from headwise.files import disk
 from headwise.latency import measured
 from headwise.progress import Track, silently, stage
 from headwise.runs import rounds
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder, budgets_for
 from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
@@ -31,7 +32,7 @@ from headwise.stages.report import write_report
 from headwise.stages.source import Workbench as Workbench
 from headwise.stages.source import workbench as workbench
 from headwise.stream import line as stream
-from headwise.types import Budget, Dossier, Healing, Plan, Readings, Verdict
+from headwise.types import Budget, Healing, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
 
@@ -227,7 +228,7 @@ def verify(folder: RunFolder, bench: Workbench, track: Track = silently, max_los
     took, kept = speed.latencies(bench.source, cut, plan)
     runtime = speed.runtime(bench.source, cut)
     max_loss = max_loss or settings.max_loss or MAX_LOSS
-    verdict = Verdict(
+    verdict = Verdict.of(
         quality=found.summary(settings.seed),
         size=exactness.sizes(cut, source),
         speed={**speed.measure(bench.source, cut, runtime=runtime), **took},

@@ -15,8 +15,9 @@ from rich.text import Text
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files.json import read_object
+from headwise.runs.dossier import Dossier
 from headwise.strategies import POOLING
-from headwise.types import Dossier, LayerKeep, LayerShape, Plan, Readings, Verdict
+from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
 KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
@@ -165,18 +166,18 @@ def _readings(readings: Readings, console: Console) -> None:
 
 def _verdict(verdict: Verdict, console: Console) -> None:
     """What was measured, before beside after; then the checks, loud where one failed."""
-    from headwise.report import certificate, headline, not_measured, status
+    from headwise.report import headline, measured, not_measured, status
 
     colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
     console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
     table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("quantity", "before", "after", "change", "interval of after"):
         table.add_column(name, justify="left" if name == "quantity" else "right")
-    for row in certificate(verdict):
+    for row in measured(verdict).rows:
         table.add_row(*row)
     console.print(table)
     _lengths(verdict, console)
-    for name, value in verdict.damage.items():
+    for name, value in verdict.to_json()["damage"].items():
         console.print(Text(f"damage, {name.replace('_', ' ')}: {value:.5g}"))
     for check in verdict.checks:
         words = Text("✓ pass  ", style=MLP) if check.passed else Text("✗ FAIL  ", style=f"bold {BAD}")
@@ -190,12 +191,12 @@ def _verdict(verdict: Verdict, console: Console) -> None:
 
 def _lengths(verdict: Verdict, console: Console) -> None:
     """Quality by length and retrieval by distance, where they were measured."""
-    from headwise.report._judged import LENGTH_HEADS, RETRIEVAL_HEADS, length_rows, retrieval_rows
+    from headwise.report import lengths, retrieval
 
-    for heads, rows in ((LENGTH_HEADS, length_rows(verdict)), (RETRIEVAL_HEADS, retrieval_rows(verdict))):
-        if rows:
-            table = Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-            for row in rows:
+    for found in (lengths(verdict), retrieval(verdict)):
+        if found.rows:
+            table = Table(*found.heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            for row in found.rows:
                 table.add_row(*row)
             console.print(table)
 
@@ -257,17 +258,20 @@ def in_short(verdict: Verdict) -> str:
     """What is left of the sizes, quality at the calibrated length, and the verdict: a line each."""
     from headwise.report import headline, status
 
-    size, names = verdict.size, {"kv_bytes_per_token": "cache", "parameters": "parameters"}
+    size, names = verdict.to_json()["size"], {"kv_bytes_per_token": "cache", "parameters": "parameters"}
     shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
     kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
-    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.quality)} on {verdict.evaluation}{at}"]
+    lines = [
+        f"{', '.join(kept)} of the source",
+        f"{_quality_of(verdict.to_json()['quality'])} on {verdict.evaluation}{at}",
+    ]
     return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
 
 
 def finished(dossier: Dossier, out: Path) -> str:
     """What a run found, in a few lines, and where its report lies."""
-    from headwise.report._checked import recovery_in_words
+    from headwise.report import recovery_in_words
 
     lines = [in_short(dossier.verdict)] if dossier.verdict else []
     if gained := recovery_in_words(dossier.healing):
@@ -284,7 +288,7 @@ def _could_pool(dossier: Dossier) -> bool:
         return False
     apart = all(layer.kv_heads > 1 and layer.pooled == 1 and not layer.role for layer in plan.source.layers)
     only_kv = bool(plan.budgets) and all(budget.name == "kv" for budget in plan.budgets)
-    return apart and only_kv and plan.source.cached and not dossier.settings.get("portable")
+    return apart and only_kv and plan.source.cached and not (dossier.settings and dossier.settings.portable)
 
 
 def _quality_of(quality: dict[str, float]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Any
 
-from headwise.types import Dossier, Sweep
+from headwise.runs.dossier import Dossier
+from headwise.types import Sweep
 
 FOLDER = "DIR"  # the run folder, which the dossier does not know
 PROBE_FLAGS = ("data", "task", "seed", "device", "tokens", "swap_tokens", "length", "context", "pool")
@@ -51,7 +52,8 @@ def how_to_make(dossier: Dossier, stage: str) -> str:
 
     Stages and not `headwise run`, as that refuses a folder in which a report lies.
     """
-    settings, lines = dossier.settings, []
+    settings: dict[str, Any] = dossier.settings.to_json() if dossier.settings else {}
+    lines = []
     trust = _switch(settings, "trust_remote_code")
     if dossier.readings is None:
         model = str(settings.get("model") or "MODEL")

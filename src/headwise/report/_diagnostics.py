@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from headwise.report._data import CurveSet, curve_sets, value_range
 from headwise.report._text import as_number, listing, number
-from headwise.types import Plan, Reading, Readings
+from headwise.types import DAMAGE, Plan, Reading, Readings
 
 PER_HEAD = {"query_head", "kv_head"}  # axes along which values have no order: dots, not a curve
 FULL = {"spectrum.logit_rank": "qk_dim", "spectrum.output_rank": "v_dim"}  # what a value is at most
@@ -42,16 +42,16 @@ class Strip(NamedTuple):
 class StripSet(NamedTuple):
     """One kind of reading, a value per head."""
 
-    kind: str
-    axis: str
-    unit: str
-    meaning: str
-    probe: str
-    tokens: int
+    reading: Reading
     values: tuple[float, float]
     marks: tuple[float, ...]
     strips: tuple[Strip, ...]
     error: float | None  # typical standard error of a value
+
+    @property
+    def kind(self) -> str:
+        """What was read."""
+        return self.reading.kind
 
 
 class Topic(NamedTuple):
@@ -67,10 +67,9 @@ def diagnostics(readings: Readings, plan: Plan | None) -> tuple[Topic, ...]:
     """All readings that are no damage, by topic; topics without readings are left out."""
     found: dict[str, CurveSet | StripSet] = {}
     for group in curve_sets(readings, plan):
-        if not group.kind.startswith("damage."):
-            reading = readings.curve(group.kind)
-            assert reading is not None
-            found[group.kind] = strip_set(reading, readings) if reading.axis in PER_HEAD else _guided(group, reading)
+        if not group.kind.startswith(DAMAGE):
+            dots = group.reading.axis in PER_HEAD
+            found[group.kind] = strip_set(group.reading, readings) if dots else _guided(group)
     topics = []
     for question, probe, why, answer in TOPICS:
         kinds = [kind for kind in found if kind.startswith(probe)]
@@ -92,26 +91,14 @@ def strip_set(reading: Reading, readings: Readings) -> StripSet:
     marks = (-1.0, 0.0) if reading.kind == "saturation.slope" else ()
     shown = [v for strip in strips for v in (*strip.values, strip.full or 0.0)]
     errors = [e for row in reading.standard_error or () for e in row if as_number(e) is not None]
-    return StripSet(
-        kind=reading.kind,
-        axis=reading.axis,
-        unit=reading.unit,
-        meaning=reading.meaning,
-        probe=reading.probe,
-        tokens=reading.tokens,
-        values=value_range([*shown, *marks], log=False),
-        marks=marks,
-        strips=strips,
-        error=median(errors) if errors else None,
-    )
+    ends = value_range([*shown, *marks], log=False)
+    return StripSet(reading, ends, marks, strips, median(errors) if errors else None)
 
 
 def _full(kind: str, readings: Readings, layer: int) -> float | None:
     """The dimension that an effective rank is to be seen against."""
-    layers = readings.shape.get("layers")
-    if kind not in FULL or not isinstance(layers, (list, tuple)) or layer >= len(layers):
-        return None
-    return as_number(layers[layer].get(FULL[kind])) if isinstance(layers[layer], dict) else None
+    layers = readings.shape.layers if readings.shape else ()
+    return float(getattr(layers[layer], FULL[kind])) if kind in FULL and layer < len(layers) else None
 
 
 def _in_words(values: Sequence[float], full: float | None) -> str:
@@ -120,14 +107,14 @@ def _in_words(values: Sequence[float], full: float | None) -> str:
     return f"{ends} of {number(full)}" if full else ends
 
 
-def _guided(group: CurveSet, reading: Reading) -> CurveSet:
+def _guided(group: CurveSet) -> CurveSet:
     """Where it helps: the line that even attention would follow, and what lies beyond the lags shown."""
     if group.kind == "saturation.jacobian_norm":
         curves = tuple(c._replace(earlier=tuple((t, 1 / t) for t, _ in c.points if t > 0)) for c in group.curves)
         shown = [v for c in curves for _, v in (*c.points, *c.earlier)]
         return group._replace(curves=curves, values=value_range(shown, True), guide="1/L, as with even attention")
     if group.kind == "lags.contribution":
-        notes = [f"beyond: {max(0.0, 1 - sum(reading.values[c.layer])):.0%}" for c in group.curves]
+        notes = [f"beyond: {max(0.0, 1 - sum(group.reading.values[c.layer])):.0%}" for c in group.curves]
         return group._replace(curves=tuple(c._replace(note=n) for c, n in zip(group.curves, notes, strict=True)))
     return group
 

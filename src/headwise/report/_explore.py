@@ -13,23 +13,24 @@ from headwise import budgets as prices
 from headwise.errors import HeadwiseError
 from headwise.registry import find
 from headwise.report import _facts as facts
-from headwise.report import _rivals as rivals
 from headwise.report._commands import allocate_command
 from headwise.report._data import (
-    LABELS,
     LOG_AXES,
     chosen_size,
     damage_rows,
-    healing_parts,
     layer_damage,
     thin,
     value_range,
     wants_log,
 )
 from headwise.report._diagnostics import HEADINGS, StripSet, diagnostics
+from headwise.report._healing import healing_parts
 from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_rows
+from headwise.report._rivals import priced as priced_at
+from headwise.report._tables import SIZE_LABELS
 from headwise.report._text import human, number
-from headwise.types import Answer, Budget, Dossier, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
+from headwise.runs.dossier import Dossier
+from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
 
 FAMILIAR = ("kv", "params", "flops", "attention")  # prices that people ask for first
 MANY, FEW, DEEP = 48, 20, 32  # sizes of a reading that a heat map shows, and fewer for more layers than DEEP
@@ -44,7 +45,7 @@ class Price(NamedTuple):
 
     def words(self, shape: ModelShape) -> tuple[str, str]:
         """Price and share of a shape."""
-        price = rivals.priced(self.budget, shape)
+        price = priced_at(self.budget, shape)
         return human(price), "–" if price is None or not self.full else f"{price / self.full:.1%}"
 
 
@@ -58,7 +59,7 @@ def price_list(plan: Plan) -> tuple[Price, ...]:
         try:
             module = find("headwise.budgets", name.partition("@")[0])
             budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
-            full = rivals.priced(budget, plan.source)
+            full = priced_at(budget, plan.source)
             if full is not None:
                 found.append(
                     Price(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
@@ -78,7 +79,7 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
     table = {shape: place for place, shape in enumerate(sweep.shapes)}
     own = [table.setdefault(shape, len(table)) for shape in plan.target.layers]
     source = [table.setdefault(shape, len(table)) for shape in plan.source.layers]
-    command = allocate_command(sweep, dossier.settings)
+    command = allocate_command(sweep, facts.settings_of(dossier))
     lists = [*(answer.layers for answer in answers), own]
     return {
         "shapes": [[getattr(shape, size) for size in LayerShape.__slots__] for shape in table],
@@ -100,26 +101,27 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
 
 def proof(plan: Plan) -> str:
     """How far the plan is proven best."""
-    if plan.strategy != "exact":
-        return f"by the {plan.strategy} strategy"
-    return "proven optimal" if plan.gap < 5e-5 else f"within {plan.gap:.2%} of the proven bound"
+    return _proven(plan.gap) if plan.strategy == "exact" else f"by the {plan.strategy} strategy"
+
+
+def _proven(gap: float) -> str:
+    return "proven optimal" if gap < 5e-5 else f"within {gap:.2%} of the proven bound"
 
 
 def own_place(answers: list[Answer], plan: Plan) -> int:
     """The answer whose limit is nearest the plan's own."""
-    full = rivals.priced(plan.budgets[0], plan.source) or 1.0
+    full = priced_at(plan.budgets[0], plan.source) or 1.0
     return min(range(len(answers)), key=lambda i: abs(answers[i].share - min(1.0, plan.budgets[0].limit / full)))
 
 
 def _answer(answer: Answer, plan: Plan, sweep: Sweep, priced: tuple[Price, ...], dossier: Dossier) -> dict[str, Any]:
     shape = plan.source.with_layers(sweep.target(answer))
-    proof = "proven optimal" if answer.gap < 5e-5 else f"within {answer.gap:.2%} of the proven bound"
     return {
         "text": answer.text,
         "share": answer.share,
         "damage": answer.damage,
         "words": damage_words(answer.damage, dossier),
-        "proof": proof,
+        "proof": _proven(answer.gap),
         "layers": list(answer.layers),
         "costs": [price.words(shape) for price in priced],
     }
@@ -168,7 +170,7 @@ def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
         return []
     found: list[list[tuple[str, str]]] = [[] for _ in plan.keep]
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
-        sizes = [(name, getattr(old, size), getattr(new, size)) for size, name in LABELS.items()]
+        sizes = [(name, getattr(old, size), getattr(new, size)) for size, name in SIZE_LABELS.items()]
         cut = [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
         found[index].append(("In this run", "removed" if new.gone else ", ".join(cut) or "nothing is cut"))
     if dossier.readings is not None:
@@ -182,7 +184,7 @@ def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
                 for strip in group.strips if isinstance(group, StripSet) else ():
                     if strip.layer < len(found):
                         found[strip.layer].append((HEADINGS.get(group.kind, group.kind), strip.words))
-    for part, gains in healing_parts(dossier.healing or {}).items():
+    for part, gains in healing_parts(dossier.healing).items():
         for gain in gains:
             if gain.layer < len(found):
                 words = f"{number(gain.before, 3)} → {number(gain.after, 3)}"

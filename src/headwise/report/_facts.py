@@ -1,17 +1,18 @@
-"""What the report says in words and tables: plain values that the page and the model card share."""
+"""What the report says in words: sentences and numbers that the page and the model card share."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report import _judged as judged
-from headwise.report._commands import items
-from headwise.report._rivals import comparisons, priced
-from headwise.report._text import MISSING, as_number, human, listing, number, relative, words
-from headwise.types import Dossier
+from headwise.report._commands import how_to_make
+from headwise.report._rivals import rivals
+from headwise.report._text import as_number, human, interval, listing, number, relative
+from headwise.runs.dossier import Dossier
+from headwise.types import DAMAGE, BeforeAfter, Measure, ModelShape
 
-Rows = tuple[tuple[str, ...], ...]
 NATS = "nats per token"
 USES = {  # unit of damage -> Auto class and tag of the models whose damage is counted so
     NATS: ("AutoModelForCausalLM", "text-generation"),
@@ -23,43 +24,68 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
     "nats per transcript token": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
 }
+CACHE, SIZE = "KV cache per token", "Parameters"
+STAGES = {  # what a dossier may lack -> what to say, and the stage that makes it
+    "readings": ("The model has not been probed", "probe"),
+    "plan": ("No plan has been made", "allocate"),
+    "healing": ("The model was not healed", "heal"),
+    "verdict": ("Nothing has been verified", "verify"),
+}
 
 
-class Measure(NamedTuple):
+class Fact(NamedTuple):
     """One quantity before and after, with the interval of `after` where one is known."""
 
     label: str
-    unit: str
-    before: float | None
-    after: float | None
+    unit: str = ""
+    before: float | None = None
+    after: float | None = None
     low: float | None = None
     high: float | None = None
-    planned: bool = False  # from the formulas, not yet seen on the real object
+    planned: bool = False  # from the formulas, not yet counted on the real object
     range: str = "95% interval"  # what low and high are
 
     @property
     def interval(self) -> str:
         """The interval in words, or nothing."""
-        return "" if self.low is None or self.high is None else f"{number(self.low)} to {number(self.high)}"
+        return "" if self.low is None or self.high is None else interval(self.low, self.high)
+
+
+def absent(dossier: Dossier, *needed: str) -> tuple[str, str] | None:
+    """What to say and what to type where a stage that is needed has not run; None where all have."""
+    for stage in needed:
+        if getattr(dossier, stage) is None:
+            words, makes = STAGES[stage]
+            why = dossier.unverified if stage == "verdict" else None
+            return f"{_sentence(why)}. {words}" if why else words, how_to_make(dossier, makes)
+    return None
+
+
+def _sentence(words: str) -> str:
+    return words[:1].upper() + words[1:]
 
 
 def model_name(dossier: Dossier) -> str:
     """What the run calls its model."""
-    for part in (dossier.plan, dossier.readings):
-        if part is not None:
-            return part.model
-    return str(dossier.settings.get("model") or "the model")
+    known = dossier.plan or dossier.readings or dossier.settings
+    return known.model if known else "the model"
+
+
+def settings_of(dossier: Dossier) -> dict[str, Any]:
+    """The run's settings by name, for the commands that make it again."""
+    return dossier.settings.to_json() if dossier.settings else {}
 
 
 def is_portable(dossier: Dossier) -> bool:
-    """Whether the result is an ordinary architecture: as planned, or as asked for where there is no plan yet."""
-    return dossier.plan.portable if dossier.plan else bool(dossier.settings.get("portable"))
+    """Whether the result is an ordinary architecture: as planned, or as the settings ask where there is no plan."""
+    known = dossier.plan or dossier.settings
+    return bool(known and known.portable)
 
 
 def damage_unit(dossier: Dossier) -> str:
     """What damage is counted in, which says what the model is for."""
     curves = dossier.readings.curves if dossier.readings else ()
-    return next((curve.unit for curve in curves if curve.kind.startswith("damage.")), NATS)
+    return next((curve.unit for curve in curves if curve.kind.startswith(DAMAGE)), NATS)
 
 
 def use(dossier: Dossier) -> tuple[str, str]:
@@ -72,15 +98,15 @@ def reads_images(dossier: Dossier) -> bool:
     return damage_unit(dossier).endswith("per image")
 
 
-def measures(dossier: Dossier) -> tuple[Measure, ...]:
+def measures(dossier: Dossier) -> tuple[Fact, ...]:
     """The numbers that answer most questions: perplexity or its like, cache where there is one, parameters, time."""
     quality, speed = (dossier.verdict.quality, dossier.verdict.speed) if dossier.verdict else ({}, {})
-    decode = any(key.startswith("decode_ms_per_token") for key in speed) or not speed
+    decode = "decode_ms_per_token" in speed or not speed
     key, phase = ("decode_ms_per_token", "generating") if decode else ("prefill_ms_per_token", "reading")
-    time = _pair(f"Time per token, {phase}", "ms", speed, key)
+    time = _fact(f"Time per token, {phase}", speed.get(key), "ms")
     if reads_images(dossier):
-        time = _pair("Time per image", "ms", speed, "ms_per_image")
-    right = [_pair("Accuracy", "", quality, "accuracy")] if "accuracy_after" in quality else []
+        time = _fact("Time per image", speed.get("ms_per_image"), "ms")
+    right = [_fact("Accuracy", quality["accuracy"])] if "accuracy" in quality else []
     cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
     return (
         *right,
@@ -91,32 +117,34 @@ def measures(dossier: Dossier) -> tuple[Measure, ...]:
     )
 
 
-CACHE, SIZE = "KV cache per token", "Parameters"
-
-
-def _quality(quality: Any, unit: str) -> Measure:
+def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
     """Perplexity, or the best that the task has in its place."""
-    for key, label in (("cosine", "Cosine to the source"), ("kl", "KL to the source")):
-        if not quality and unit.endswith(("cosine", "text", "image")) and (key == "kl" or "cosine" in unit):
-            return Measure(label, "", None, None)  # not measured yet
-        if key in quality and "loss_after" not in quality and "perplexity_after" not in quality:
-            mean, low, high = (as_number(quality.get(name)) for name in (key, f"{key}_low", f"{key}_high"))
-            return Measure(label, "", None, mean, low, high)
-    masked = "loss_after" in quality and "perplexity_after" not in quality
-    return _pair("Loss", "nats", quality, "loss") if masked else _pair("Perplexity", "", quality, "perplexity")
+    compared = {"cosine": "Cosine to the source", "kl": "KL to the source"}
+    if not quality and unit.endswith(("cosine", "text", "image")):  # not measured yet
+        return Fact(compared["cosine" if "cosine" in unit else "kl"])
+    if "loss" not in quality and "perplexity" not in quality:
+        for key, label in compared.items():
+            if key in quality:
+                return _fact(label, quality[key])
+    masked = "loss" in quality and "perplexity" not in quality
+    return _fact("Loss", quality["loss"], "nats") if masked else _fact("Perplexity", quality.get("perplexity"))
 
 
-def _pair(label: str, unit: str, values: Any, key: str) -> Measure:
-    before, after = as_number(values.get(f"{key}_before")), as_number(values.get(f"{key}_after"))
-    low, high = as_number(values.get(f"{key}_after_low")), as_number(values.get(f"{key}_after_high"))
-    return Measure(label, unit, before, after, low, high)
+def _fact(label: str, both: BeforeAfter | None, unit: str = "") -> Fact:
+    before, after = (both.before, both.after) if both else (None, None)
+    ends = (as_number(after.low), as_number(after.high)) if after else (None, None)
+    return Fact(label, unit, _value(before), _value(after), *ends)
 
 
-def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Any) -> Measure:
-    counted = _pair(label, unit, dossier.verdict.size if dossier.verdict else {}, key)
+def _value(measure: Measure | None) -> float | None:
+    return as_number(measure.value) if measure else None
+
+
+def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[ModelShape], float]) -> Fact:
+    counted = _fact(label, dossier.verdict.size.get(key) if dossier.verdict else None, unit)
     if counted.after is not None or dossier.plan is None:
         return counted
-    return Measure(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
+    return Fact(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
 
 
 def headline(dossier: Dossier) -> str:
@@ -126,7 +154,7 @@ def headline(dossier: Dossier) -> str:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
     found = measures(dossier)
-    first, sizes = found[0], [measure for measure in found if measure.label in (CACHE, SIZE)]
+    first, sizes = found[0], [fact for fact in found if fact.label in (CACHE, SIZE)]
     verb = "will need" if all(size.planned for size in sizes) else "now needs"
     fewer = {CACHE: ("less KV cache", " bytes per token"), SIZE: ("fewer parameters", "")}
     shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
@@ -135,48 +163,37 @@ def headline(dossier: Dossier) -> str:
     if dossier.verdict is None:
         why = f" ({dossier.unverified})" if dossier.unverified else ""
         return f"{sentence}; what that costs in quality has not been measured yet{why}."
-    cost = "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is told by length
+    cost = "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is given by length
     return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
 
 
-def why_no_verdict(dossier: Dossier) -> str:
-    """Why a verdict that was made does not count any more, in a sentence; empty where there was none."""
-    why = dossier.unverified or ""
-    return f"{why[:1].upper()}{why[1:]}." if why else ""
-
-
-def _shrunk(measure: Measure, what: str, unit: str) -> str:
-    if measure.before is None or measure.after is None or measure.after >= measure.before:
+def _shrunk(fact: Fact, what: str, unit: str) -> str:
+    if fact.before is None or fact.after is None or fact.after >= fact.before:
         return ""
-    less = relative(measure.before, measure.after).lstrip("−")
-    return f"{less} {what} ({human(measure.before)} → {human(measure.after)}{unit})"
+    less = relative(fact.before, fact.after).lstrip("−")
+    return f"{less} {what} ({human(fact.before)} → {human(fact.after)}{unit})"
 
 
-def _cost(measure: Measure) -> str:
-    what = measure.label[:1].lower() + measure.label[1:] if measure.label[:2] != "KL" else measure.label
-    if measure.after is None:
+def _cost(fact: Fact) -> str:
+    what = fact.label if fact.label.startswith("KL") else fact.label[:1].lower() + fact.label[1:]
+    if fact.after is None:
         return f"its {what} was not measured"
-    if measure.before is None:
-        return f"{what} is {number(measure.after)}" + (
-            f" (95% interval {measure.interval})" if measure.interval else ""
-        )
-    interval = f", 95% interval {measure.interval}" if measure.interval else ""
-    change = relative(measure.before, measure.after)
-    return f"{what} went from {number(measure.before)} to {number(measure.after)} ({change}{interval})"
+    within = f"95% interval {fact.interval}" if fact.interval else ""
+    if fact.before is None:
+        return f"{what} is {number(fact.after)}" + (f" ({within})" if within else "")
+    change = ", ".join(filter(None, (relative(fact.before, fact.after), within)))
+    return f"{what} went from {number(fact.before)} to {number(fact.after)} ({change})"
 
 
 def way_out(dossier: Dossier) -> str:
     """Tailored or portable, what that means for loading, and what the other would have predicted."""
+    text = "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
     if is_portable(dossier):
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
-    else:
-        text = (
-            "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
-        )
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
         text += f" Rows of the cache are shared by {most} key/value heads each: dimensions of heads are those of a row."
-    rivals = [row for row in comparisons(dossier) if not row.chosen and row.predicted is not None]
-    rival = next((row for row in rivals if (row.strategy == "portable") != is_portable(dossier)), None)
+    others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
+    rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
     if rival is None or dossier.plan is None:
         return text
     ours, theirs = number(dossier.plan.predicted_damage), number(rival.predicted)
@@ -193,104 +210,38 @@ def loading(dossier: Dossier, folder: str = "folder") -> str:
     return f'{ours}\n\n# or, without headwise:\n{stock}("{folder}", trust_remote_code=True)'
 
 
-def budget_rows(dossier: Dossier) -> Rows:
-    """Budget, before, limit, spent, share of the source, whether it is met: as planned, or as checked if it was."""
-    if dossier.plan is None:
-        return ()
-    rows, checks = [], {check.name: check.passed for check in (dossier.verdict.checks if dossier.verdict else ())}
-    for budget in dossier.plan.budgets:
-        full, spent = priced(budget, dossier.plan.source), priced(budget, dossier.plan.target)
-        spent = as_number(dossier.plan.spent.get(budget.key)) if spent is None else spent
-        share = f"{spent / full:.1%}" if full and spent is not None else MISSING
-        within = None if spent is None else spent <= budget.limit * (1 + 1e-9)
-        within = checks.get(f"budget {budget.text}", within)
-        met = MISSING if within is None else "✓ met" if within else "✗ NOT MET"
-        rows.append((budget.text, budget.unit, human(full), human(budget.limit), human(spent), share, met))
-    return tuple(rows)
-
-
-def certificate_rows(dossier: Dossier) -> Rows:
-    """Every measured quantity: name, before, after, change, interval of after. Unknown keys are shown as they come."""
-    if dossier.verdict is None:
-        return ()
-    rows: list[tuple[str, ...]] = []
-    for table in (dossier.verdict.quality, dossier.verdict.size, dossier.verdict.speed):
-        for stem, ends in _stems(table).items():
-            if "" in ends:
-                before, after, low, high = None, ends[""], ends.get("low"), ends.get("high")
-            else:
-                before, after, low, high = (ends.get(e) for e in ("before", "after", "after_low", "after_high"))
-            interval = f"{number(low)} to {number(high)}" if low is not None and high is not None else MISSING
-            rows.append((words(stem), number(before), number(after), relative(before, after), interval))
-    return tuple(rows)
-
-
-ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high", "")
-
-
-def _stems(table: Any) -> dict[str, dict[str, float | None]]:
-    """`x_before, x_after, x_after_low` grouped under `x`; `kl, kl_low` under `kl` with the empty end."""
-    stems: dict[str, dict[str, float | None]] = {}
-    for key, value in table.items():
-        for end in ENDS:
-            if not end or key.endswith(f"_{end}"):
-                stem = key[: -len(end) - 1] if end else key
-                stems.setdefault(stem, {})[end] = as_number(value)
-                break
-    return stems
+def damages(dossier: Dossier) -> dict[str, Measure]:
+    """The whole plan's damage: as the sum of its prices, as rehearsed on calibration text, as measured."""
+    known = dossier.verdict.damage if dossier.verdict else {}
+    planned = Measure(dossier.plan.predicted_damage) if dossier.plan else None
+    found = {
+        "sum of prices": known.get("sum_of_prices", planned),
+        "rehearsed": known.get("predicted") if "sum_of_prices" in known else None,
+        "measured": known.get("measured"),
+    }
+    return {name: measure for name, measure in found.items() if measure and as_number(measure.value) is not None}
 
 
 def damage_in_words(dossier: Dossier) -> str:
     """Predicted against measured damage, and whether the prediction held."""
     if dossier.verdict is None:
         return ""
-    values = dossier.verdict.damage
-    predicted, measured, low, high = (
-        as_number(values.get(k)) for k in ("predicted", "measured", "measured_low", "measured_high")
-    )
+    known, unit = dossier.verdict.damage, damage_unit(dossier)
+    found, predicted = known.get("measured"), _value(known.get("predicted"))
+    measured = _value(found)
     if predicted is None and dossier.plan:
         predicted = dossier.plan.predicted_damage
-    if predicted is None or measured is None:
-        known = [
-            f"{word} {number(v)} {damage_unit(dossier)}"
-            for word, v in (("predicted", predicted), ("measured", measured))
-            if v is not None
-        ]
-        return f"Damage: {known[0]}; there is nothing to compare it with." if known else ""
-    unit = damage_unit(dossier)
+    if predicted is None or measured is None or found is None:
+        values = {"predicted": predicted, "measured": measured}
+        words = [f"{word} {number(value)} {unit}" for word, value in values.items() if value is not None]
+        return f"Damage: {words[0]}; there is nothing to compare it with." if words else ""
     text = f"The plan predicted a damage of {number(predicted)} {unit}; {number(measured)} was measured"
+    low, high = as_number(found.low), as_number(found.high)
     if low is not None and high is not None:
         inside = "inside" if low <= predicted <= high else "outside"
-        text += f" (95% interval {number(low)} to {number(high)}; the prediction lies {inside} it)"
+        text += f" (95% interval {interval(low, high)}; the prediction lies {inside} it)"
     if predicted > 0 and measured > 0:
         text += f", {measured / predicted:.2g} times the prediction"
     better = dossier.healing and measured < predicted
     healed = " The prediction leaves healing out, which may be part of the difference." if better else ""
     return f"{text}.{healed}"
-
-
-def provenance(dossier: Dossier) -> Rows:
-    """Name and value of everything that a reader needs to judge or repeat the run."""
-    rows: list[tuple[str, str]] = []
-    if dossier.verdict:
-        v = dossier.verdict
-        rows += [
-            ("Evaluation images" if reads_images(dossier) else "Evaluation data", v.evaluation),
-            ("Evaluation tokens", number(v.tokens) + (" (patches)" if reads_images(dossier) else "")),
-            ("Machine", v.machine),
-            ("Date", v.date),
-        ]
-    if dossier.readings:
-        rows.append(("Calibration tokens", number(dossier.readings.tokens)))
-        if dossier.readings.seconds:
-            rows.append(("Probing", f"{number(dossier.readings.seconds)} s"))
-    if dossier.plan:
-        rows += [("Strategy", dossier.plan.strategy), ("Gap to the proven bound", f"{dossier.plan.gap:.2%}")]
-    for key, value in dossier.settings.items():
-        if isinstance(value, dict):
-            rows += [(f"{words(key)}: {inner}", str(item)) for inner, item in value.items()]
-        else:
-            rows.append(
-                (f"Setting: {key}", ", ".join(items(value)) if isinstance(value, (list, tuple)) else str(value))
-            )
-    return tuple(rows)

@@ -2,91 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
-from headwise.report._assets import css
+from headwise.report import _pictures as pictures
+from headwise.report import _tables as tables
+from headwise.report._chart import draw, draw_rows
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
-from headwise.report._draw import draw_lines, draw_strips
 from headwise.report._explore import heat
-from headwise.report._html import details, legend, paragraph, table
+from headwise.report._html import asset, details, legend, paragraph, table
 from headwise.report._model import draw_model, model_keys, model_rows
-from headwise.report._page import measure_card
+from headwise.report._page import cards
+from headwise.report._tables import Table
 from headwise.report._text import escape, number
-from headwise.types import Dossier, Plan, Reading, Readings, Verdict
+from headwise.runs.dossier import Dossier
+from headwise.types import Plan, Reading, Readings, Verdict
 
 
 def fragment(record: Plan | Reading | Readings | Verdict | Dossier) -> str:
     """The record as HTML that may stand in any page."""
-    if isinstance(record, Plan):
-        body = _plan(record)
-    elif isinstance(record, Reading):
-        body = _reading(record)
-    elif isinstance(record, Readings):
-        body = _readings(record)
-    else:
-        body = _verdict(record) if isinstance(record, Verdict) else _dossier(record)
-    return f'<div class="headwise"><style>{_style()}</style>{body}</div>'
+    draw_it: dict[type, Callable[[Any], str]] = {
+        Plan: _plan, Reading: _reading, Readings: _readings, Verdict: _verdict, Dossier: _dossier
+    }  # fmt: skip
+    return f'<div class="headwise"><style>{_style()}</style>{draw_it[type(record)](record)}</div>'
 
 
 @cache
 def _style() -> str:
     """The page's style, inside the element alone; notebooks have themes of their own, so it brings its ground."""
-    inside = css().replace(":root {", "& {", 1).replace("color-scheme: light dark;", "color-scheme: light;", 1)
+    inside = asset("page.css").replace(":root {", "& {", 1)
+    inside = inside.replace("color-scheme: light dark;", "color-scheme: light;", 1)
     own = "background: var(--bg); color: var(--ink); padding: 12px 16px; max-width: 1000px; line-height: 1.45;"
     return f".headwise {{ {own}\n{inside} }}"
 
 
 def _plan(plan: Plan, damages: list[float] | None = None) -> str:
-    rows = facts.budget_rows(Dossier({}, None, plan, None, None))
-    heads = ("budget", "unit", "source", "limit", "spent", "share", "kept?")
+    found, layers = tables.budgets(Dossier(plan=plan)), model_rows(plan, damages)
     words = f"{plan.strategy}: predicted damage {number(plan.predicted_damage)}, gap to the proven bound {plan.gap:.1e}"
-    budgets = table(heads, rows, range(2, 6)) if rows else ""
-    layers = model_rows(plan, damages)
+    budgets = table(found) if found.rows else ""
     return f"<h3>{escape(plan.model)}</h3>{paragraph(words)}{legend(model_keys(layers))}{draw_model(layers)}{budgets}"
 
 
 def _reading(reading: Reading) -> str:
-    alone = Readings("", {}, (reading,), ({},) * len(reading.ticks), reading.tokens, reading.seed)
+    alone = Readings("", None, (reading,), ({},) * len(reading.ticks), reading.tokens, reading.seed)
     if reading.axis in PER_HEAD:
-        picture = draw_strips(strip_set(reading, alone))
+        picture = draw_rows(pictures.strips(strip_set(reading, alone)))
     else:
-        picture = "".join(draw_lines(group) for group in curve_sets(alone, None))
+        picture = "".join(draw(pictures.curves(group)) for group in curve_sets(alone, None))
     found = heat(reading, 0, None)
     cells = tuple((str(layer), *(number(value) for value in row)) for layer, row in enumerate(found.rows))
-    heads = ("layer", *map(str, found.ticks))
+    numbers = Table(("layer", *map(str, found.ticks)), cells, range(1, len(found.ticks) + 1))
     words = f"{reading.meaning} In {reading.unit or 'no unit'}; probe {reading.probe}, {number(reading.tokens)} tokens."
     title = f"<h3>{escape(reading.kind)} by {escape(reading.axis)}</h3>{paragraph(words)}"
-    return title + picture + details("In numbers", table(heads, cells, range(1, len(heads))))
+    return title + picture + details("In numbers", table(numbers))
 
 
 def _readings(readings: Readings) -> str:
     rows = tuple((r.kind, r.axis, r.probe, r.unit, number(r.tokens), r.meaning) for r in readings.curves)
-    heads = ("kind", "axis", "probe", "unit", "tokens", "meaning")
+    found = Table(("kind", "axis", "probe", "unit", "tokens", "meaning"), rows, (4,))
     words = f"{len(rows)} readings; each shows itself: readings.curve(kind)"
-    return f"<h3>{escape(readings.model)}</h3>{paragraph(words)}{table(heads, rows, (4,))}"
+    return f"<h3>{escape(readings.model)}</h3>{paragraph(words)}{table(found)}"
 
 
 def _verdict(verdict: Verdict) -> str:
-    dossier = Dossier({}, None, None, None, verdict)
-    checks = tuple(("✓ pass" if c.passed else "✗ FAIL", c.name, c.observed, c.expected) for c in verdict.checks)
-    heads = ("quantity", "before", "after", "change", "95% interval of after")
-    return (
-        f"<h3>{escape(judged.headline(verdict))}</h3>{_cards(dossier)}"
-        + table(("result", "check", "observed", "expected"), checks, ())
-        + details("Everything that was measured", table(heads, facts.certificate_rows(dossier), range(1, 5)))
-    )
+    found = {"What was checked": tables.checks(verdict), "Everything that was measured": tables.measured(verdict)}
+    folded = "".join(details(name, table(of), name == "What was checked") for name, of in found.items())
+    return f"<h3>{escape(judged.headline(verdict))}</h3>{_known(Dossier(verdict=verdict))}{folded}"
 
 
-def _cards(dossier: Dossier) -> str:
-    known = [measure for measure in facts.measures(dossier) if measure.after is not None]
-    return f'<div class="grid cards">{"".join(measure_card(measure) for measure in known)}</div>'
+def _known(dossier: Dossier) -> str:
+    return cards(fact for fact in facts.measures(dossier) if fact.after is not None)
 
 
 def _dossier(dossier: Dossier) -> str:
-    body = f'<p class="lead">{escape(facts.headline(dossier))}</p>{_cards(dossier)}'
+    body = f'<p class="lead">{escape(facts.headline(dossier))}</p>{_known(dossier)}'
     if dossier.plan is None:
         return body
     damages = [row.total for row in damage_rows(dossier.readings, dossier.plan)] if dossier.readings else None

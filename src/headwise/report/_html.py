@@ -1,10 +1,135 @@
-"""Blocks that the page is built from. Whatever is called words or text here is escaped here."""
+"""The one writer of HTML: a document that loads nothing, and the blocks that it is built from.
+
+Whatever is called words, title or heading here is escaped here; a body is HTML already.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, NamedTuple
 
-from headwise.report._text import escape
+from headwise.report._tables import Table
+from headwise.report._text import escape, for_script
+
+SCRIPTS = ("theme", "select", "tables", "explore", "heat")  # in this order: later ones call earlier ones
+NOSCRIPT = "Without JavaScript there is no slider and there are no heat maps; everything else is here."
+NO_DATA: dict[str, Any] = {"layers": 0, "explorer": None, "heats": [], "facts": []}  # of a page without a plan
+
+
+def document(title: str, header: str, bar: str, body: str, data: dict[str, Any]) -> str:
+    """A page that loads nothing: style, script and data are in it. `data` is what the script takes."""
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head>\n"
+        f"<body><header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>{bar}\n<main>{body}"
+        "<footer>Written by headwise. This page is one file and loads nothing.</footer></main>"
+        '<div id="toast" class="toast" role="status"></div>\n'
+        f'<script type="application/json" id="data">{for_script(data)}</script>\n'
+        f"<script>{script()}</script></body></html>\n"
+    )
+
+
+@cache
+def asset(name: str) -> str:
+    """A file of style or script: a real file beside this one, put into the page whole."""
+    return (files("headwise.report") / "assets" / name).read_text(encoding="utf-8")
+
+
+@cache
+def script() -> str:
+    """One function, so that nothing leaks into the page's names; it takes its data from the page."""
+    body = "\n".join(asset(f"{name}.js") for name in SCRIPTS)
+    start = 'const data = JSON.parse(document.getElementById("data").textContent);'
+    return f'(() => {{\n"use strict";\n{start}\n{body}}})();\n'
+
+
+def policy() -> str:
+    """Nothing may be fetched, and of all scripts only this one runs, whatever the data hold."""
+    digest = base64.b64encode(hashlib.sha256(script().encode()).digest()).decode()
+    return (
+        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+class Html(str):
+    """HTML that only the page shows: pictures, and what holds them together."""
+
+
+class Words(NamedTuple):
+    """A paragraph."""
+
+    text: str
+    note: bool = False  # small and grey
+
+
+class Heading(NamedTuple):
+    """A heading inside a section."""
+
+    text: str
+
+
+class Items(NamedTuple):
+    """A list with a dot before each item."""
+
+    texts: tuple[str, ...]
+
+
+class Code(NamedTuple):
+    """Something to copy, or text that is shown as it is, under its name."""
+
+    text: str
+    language: str = ""
+    name: str = ""
+    page: bool = True  # else only the model card shows it
+
+
+class Folded(NamedTuple):
+    """A table to unfold."""
+
+    heading: str
+    table: Table
+
+
+Block = Html | Words | Heading | Items | Code | Folded | Table
+
+
+def block(of: Block) -> str:
+    """A block as HTML."""
+    match of:
+        case Words():
+            return f"<p{' class=note' if of.note else ''}>{escape(of.text)}</p>"
+        case Heading():
+            return f"<h3>{escape(of.text)}</h3>"
+        case Items():
+            return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in of.texts)}</ul>"
+        case Code():
+            named = paragraph(f"{of.name}:") if of.name else ""
+            return f"{named}<pre><code>{escape(of.text)}</code></pre>" if of.page else ""
+        case Folded():
+            return details(of.heading, table(of.table))
+        case Table():
+            return table(of)
+    return of
+
+
+def blocks(found: Iterable[Block]) -> str:
+    """Blocks one under another."""
+    return "".join(map(block, found))
+
+
+def top(title: str, status: str, lead: str) -> str:
+    """The first lines: the name, the status, the switch between light and dark, and the answer."""
+    return (
+        f'<div class="top"><h1>{escape(title)}</h1>{status}'
+        f'<button type="button" id="theme" class="right" hidden>Dark</button></div><p class="lead">{escape(lead)}</p>'
+    )
 
 
 def section(name: str, heading: str, body: str) -> str:
@@ -15,16 +140,6 @@ def section(name: str, heading: str, body: str) -> str:
 def paragraph(words: str) -> str:
     """A paragraph of text."""
     return f"<p>{escape(words)}</p>"
-
-
-def code(words: str) -> str:
-    """A piece of code in a line."""
-    return f"<code>{escape(words)}</code>"
-
-
-def pre(words: str) -> str:
-    """A block of code."""
-    return f"<pre><code>{escape(words)}</code></pre>"
 
 
 def details(heading: str, body: str, is_open: bool = False, kind: str = "") -> str:
@@ -39,39 +154,24 @@ def figure(heading: str, picture: str, words: str = "") -> str:
     return f"<figure><h3>{escape(heading)}</h3>{picture}{below}</figure>"
 
 
-def legend(keys: list[tuple[str, str]]) -> str:
+def legend(keys: Sequence[tuple[str, str]]) -> str:
     """Swatches, by the name of their colour, and what they mean."""
     items = "".join(f'<li><i style="background:var(--{name})"></i>{escape(label)}</li>' for name, label in keys)
     return f'<ul class="legend">{items}</ul>'
 
 
-def missing(words: str, command: str) -> str:
-    """What is not there, and what makes it."""
-    return f'<p class="note">{escape(words)}. This makes it, with the run folder for DIR:</p>{pre(command)}'
-
-
-def table(
-    heads: tuple[str, ...],
-    rows: tuple[tuple[str, ...], ...],
-    numeric: Collection[int],
-    now: int = -1,
-    name: str = "",
-    layers: bool = False,
-) -> str:
-    """A table that scrolls on its own where it is too wide; columns in `numeric` are flush right, row `now` is bold.
-
-    With a name it can be sorted and downloaded. `layers`: its first column names layers, which can be chosen.
-    """
-    top = "".join(_head(head, _right(i, numeric)) for i, head in enumerate(heads))
+def table(of: Table) -> str:
+    """A table that scrolls on its own where it is too wide."""
+    top = "".join(_head(head, _right(i, of)) for i, head in enumerate(of.heads))
     body = ""
-    for index, row in enumerate(rows):
-        cells = "".join(f"<td{_right(i, numeric) or _mark(cell)}>{escape(cell)}</td>" for i, cell in enumerate(row))
-        mark = ' class="now"' if index == now else ""
-        mark += f' data-layer="{escape(row[0])}"' if layers else ""
+    for index, row in enumerate(of.rows):
+        cells = "".join(f"<td{_right(i, of) or _mark(cell)}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        mark = ' class="now"' if index == of.now else ""
+        mark += f' data-layer="{escape(row[0])}"' if of.layers else ""
         body += f"<tr{mark}>{cells}</tr>"
-    label = f' data-name="{escape(name)}"' if name else ""
-    region = f' role="region" aria-label="{escape(name)}"' if name else ""
-    pick = " pickable" if layers else ""
+    label = f' data-name="{escape(of.name)}"' if of.name else ""
+    region = f' role="region" aria-label="{escape(of.name)}"' if of.name else ""
+    pick = " pickable" if of.layers else ""
     return (
         f'<div class="scroll{pick}" tabindex="0"{region}><table{label}><thead><tr>{top}</tr></thead>'
         f"<tbody>{body}</tbody></table></div>"
@@ -87,13 +187,11 @@ def pickable(label: str, body: str) -> str:
     return f'<div class="pickable" tabindex="0" role="group" aria-label="{escape(label)}">{body}</div>'
 
 
-def _right(column: int, numeric: Collection[int]) -> str:
-    return ' class="num"' if column in numeric else ""
+def _right(column: int, of: Table) -> str:
+    return ' class="num"' if column in of.numeric else ""
 
 
 def _mark(cell: str) -> str:
     """Pass and fail are set apart by sign and word; colour only repeats them."""
-    kinds = {"✓ pass": "pass", "✓ met": "pass", "✓ within": "pass", "✓ within 10 points": "pass", "✓ verified": "pass"}
-    kinds |= {"✗ FAIL": "fail", "✗ NOT MET": "fail", "✗ BEYOND": "fail", "✗ not verified": "fail"}
-    kinds |= {"! uncertain": "unsure", "! clearly less": "unsure", "! partly verified": "unsure"}
-    return f' class="{kinds[cell]}"' if cell in kinds else ""
+    kind = {"✓ ": "pass", "✗ ": "fail", "! ": "unsure"}.get(cell[:2])
+    return f' class="{kind}"' if kind and len(cell) < 20 else ""

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 from headwise import budgets as prices
 from headwise.errors import HeadwiseError
 from headwise.report._text import MISSING, as_number, human
-from headwise.types import Budget, Dossier, ModelShape
+from headwise.runs.dossier import Dossier
+from headwise.types import Budget, ModelShape
 
 
-class Comparison(NamedTuple):
-    """What another strategy would have done with the same budgets."""
+class Rival(NamedTuple):
+    """One strategy's plan for the run's budgets; the run's own is `chosen`."""
 
     strategy: str
     share: float | None  # of the source's price, under the first budget
@@ -21,40 +22,24 @@ class Comparison(NamedTuple):
     chosen: bool
 
 
-def comparisons(dossier: Dossier) -> tuple[Comparison, ...]:
+def rivals(dossier: Dossier) -> tuple[Rival, ...]:
     """The chosen plan first, then the baselines, least predicted damage first."""
-    if dossier.plan is None:
-        return ()
     plan, verdict = dossier.plan, dossier.verdict
-    measured = as_number(verdict.damage.get("measured")) if verdict else None
-    rows = [_compare(dossier, plan.strategy, plan.spent, plan.predicted_damage, measured, True)]
+    if plan is None:
+        return ()
+    measured = verdict.damage.get("measured") if verdict else None
+    own = _rival(dossier, plan.strategy, plan.spent, plan.predicted_damage, measured.value if measured else None, True)
     others = [
-        _compare(
-            dossier,
-            str(b.get("strategy", "?")),
-            b.get("spent"),
-            b.get("predicted_damage"),
-            b.get("measured_damage"),
-            False,
-        )
+        _rival(dossier, b.get("strategy", "?"), b.get("spent"), b.get("predicted_damage"), b.get("measured_damage"))
         for b in dossier.baselines
         if b.get("strategy") != plan.strategy or b.get("predicted_damage") != plan.predicted_damage
     ]
-    return (*rows, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
+    return (own, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
 
 
-def left_out(dossier: Dossier) -> str:
-    """Why the published recipe may be missing: prices of two probes cannot be compared."""
-    if dossier.readings is None or any(row.strategy == "published" for row in comparisons(dossier)):
-        return ""
-    ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
-    probes = [reading.probe for reading in ways if reading is not None]
-    if len(probes) < 2 or probes[0] == probes[1]:
-        return ""
-    return f"The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
-
-
-def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measured: Any, chosen: bool) -> Comparison:
+def _rival(
+    dossier: Dossier, strategy: object, spent: Any, predicted: Any, measured: Any, chosen: bool = False
+) -> Rival:
     amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
     share = None
     if dossier.plan and dossier.plan.budgets:
@@ -62,7 +47,18 @@ def _compare(dossier: Dossier, strategy: str, spent: Any, predicted: Any, measur
         full, amount = priced(first, dossier.plan.source), amounts.get(first.key)
         share = amount / full if full and amount is not None else None
     text = ", ".join(f"{name} {human(amount)}" for name, amount in amounts.items()) or MISSING
-    return Comparison(strategy, share, as_number(predicted), as_number(measured), text, chosen)
+    return Rival(str(strategy), share, as_number(predicted), as_number(measured), text, chosen)
+
+
+def left_out(dossier: Dossier) -> str:
+    """Why the published recipe may be missing: prices of two probes cannot be compared."""
+    if dossier.readings is None or any(row.strategy == "published" for row in rivals(dossier)):
+        return ""
+    ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
+    probes = [reading.probe for reading in ways if reading is not None]
+    if len(probes) < 2 or probes[0] == probes[1]:
+        return ""
+    return f" The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
 
 
 def priced(budget: Budget, shape: ModelShape) -> float | None:

@@ -1,4 +1,4 @@
-"""The same prompt continued by both models, side by side, with what differs marked."""
+"""Continuations of one prompt by both models, side by side, with what differs marked."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from difflib import SequenceMatcher
 from typing import NamedTuple
 
-from headwise.report._html import paragraph
 from headwise.report._text import escape
 from headwise.types import Sample
 
@@ -39,19 +38,13 @@ def in_common(before: str, after: str) -> str:
     return f"the first {same} of {len(ours)} words are the same" if same else "they differ from the first word"
 
 
-def draw_samples(samples: tuple[Sample, ...]) -> str:
-    """Every prompt with both continuations."""
-    body = paragraph(
-        "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
-        "underlined: only the reshaped model did. One changed word can turn all that follows, so judge the sense."
-    )
-    for sample in samples:
-        left, right = differences(sample.before, sample.after)
-        sides = _side("source", left, "del") + _side("reshaped", right, "ins")
-        head = f'<p class="note">prompt; {in_common(sample.before, sample.after)}</p>'
-        head += f'<p class="text" dir="auto"><strong>{escape(sample.prompt)}</strong></p>'
-        body += f'<div class="sample">{head}<div class="grid" style="--min:280px">{sides}</div></div>'
-    return body
+def draw_sample(sample: Sample) -> str:
+    """A prompt with both continuations, what differs marked."""
+    left, right = differences(sample.before, sample.after)
+    sides = _side("source", left, "del") + _side("reshaped", right, "ins")
+    head = f'<p class="note">prompt; {in_common(sample.before, sample.after)}</p>'
+    head += f'<p class="text" dir="auto"><strong>{escape(sample.prompt)}</strong></p>'
+    return f'<div class="sample">{head}<div class="grid" style="--min:280px">{sides}</div></div>'
 
 
 def _side(name: str, pieces: tuple[Piece, ...], tag: str) -> str:

@@ -1,174 +1,148 @@
-"""The sections below the first screen. A stage that has not run says what to type."""
+"""The sections below the first screen, as blocks that the page and the model card write each in their way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
-from headwise.report import _rivals as rivals
-from headwise.report._checked import (
-    damage_marks,
-    held_out_curve,
-    loss_curve,
-    not_kept_in_words,
-    pairs_in_words,
-    price_pairs,
-    recovery_in_words,
-)
+from headwise.report import _pictures as pictures
+from headwise.report import _tables as tables
+from headwise.report._chart import draw, draw_rows
 from headwise.report._commands import FOLDER, how_to_make, run_command
-from headwise.report._data import (
-    UNIT_LABELS,
-    CurveSet,
-    curve_sets,
-    damage_rows,
-    healing_parts,
-    healing_range,
-)
+from headwise.report._data import CurveSet, curve_sets, damage_rows, price_pairs
 from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
-from headwise.report._draw import (
-    draw_by_length,
-    draw_damage,
-    draw_healing,
-    draw_lines,
-    draw_loss,
-    draw_marks,
-    draw_scatter,
-    draw_strips,
-)
 from headwise.report._explore import Heat
-from headwise.report._html import code, details, figure, legend, missing, paragraph, pickable, pre, table
-from headwise.report._samples import draw_samples
-from headwise.report._text import as_number, escape, number
-from headwise.types import UNITS, Dossier, Verdict
+from headwise.report._healing import healing_in_words, healing_parts
+from headwise.report._html import Block, Code, Folded, Heading, Html, Items, Words, details, figure, legend, pickable
+from headwise.report._rivals import left_out
+from headwise.report._samples import draw_sample
+from headwise.report._text import escape, number
+from headwise.runs.dossier import Dossier
+from headwise.types import DAMAGE, UNIT_OF, UNITS, Plan, Readings
+from headwise.types.unit import LABELS
 
 Maps = tuple[Heat, ...]
-COLOURS = {"qk": "qk", "v": "v", "mlp": "mlp", "heads": "heads", "kv_heads": "kv", "depth": "dmg"}
+Blocks = Iterator[Block]
 HOW = "A line per layer, early ones faint, late ones strong; choose a layer to see its error bars."
-NAMES = {
-    "damage.qk_projected": "Query/key dimensions",
-    "damage.qk_pairs": "Rotary pairs",
-    "damage.qk_pairs_shared": "Rotary pairs, one set for all layers",
-    "damage.v": "Value dimensions",
-    "damage.mlp": "MLP width",
-    "damage.heads": "Query heads",
-    "damage.kv_heads": "Key/value heads",
-    "damage.depth": "Whole layers",
-}
 PICK = "up and down choose a layer"
+ROUNDS = " The plan adds up its rounds; these are the first round's curves at the final sizes."
+SAMPLES = (
+    "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
+    "underlined: only the reshaped model did. One changed word can turn all that follows, so judge the sense."
+)
 
 
-def _baselines(dossier: Dossier, maps: Maps) -> str:
-    if dossier.plan is None:
-        return missing("No plan has been made", how_to_make(dossier, "allocate"))
-    heads = ("budget", "unit", "source", "limit", "spent", "share", "kept?")
-    budgets = facts.budget_rows(dossier)
-    body = table(heads, budgets, range(2, 6), name="budgets") if budgets else paragraph("The plan has no budget.")
-    rows = rivals.comparisons(dossier)
-    if len(rows) < 2:
-        return body + missing("No other strategy was tried", how_to_make(dossier, "allocate"))
-    cells = tuple(
-        (
-            f"{row.strategy} (this run)" if row.chosen else row.strategy,
-            number(row.predicted),
-            number(row.measured),
-            "–" if row.share is None else f"{row.share:.1%}",
-            row.spent,
-        )
-        for row in rows
-    )
-    columns = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
-    words = f"The same budgets spent in other ways; predicted from the same readings, in {facts.damage_unit(dossier)}."
-    if left_out := rivals.left_out(dossier):
-        words += f" {left_out}"
-    return paragraph(words) + table(columns, cells, (1, 2, 3), now=0, name="strategies") + "<h3>Budgets</h3>" + body
+def missing(words: str, commands: str) -> Blocks:
+    """What is not there, and what makes it."""
+    yield Words(f"{words}. This makes it, with the run folder for DIR:", note=True)
+    yield Code(commands, "sh")
 
 
-def _damage(dossier: Dossier, maps: Maps) -> str:
-    if dossier.readings is None:
-        return missing("The model has not been probed", how_to_make(dossier, "probe"))
-    body = _by_layer(dossier) if dossier.plan is not None else ""
-    body += _predicted(dossier)
-    body += "<h3>Damage curves</h3>" + paragraph(
-        "What every size of every layer would cost on its own: where a line is flat, cutting is cheap, and the solver "
-        f"walks along all of them at once. {HOW} Diamonds: the sizes that were chosen."
-    )
-    sets = [group for group in curve_sets(dossier.readings, dossier.plan) if group.kind.startswith("damage.")]
-    for group in sets:
-        name = f"{NAMES.get(group.kind, 'Damage')}: {group.kind} by {group.axis}"
-        name += "" if group.used else " (not used by this plan)"
-        body += _reading(group, maps, name, group.used)
-    return body
+def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
+    budgets, strategies = tables.budgets(dossier), tables.strategies(dossier)
+    if len(strategies.rows) > 1:
+        unit = facts.damage_unit(dossier)
+        words = f"The same budgets spent in other ways; predicted from the same readings, in {unit}."
+        yield Words(words + left_out(dossier))
+        yield strategies
+    else:
+        yield from missing("No other strategy was tried", how_to_make(dossier, "allocate"))
+    yield Heading("Budgets")
+    yield budgets if budgets.rows else Words("The plan has no budget.")
+    if dossier.plan and dossier.plan.frontier:
+        yield Folded("Least predicted damage for every share of the first budget", tables.frontier(dossier.plan))
 
 
-def _by_layer(dossier: Dossier) -> str:
-    assert dossier.readings is not None and dossier.plan is not None
-    rows = damage_rows(dossier.readings, dossier.plan)
-    total = sum(row.total for row in rows)
-    units = [unit for unit in UNITS if any(unit in row.parts for row in rows)]
-    sums = [(unit, sum(row.parts.get(unit, 0.0) for row in rows)) for unit in units]
-    body = paragraph(
-        f"Predicted loss increase of every layer at its chosen sizes, in {facts.damage_unit(dossier)}: where the "
-        f"plan pays. Together {number(total)}; the plan says {number(dossier.plan.predicted_damage)}.{_rounds(dossier)}"
-    )
-    shares = tuple((UNIT_LABELS[u], number(v), f"{v / total:.0%}" if total > 0 else "–") for u, v in sums)
-    if not shares:
-        return body + paragraph("The plan cuts nothing that was priced.")
-    keys = legend([(COLOURS[unit], UNIT_LABELS[unit]) for unit, _ in sums])
-    cells = tuple((str(r.layer), *(number(r.parts.get(unit)) for unit in units), number(r.total)) for r in rows)
-    heads = ("layer", *(UNIT_LABELS[unit] for unit in units), "together")
-    per_layer = table(heads, cells, range(1, len(heads)), name="damage by layer", layers=True)
-    picture = pickable(f"Damage by layer; {PICK}", draw_damage(rows))
-    words = table(("unit", "damage", "share"), shares, (1, 2), name="damage by unit") + details("By layer", per_layer)
-    return f'{body}{keys}<div class="pair">{picture}<div>{words}</div></div>'
-
-
-def _rounds(dossier: Dossier) -> str:
-    rounds = as_number(dossier.settings.get("rounds")) or 1
-    return " The plan adds up its rounds; these are the first round's curves at the final sizes." if rounds > 1 else ""
-
-
-def _predicted(dossier: Dossier) -> str:
-    """Predicted against measured: the whole plan, and single cuts."""
+def _damage(dossier: Dossier, maps: Maps) -> Blocks:
     assert dossier.readings is not None
-    body, marks, pairs = "", damage_marks(dossier), price_pairs(dossier.readings)
+    if dossier.plan is not None:
+        yield from _by_layer(dossier, dossier.readings, dossier.plan)
+    yield from _predicted(dossier, dossier.readings)
+    yield Html("<h3>Damage curves</h3>")
+    yield Html(
+        "<p>What every size of every layer would cost on its own: where a line is flat, cutting is cheap, and the "
+        f"solver walks along all of them at once. {HOW} Diamonds: the sizes that were chosen.</p>"
+    )
+    sets = [group for group in curve_sets(dossier.readings, dossier.plan) if group.kind.startswith(DAMAGE)]
+    for group in sets:
+        unit = UNIT_OF.get(group.kind)
+        name = f"{unit.title if unit else 'Damage'}: {group.kind} by {group.reading.axis}"
+        name += "" if group.used else " (not used by this plan)"
+        yield _reading(group, maps, name, group.used)
+
+
+def _by_layer(dossier: Dossier, readings: Readings, plan: Plan) -> Blocks:
+    rows, units = damage_rows(readings, plan), tables.damage_by_unit(readings, plan)
+    yield Words(
+        f"Predicted loss increase of every layer at its chosen sizes, in {facts.damage_unit(dossier)}: where the plan "
+        f"pays. Together {number(sum(row.total for row in rows))}; the plan says {number(plan.predicted_damage)}."
+        + (ROUNDS if dossier.settings and dossier.settings.rounds > 1 else "")
+    )
+    if not units.rows:
+        yield Words("The plan cuts nothing that was priced.")
+        return
+    yield Html(legend([(unit, LABELS[unit]) for unit in UNITS if any(unit in row.parts for row in rows)]))
+    picture = pickable(f"Damage by layer; {PICK}", draw_rows(pictures.damage(rows)))
+    yield Html(f'<div class="pair">{picture}<div>')
+    yield units
+    yield Folded("By layer", tables.damage_by_layer(readings, plan))
+    yield Html("</div></div>")
+
+
+def _predicted(dossier: Dossier, readings: Readings) -> Blocks:
+    """Predicted against measured: the whole plan, and single cuts."""
+    marks, pairs = facts.damages(dossier), price_pairs(readings)
+    if len(marks) < 2 and not pairs:
+        return
+    yield Heading("Predicted against measured")
+    yield Html('<div class="pair">')
     if len(marks) > 1:
         words = "Sum of prices: what the solver minimised, before healing."
-        if any(mark.name == "rehearsed" for mark in marks):
+        if "rehearsed" in marks:
             words += " Rehearsed: the finished model on calibration text that nothing was fitted to."
-        words = f"{facts.damage_in_words(dossier)} {words} Measured: on the evaluation data, with its 95% interval."
-        body += f"<div>{paragraph(words)}{draw_marks(marks)}</div>"
+        yield Html("<div>")
+        yield Words(
+            f"{facts.damage_in_words(dossier)} {words} Measured: on the evaluation data, with its 95% interval."
+        )
+        yield Html(f"{draw_rows(pictures.marks(marks))}</div>")
     if pairs:
-        picture = pickable(f"Predicted against measured prices; {PICK}", draw_scatter(pairs))
-        body += f"<div>{paragraph('Prices of single cuts. ' + pairs_in_words(pairs))}{picture}</div>"
-    return f'<h3>Predicted against measured</h3><div class="pair">{body}</div>' if body else ""
+        yield Html("<div>")
+        yield Words(f"Prices of single cuts. {pictures.prices_in_words(pairs)}")
+        picture = draw(pictures.prices(pairs))
+        yield Html(f"{pickable(f'Predicted against measured prices; {PICK}', picture)}</div>")
+    yield Html("</div>")
 
 
-def _layers(dossier: Dossier, maps: Maps) -> str:
-    if dossier.readings is None:
-        return missing("The model has not been probed", how_to_make(dossier, "probe"))
+def _layers(dossier: Dossier, maps: Maps) -> Blocks:
+    assert dossier.readings is not None
     topics = diagnostics(dossier.readings, dossier.plan)
     if not topics:
-        return paragraph("These readings hold damages only; a new run also measures what the layers do.")
-    body = paragraph(f"What the probes saw beside damage: why some cuts are cheap. {HOW}")
+        yield Words("These readings hold damages only; a new run also measures what the layers do.")
+        return
+    yield Html(f"<p>What the probes saw beside damage: why some cuts are cheap. {HOW}</p>")
     for topic in topics:
-        body += f"<h3>{escape(topic.question)}</h3>" + paragraph(f"{topic.why} {topic.answer}".strip())
+        yield Heading(topic.question)
+        yield Words(f"{topic.why} {topic.answer}".strip())
         for group in topic.sets:
-            name = HEADINGS.get(group.kind, f"{group.kind} by {group.axis}")
-            body += _reading(group, maps, name, group.kind.startswith(FIRST))
-    return body
+            name = HEADINGS.get(group.kind, f"{group.kind} by {group.reading.axis}")
+            yield _reading(group, maps, name, group.kind.startswith(FIRST))
 
 
-def _reading(group: CurveSet | StripSet, maps: Maps, name: str, is_open: bool) -> str:
+def _reading(group: CurveSet | StripSet, maps: Maps, name: str, is_open: bool) -> Html:
     """One reading: what it means, a picture of lines or dots, the heat map, and the numbers."""
-    strips = isinstance(group, StripSet)
-    words = _strip_words(group) if isinstance(group, StripSet) else _line_words(group)
-    picture = draw_strips(group) if isinstance(group, StripSet) else draw_lines(group)
-    shown = pickable(f"{name}, {'a dot per head' if strips else 'a line per layer'}; {PICK}", picture)
+    if isinstance(group, StripSet):
+        words, shape, picture = _strip_words(group), "a dot per head", draw_rows(pictures.strips(group))
+    else:
+        words, shape, picture = _line_words(group), "a line per layer", draw(pictures.curves(group))
+    words += f" Probe {group.reading.probe}, {number(group.reading.tokens)} tokens."
+    shown = pickable(f"{name}, {shape}; {PICK}", picture)
     found = next((one for one in maps if one.reading.kind == group.kind), None)
     pair = f'<div class="pair">{shown}{_heat(found, name) if found else ""}</div>'
     numbers = details("As a table", "", kind="table") if found else ""
-    return f'<div class="reading">{details(name, f"<p class=note>{escape(words)}</p>{pair}{numbers}", is_open)}</div>'
+    inner = f"<p class=note>{escape(words)}</p>{pair}{numbers}"
+    return Html(f'<div class="reading">{details(name, inner, is_open)}</div>')
 
 
 def _heat(found: Heat, name: str) -> str:
@@ -190,125 +164,104 @@ def _heat(found: Heat, name: str) -> str:
 
 
 def _line_words(group: CurveSet) -> str:
-    words = group.meaning + (" Logarithmic, with zero on the floor." if group.log else "")
+    words = group.reading.meaning + (" Logarithmic, with zero on the floor." if group.log else "")
     words += f" Dashed: {group.guide}." if group.guide else ""
-    words += (
-        f" Dashed for a chosen layer: as the {group.earlier_probe} probe predicted it." if group.earlier_probe else ""
-    )
-    return f"{words} Probe {group.probe}, {number(group.tokens)} tokens."
+    if group.earlier_probe:
+        words += f" Dashed for a chosen layer: as the {group.earlier_probe} probe predicted it."
+    return words
 
 
 def _strip_words(group: StripSet) -> str:
-    words = f"{group.meaning} A dot per {group.axis.replace('_', ' ')}, layers down."
+    words = f"{group.reading.meaning} A dot per {group.reading.axis.replace('_', ' ')}, layers down."
     words += " Grey: the full dimension." if any(strip.full for strip in group.strips) else ""
-    words += f" Typical standard error: {number(group.error, 2)}." if group.error is not None else ""
-    return f"{words} Probe {group.probe}, {number(group.tokens)} tokens."
+    return words + (f" Typical standard error: {number(group.error, 2)}." if group.error is not None else "")
 
 
-def _healing(dossier: Dossier, maps: Maps) -> str:
-    healing = dossier.healing
-    if healing is None:
-        return missing("The model was not healed", how_to_make(dossier, "heal"))
-    tokens, seconds = as_number(healing.get("tokens")), as_number(healing.get("seconds"))
-    words = f"Method: {healing.get('method', 'unknown')}."
-    words += f" {number(tokens)} tokens." if tokens is not None else ""
-    words += f" {number(seconds)} seconds." if seconds is not None else ""
-    rate, speed = as_number(healing.get("rate")), as_number(healing.get("tokens_per_second"))
-    words += f" Rate {number(rate)}." if rate is not None else ""
-    words += f" {number(speed)} tokens per second." if speed is not None else ""
-    gained = recovery_in_words(healing)
-    words += f" On text that nothing was fitted to: {gained}." if gained else ""
-    words += f" {not_kept_in_words(healing)}"
-    losses, held = loss_curve(healing), held_out_curve(healing)
-    name = "Loss; dots: on text kept from it" if held else "Loss"
-    curve = figure(name, draw_loss(losses, "loss", held)) if len(losses) > 1 else ""
-    parts = healing_parts(healing)
-    if not parts:
-        return paragraph(f"{words} It recorded no errors per layer.") + curve
-    ends, log = healing_range(parts)
-    words += (
-        " How far every layer's output lies from the source's, relative to it: ring before, dot after the repair. "
-        "Errors add up from layer to layer, so late layers have more to make up for."
-    )
-    figures = "".join(
-        figure(part, pickable(f"Healing of {part}; {PICK}", draw_healing(part, rows, ends, log)))
-        for part, rows in parts.items()
-    )
-    cells = tuple(
-        (str(row.layer), part, number(row.before), number(row.after)) for part, rows in parts.items() for row in rows
-    )
-    numbers = table(("layer", "part", "error before", "error after"), cells, (2, 3), name="healing", layers=True)
-    return (
-        paragraph(words)
-        + f'<div class="grid" style="--min:300px">{figures}{curve}</div>'
-        + details("As a table", numbers)
-    )
+def _healing(dossier: Dossier, maps: Maps) -> Blocks:
+    record = dossier.healing or {}
+    parts, chart = healing_parts(record), pictures.loss(record)
+    yield Words(healing_in_words(record) + ("" if parts else " It recorded no errors per layer."))
+    yield Html('<div class="grid" style="--min:300px">')
+    for part, rows in parts.items():
+        picture = draw_rows(pictures.healing(part, rows, parts))
+        yield Html(figure(part, pickable(f"Healing of {part}; {PICK}", picture)))
+    if chart:
+        dots = any(series.style == "dot" for series in chart.series)
+        yield Html(figure("Loss; dots: on held-out text" if dots else "Loss", draw(chart)))
+    yield Html("</div>")
+    if parts:
+        yield Words(
+            "How far every layer's output lies from the source's, relative to it: ring before, dot after the repair. "
+            "Errors add up from layer to layer, so late layers have more to make up for."
+        )
+        yield Folded("As a table", tables.healing(record))
 
 
-def _certificate(dossier: Dossier, maps: Maps) -> str:
+def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     verdict = dossier.verdict
-    if verdict is None:
-        why = facts.why_no_verdict(dossier)
-        return (paragraph(why) if why else "") + missing("Nothing has been verified", how_to_make(dossier, "verify"))
-    checks = tuple(("✓ pass" if c.passed else "✗ FAIL", c.name, c.observed, c.expected) for c in verdict.checks)
-    body = paragraph(f"{judged.status(verdict)}. {judged.headline(verdict)}")
-    body += table(("result", "check", "observed", "expected"), checks, (), name="checks") if checks else ""
-    heads = ("quantity", "before", "after", "change", "95% interval of after")
-    body += _by_length(verdict) + _retrieval(verdict) + "<h3>What was measured</h3>"
-    body += table(heads, facts.certificate_rows(dossier), range(1, 5), name="measured")
-    body += paragraph("Sizes are counted on the saved model. Intervals of times are the range of their repeats.")
-    return body + _not_measured(verdict)
+    assert verdict is not None
+    yield Words(f"{judged.status(verdict)}. {judged.headline(verdict)}")
+    yield tables.checks(verdict)
+    if verdict.lengths:
+        yield Heading("Quality by length")
+        yield Words("Both models on the same text, in rows of growing length; intervals are over blocks of text.")
+        if chart := pictures.by_length(verdict):
+            yield Html(draw(chart))
+        yield tables.lengths(verdict)
+    if verdict.retrieval:
+        yield Heading("Retrieval by distance")
+        yield Words(tables.RETRIEVAL_WORDS)
+        yield tables.retrieval(verdict)
+    yield Heading("What was measured")
+    yield tables.measured(verdict)
+    yield Words("Sizes are counted on the saved model. Intervals of times are the range of their repeats.")
+    yield Heading("What was not measured")
+    left = judged.not_measured(verdict)
+    yield Items(left) if left else Words("Nothing that a certificate has was left out.")
 
 
-def _by_length(verdict: Verdict) -> str:
-    """Damage over length: the curve, and its numbers."""
-    if not verdict.lengths:
-        return ""
-    words = "Both models on the same text, in rows of growing length; intervals are over blocks of text."
-    data = judged.by_length(verdict)
-    picture = draw_by_length(data) if data else ""
-    numbers = table(judged.LENGTH_HEADS, judged.length_rows(verdict), range(6), name="quality by length")
-    return f"<h3>Quality by length</h3>{paragraph(words)}{picture}{numbers}"
+def _samples(dossier: Dossier, maps: Maps) -> Blocks:
+    samples = dossier.verdict.samples if dossier.verdict else ()
+    if not samples:
+        yield Words("The verdict holds no generations; models that generate nothing are judged by their outputs.")
+        return
+    yield Html(f"<p>{SAMPLES}</p>")
+    for sample in samples:
+        yield Html(draw_sample(sample))
+        for name, text in (("Prompt", sample.prompt), ("Source", sample.before), ("Reshaped", sample.after)):
+            yield Code(text, name=name, page=False)
 
 
-def _retrieval(verdict: Verdict) -> str:
-    if not verdict.retrieval:
-        return ""
-    numbers = table(judged.RETRIEVAL_HEADS, judged.retrieval_rows(verdict), range(5), name="retrieval")
-    return f"<h3>Retrieval by distance</h3>{paragraph(judged.RETRIEVAL_WORDS)}{numbers}"
-
-
-def _not_measured(verdict: Verdict) -> str:
-    found = judged.not_measured(verdict)
-    items = "".join(f"<li>{escape(words)}</li>" for words in found)
-    body = f"<ul>{items}</ul>" if found else paragraph("Nothing that a certificate has was left out.")
-    return f"<h3>What was not measured</h3>{body}"
-
-
-def _samples(dossier: Dossier, maps: Maps) -> str:
-    if dossier.verdict is None:
-        return missing("Nothing has been generated", how_to_make(dossier, "verify"))
-    if not dossier.verdict.samples:
-        return paragraph("The verdict holds no generations; models that generate nothing are judged by their outputs.")
-    return draw_samples(dossier.verdict.samples)
-
-
-def _reproduce(dossier: Dossier, maps: Maps) -> str:
-    words = paragraph("Load it:") + pre(facts.loading(dossier, FOLDER + "/model"))
-    words += paragraph("The whole run, into a new folder DIR:") + pre(run_command(dossier.settings))
-    again = "Think again with another budget, from the same readings and without a GPU: "
+def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
+    yield Code(facts.loading(dossier, FOLDER + "/model"), "python", "Load it")
+    yield Code(run_command(facts.settings_of(dossier)), "sh", "The whole run, into a new folder DIR")
     budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
-    words += f"<p>{again}{code(f'headwise allocate DIR --budget {budget}=60%')}</p>"
-    return words + table(("what", "value"), facts.provenance(dossier), (), name="provenance")
+    again = "Think again with another budget, from the same readings and without a GPU"
+    yield Code(f"headwise allocate DIR --budget {budget}=60%", "sh", again)
+    yield tables.provenance(dossier)
 
 
-# Name, word in the bar, heading, what makes it.
-SECTIONS: tuple[tuple[str, str, str, Callable[[Dossier, Maps], str]], ...] = (
-    ("baselines", "Strategies", "Other strategies", _baselines),
-    ("damage", "Damage", "Damage by layer", _damage),
-    ("layers", "Layers", "What the layers do", _layers),
-    ("healing", "Healing", "Healing", _healing),
-    ("certificate", "Certificate", "Certificate", _certificate),
-    ("samples", "Generations", "Generations", _samples),
-    ("reproduce", "Use it", "Use it, do it again", _reproduce),
+class Section(NamedTuple):
+    """A part of the report: its anchor, its word in the bar, its heading, the stages that it needs, what makes it."""
+
+    name: str
+    word: str
+    heading: str
+    needs: tuple[str, ...]
+    make: Callable[[Dossier, Maps], Blocks]
+
+    def blocks(self, dossier: Dossier, maps: Maps = ()) -> Blocks:
+        """What stands under the heading, or what to type."""
+        lacking = facts.absent(dossier, *self.needs)
+        return missing(*lacking) if lacking else self.make(dossier, maps)
+
+
+SECTIONS = (
+    Section("baselines", "Strategies", "Other strategies", ("plan",), _baselines),
+    Section("damage", "Damage", "Damage by layer", ("readings",), _damage),
+    Section("layers", "Layers", "What the layers do", ("readings",), _layers),
+    Section("healing", "Healing", "Healing", ("healing",), _healing),
+    Section("certificate", "Certificate", "Certificate", ("verdict",), _certificate),
+    Section("samples", "Generations", "Generations", ("verdict",), _samples),
+    Section("reproduce", "Use it", "Use it, do it again", (), _reproduce),
 )

@@ -16,10 +16,11 @@ class Scale(NamedTuple):
     start: float
     end: float
     log: bool = False
+    shift: float = 0.0  # added to every value, so that a logarithm can begin at nothing
 
     def __call__(self, value: float) -> float:
         """The coordinate of a value."""
-        inside = min(max(value, self.low), self.high)
+        inside = min(max(value + self.shift, self.low), self.high)
         if self.log:
             part = math.log(inside / self.low) / math.log(self.high / self.low)
         else:
@@ -40,11 +41,7 @@ class Scale(NamedTuple):
 
 def xy(value: float) -> str:
     """A coordinate with one decimal and nothing superfluous."""
-    return (
-        f"{value:.1f}".rstrip("0").rstrip(".").replace("-0", "0")
-        if abs(value) < 0.05
-        else f"{value:.1f}".removesuffix(".0")
-    )
+    return "0" if abs(value) < 0.05 else f"{value:.1f}".removesuffix(".0")
 
 
 def svg(width: float, height: float, label: str, body: str, name: str = "", more: str = "") -> str:

@@ -102,6 +102,15 @@ def number(value: float | None, digits: int = 4) -> str:
     return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 1 else f"{value:.{digits}g}"
 
 
+def interval(low: float, high: float, digits: int = 4) -> str:
+    """The ends of an interval.
+
+    >>> interval(0.25, 1.5)
+    '0.25 to 1.500'
+    """
+    return f"{number(low, digits)} to {number(high, digits)}"
+
+
 def human(value: float | None) -> str:
     """Like `number`, with millions and billions shortened.
 

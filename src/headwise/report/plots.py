@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours: told apart by nearly everyone, in print too.
+# Okabe and Ito's colours: nearly everyone can tell them apart, in print too.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SUFFIXES = (".svg", ".png")
 STYLE: dict[str, Any] = {
@@ -92,19 +92,11 @@ def draw_terms(figure: Figure, lags: Sequence[int], parts: dict[str, Sequence[fl
 
 def draw_curve(figure: Figure, heads: Sequence[int], errors: Sequence[float], best: int, per: str) -> None:
     """A bound over the number of heads, its lowest point marked."""
-    axes = _axes(figure, f"heads {per}", "bound on the error")
-    axes.set_xscale("log", base=2)
+    axes = _axes(figure, f"heads {per}", "bound on the error", heads)
     axes.plot(heads, errors, marker="o", color=PALETTE[0])
     axes.plot(heads[best], errors[best], marker="o", markersize=11, fillstyle="none", color=PALETTE[1], linestyle="")
-    axes.annotate(
-        f"{heads[best]} heads: {errors[best]:.3g}",
-        (heads[best], errors[best]),
-        xytext=(0, -14),
-        textcoords="offset points",
-        ha="center",
-    )
-    axes.set_xticks(list(heads), [str(value) for value in heads])
-    axes.minorticks_off()
+    words, place = f"{heads[best]} heads: {errors[best]:.3g}", (heads[best], errors[best])
+    axes.annotate(words, place, xytext=(0, -14), textcoords="offset points", ha="center")
     axes.margins(y=0.15)
 
 
@@ -117,23 +109,25 @@ def draw_lines(
     errors: dict[str, Sequence[float]] | None = None,
 ) -> None:
     """Several lines over a logarithmic axis, with error bars where known; y is logarithmic if values span much."""
-    axes = _axes(figure, x_label, y_label)
-    axes.set_xscale("log", base=2)
+    axes = _axes(figure, x_label, y_label, x)
     positive = [value for values in lines.values() for value in values if value > 0]
     if positive and max(positive) > 30 * min(positive):
         axes.set_yscale("log")
     for (name, values), colour in zip(lines.items(), PALETTE, strict=False):
         label, bars = name.replace("_", " "), (errors or {}).get(name)
         axes.errorbar(x, values, yerr=bars, label=label, marker="o", color=colour, capsize=3)
-    axes.set_xticks(list(x), [f"{value:g}" for value in x])
-    axes.minorticks_off()
     axes.legend(loc="best", frameon=False)
 
 
-def _axes(figure: Figure, x_label: str, y_label: str) -> Axes:
+def _axes(figure: Figure, x_label: str, y_label: str, doubling: Sequence[float] = ()) -> Axes:
+    """Named axes; where x doubles from value to value, a logarithmic one with these values as ticks."""
     axes = figure.add_subplot()
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
+    if doubling:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(list(doubling), [f"{value:g}" for value in doubling])
+        axes.minorticks_off()
     return axes
 
 

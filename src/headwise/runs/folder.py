@@ -23,6 +23,7 @@ from headwise.errors import (
 from headwise.files import disk
 from headwise.files.json import read_bytes, read_object
 from headwise.runs import aside, fingerprint
+from headwise.runs.dossier import Dossier
 from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
 from headwise.runs.lock import is_first, locked
@@ -30,7 +31,6 @@ from headwise.runs.settings import Settings as Settings
 from headwise.stages import frontier
 from headwise.types import (
     Budget,
-    Dossier,
     LatencyTable,
     ModelShape,
     Plan,
@@ -293,14 +293,14 @@ class RunFolder:
         rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
         sweep = None
         if readings and plan:
-            if ModelShape.from_json(readings.shape).layers != plan.source.layers:
+            if readings.source.layers != plan.source.layers:
                 raise PlanError(
                     f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
                 )
             mark = frontier.fingerprint(readings, plan, settings.allow)
             sweep = frontier.stored(self.frontier_file, mark, len(plan.keep))
-        described = {**settings.to_json(), **self._followed(), "versions": _versions()}
-        return Dossier(described, readings, plan, healing, verdict, rivals, sweep, unverified)
+        followed = Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name)
+        return Dossier(followed, readings, plan, healing, verdict, rivals, sweep, unverified, _versions())
 
     def _followed(self) -> dict[str, Any]:
         """The settings that plan and model really follow, where stages were asked for others than the run."""

@@ -1,9 +1,10 @@
-"""The allocate stage on a run folder, without torch: think again as often as you like."""
+"""The allocate stage on a run folder, without torch: from one probing to any number of plans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from headwise import strategies
@@ -11,7 +12,7 @@ from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.types import LayerShape, ModelShape, Plan, Readings
+from headwise.types import CUTS, LayerShape, Plan, Readings
 
 
 def allocate_in(
@@ -23,44 +24,27 @@ def allocate_in(
         raise BudgetError("no budget was given; add one, such as --budget kv=75%.")
     with folder.held("allocate"):
         settings = folder.require()
-        asked = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
-        plan = _allocated(folder, asked)
-        folder.write_plan(plan, asked)
+        wanted = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
+        plan = _allocated(folder, wanted)
+        folder.write_plan(plan, wanted)
     return plan
 
 
-def _allocated(folder: RunFolder, asked: Settings) -> Plan:
+def _allocated(folder: RunFolder, wanted: Settings) -> Plan:
     if not folder.readings_file.exists():
         raise PlanError(
             f"{folder.path} has no readings yet; begin with: headwise probe MODEL --out {folder.path} --overwrite"
         )
     readings = Readings.read(folder.readings_file)
-    shape = ModelShape.from_json(readings.shape, "readings.shape")
-    if any(layer.pooled > 1 for layer in shape.layers):
-        asked.refuse_to_pool()
-    limits = parse_all(asked.budgets, shape, folder.tables())
-    return strategies.allocate(readings, limits, asked.strategy, asked.allow, asked.portable, asked.seed)
+    if any(layer.pooled > 1 for layer in readings.source.layers):
+        wanted.refuse_to_pool()
+    limits = parse_all(wanted.budgets, readings.source, folder.tables())
+    return strategies.allocate(readings, limits, wanted.strategy, wanted.allow, wanted.portable, wanted.seed)
 
 
 def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:
     """Which curves to check by measurement, and the layer that a size on their axis stands for."""
-    found: dict[str, Callable[[LayerShape, int], LayerShape]] = {}
-    if settings.portable:
-        return found
-    if "qk" in settings.allow:
-        found["damage.qk_projected"] = lambda shape, size: replace(
-            shape, qk_dim=size, qk_width=size if folds else shape.qk_width
-        )
-    if "v" in settings.allow:
-        found["damage.v"] = lambda shape, size: replace(shape, v_dim=size)
-    if not settings.only_kv and "mlp" in settings.allow:
-        found["damage.mlp"] = lambda shape, size: replace(shape, mlp_width=size)
-    if not settings.only_kv and "qk" in settings.allow and not folds:
-        found["damage.qk_pairs"] = lambda shape, size: replace(shape, qk_width=size, qk_dim=size)
-    if "heads" in settings.allow:
-        found["damage.heads"] = lambda shape, size: replace(shape, query_heads=size * shape.kv_heads)
-    if "kv_heads" in settings.allow:
-        found["damage.kv_heads"] = lambda shape, size: replace(
-            shape, kv_heads=size, query_heads=size * shape.queries_per_group
-        )
-    return found
+    units = [unit for unit in CUTS if unit.swapped and unit.allow in settings.allow and not settings.portable]
+    if folds:  # then a projection is as good as dropping pairs
+        units = [unit for unit in units if unit.curve != "qk_pairs"]
+    return {unit.kind: partial(unit.shape, folds=folds) for unit in units if unit.cached or not settings.only_kv}

@@ -34,7 +34,7 @@ def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
     first = [(budget.key, budget.length) for budget in plan.budgets[:1]]
     budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
     budgets += [budget.table.to_json() for budget in plan.budgets if budget.table is not None]
-    text = json.dumps([METHOD, readings.shape, curves, readings.depth, budgets, allow], sort_keys=True)
+    text = json.dumps([METHOD, readings.source.to_json(), curves, readings.depth, budgets, allow], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -66,7 +66,7 @@ def solve(
     """
     if not plan.budgets:
         return None
-    shape, first = ModelShape.from_json(readings.shape, "readings.shape"), plan.budgets[0]
+    shape, first = readings.source, plan.budgets[0]
     from headwise.strategies import unpriced
     from headwise.strategies.exact import answers  # brings SciPy, which no --help needs
 

@@ -73,7 +73,7 @@ def probe(
         curves.append(found)
     readings = Readings(
         model=settings.model,
-        shape=shape.to_json(),
+        shape=shape,
         curves=(*curves, *seen),
         depth=order,
         orders=tuple(orders),

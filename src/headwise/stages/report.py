@@ -7,9 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from headwise.errors import HeadwiseError, OutputError
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.stages import frontier
-from headwise.types import VERSION, Dossier, write_atomically
+from headwise.types import VERSION, write_atomically
 
 
 def write_report(folder: RunFolder) -> Dossier:

@@ -8,7 +8,7 @@ from types import ModuleType
 from headwise.errors import PlanError
 from headwise.registry import find, names
 from headwise.strategies._options import keep_for, unpriced, ways
-from headwise.types import DEFAULT_UNITS, UNITS, Budget, ModelShape, Plan, Readings
+from headwise.types import DEFAULT_UNITS, UNITS, Budget, Plan, Readings
 
 __all__ = ["POOLING", "allocate", "blind", "chosen", "cuts", "keep_for", "known", "unpriced", "ways"]
 
@@ -27,7 +27,7 @@ def allocate(
 ) -> Plan:
     """The plan of a strategy for what the probes found. Same inputs, same plan."""
     module = chosen(strategy, allow, portable)
-    source = ModelShape.from_json(readings.shape, "readings.shape")
+    source = readings.source
     if lacking := unpriced(source, readings, budgets, cuts(module, allow)):
         raise PlanError(lacking)
     plan: Plan = module.allocate(source, readings, budgets, allow, seed)

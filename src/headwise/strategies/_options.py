@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import BudgetError, PlanError
-from headwise.types import UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
+from headwise.types import (
+    DAMAGE,
+    GONE,
+    UNIT_OF,
+    UNITS,
+    Budget,
+    LayerKeep,
+    LayerShape,
+    ModelShape,
+    Plan,
+    Readings,
+    Unit,
+)
 
 Order = dict[str, tuple[tuple[int, ...], ...]]
 
 
 class Choice(NamedTuple):
-    """One size of one unit kind: the fields of LayerShape that it sets, and its damage."""
+    """One size of one unit: the fields of LayerShape that it sets, and its damage."""
 
     sizes: tuple[tuple[str, int], ...]
     damage: float
@@ -33,7 +45,7 @@ class LayerMenu:
 def ways(readings: Readings) -> tuple[str, ...]:
     """The query/key curves that may compete: rotary pairs only where they were priced by the same probe.
 
-    A measured price beside a merely predicted one would favour whichever probe is the more hopeful.
+    A measured price beside a merely predicted one would favour the probe with the lower prices.
     """
     projected, pairs = (readings.curve(f"damage.{name}") for name in ("qk_projected", "qk_pairs"))
     comparable = projected is None or pairs is None or projected.probe == pairs.probe
@@ -43,37 +55,60 @@ def ways(readings: Readings) -> tuple[str, ...]:
 def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str]) -> list[LayerMenu]:
     """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs."""
     allowed, ways = set(allow), tuple(ways)
-    folds = source.grain.folds
-    return [_menu(layer, shape, readings, allowed, ways, folds) for layer, shape in enumerate(source.layers)]
+
+    def menu(layer: int, shape: LayerShape) -> LayerMenu:
+        def priced(unit: Unit) -> list[tuple[int, float]]:
+            together = shape.pooled > 1 and unit.allow in ("heads", "kv_heads")  # heads that share a row stay
+            reading = readings.curve(unit.kind) if unit.allow in allowed and not together else None
+            return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
+
+        return _menu(shape, ways, source.grain.folds, priced)
+
+    return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
+
+
+def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
+    """Every legal size of every layer without a price: for new models, where there is nothing to damage yet."""
+    allowed = set(allow)
+
+    def menu(shape: LayerShape) -> LayerMenu:
+        def free(unit: Unit) -> list[tuple[int, float]]:
+            return [(size, 0.0) for size in unit.sizes(shape, source.grain)[1:] if unit.allow in allowed]
+
+        return _menu(shape, ("qk_projected",), True, free)
+
+    return [menu(shape) for shape in source.layers]
 
 
 def _menu(
-    layer: int, shape: LayerShape, readings: Readings, allowed: set[str], ways: tuple[str, ...], folds: bool
+    shape: LayerShape, ways: tuple[str, ...], folds: bool, priced: Callable[[Unit], list[tuple[int, float]]]
 ) -> LayerMenu:
-    def curve(kind: str, unit: str) -> list[tuple[int, float]]:
-        together = shape.pooled > 1 and unit in ("heads", "kv_heads")  # those that share a row stay
-        reading = readings.curve(f"damage.{kind}") if unit in allowed and not together else None
-        return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
+    """A layer's choices. `priced` gives every size of a unit below the layer's own, with its damage."""
 
-    qk = [Choice((("qk_width", shape.qk_width), ("qk_dim", shape.qk_dim)), 0.0)]
-    for way in ways:
-        for size, damage in curve(way, "qk"):
-            width = shape.qk_width if way == "qk_projected" and not folds else size
-            qk.append(Choice((("qk_width", width), ("qk_dim", size)), damage))
-    groups = [(shape.kv_heads, 0.0), *curve("kv_heads", "kv_heads")]
-    sharing = [(shape.queries_per_group, 0.0), *curve("heads", "heads")]
-    heads = [Choice((("query_heads", g * n), ("kv_heads", g)), a + b) for g, a in groups for n, b in sharing]
-    v = [Choice((("v_dim", shape.v_dim),), 0.0), *(Choice((("v_dim", s),), d) for s, d in curve("v", "v"))]
-    mlp = [Choice((("mlp_width", shape.mlp_width),), 0.0)]
-    mlp += [Choice((("mlp_width", s),), d) for s, d in curve("mlp", "mlp")]
-    return LayerMenu(tuple(heads), tuple(qk), tuple(v), tuple(mlp))
+    def choices(*curves: str, same: tuple[str, ...]) -> tuple[Choice, ...]:
+        units = [UNIT_OF[DAMAGE + curve] for curve in curves]
+        cut = [(unit.sets(shape, size, folds), damage) for unit in units for size, damage in priced(unit)]
+        return (_unchanged(shape, same), *(Choice(tuple(fields.items()), damage) for fields, damage in cut))
+
+    groups = [(shape.kv_heads, 0.0), *priced(UNIT_OF["damage.kv_heads"])]
+    sharing = [(shape.queries_per_group, 0.0), *priced(UNIT_OF["damage.heads"])]
+    return LayerMenu(
+        heads=tuple(Choice((("query_heads", g * n), ("kv_heads", g)), a + b) for g, a in groups for n, b in sharing),
+        qk=choices(*ways, same=("qk_width", "qk_dim")),
+        v=choices("v", same=("v_dim",)),
+        mlp=choices("mlp", same=("mlp_width",)),
+    )
+
+
+def _unchanged(shape: LayerShape, fields: tuple[str, ...]) -> Choice:
+    return Choice(tuple((name, getattr(shape, name)) for name in fields), 0.0)
 
 
 def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], allow: Sequence[str]) -> str | None:
     """Why these budgets cannot be planned for: something that may be cut for them was not priced. None where all was.
 
-    Probing for the cache alone looks at no MLP and measures no rotary pairs. A plan for parameters from such readings
-    would take the MLP for something that cannot be cut.
+    Probing for the cache alone prices no MLP and no rotary pairs. A plan for parameters from such readings would
+    treat the MLP as something that cannot be cut.
     """
     wanted = [budget for budget in budgets if budget.name != "kv"]
     texts = " ".join(f"--budget {budget.text}" for budget in budgets)
@@ -117,36 +152,9 @@ def depth_steps(readings: Readings, allow: Iterable[str]) -> list[tuple[tuple[in
 
 
 def without_layers(offered: list[LayerMenu], gone: Iterable[int]) -> list[LayerMenu]:
-    """The same menus with nothing to choose where a layer is gone."""
-    nothing = LayerMenu(
-        heads=(Choice((("query_heads", 0), ("kv_heads", 0)), 0.0),),
-        qk=(Choice((("qk_width", 0), ("qk_dim", 0)), 0.0),),
-        v=(Choice((("v_dim", 0),), 0.0),),
-        mlp=(Choice((("mlp_width", 0),), 0.0),),
-    )
-    lost = set(gone)
+    """The menus with nothing to choose where a layer is gone."""
+    nothing, lost = _menu(GONE, (), False, lambda unit: []), set(gone)
     return [nothing if index in lost else menu for index, menu in enumerate(offered)]
-
-
-def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
-    """Every legal size of every layer without a price: for new models, where there is nothing to damage yet."""
-    allowed, grain = set(allow), source.grain
-
-    def sizes(unit: str, legal: tuple[int, ...]) -> tuple[int, ...]:
-        return legal if unit in allowed else legal[:1]
-
-    def menu(shape: LayerShape) -> LayerMenu:
-        groups = sizes("kv_heads", tuple(range(shape.kv_heads, 0, -1)))
-        sharing = sizes("heads", tuple(range(shape.queries_per_group, 0, -1)))
-        qk = sizes("qk", grain.qk_sizes(shape.qk_dim))
-        return LayerMenu(
-            heads=tuple(Choice((("query_heads", g * n), ("kv_heads", g)), 0.0) for g in groups for n in sharing),
-            qk=tuple(Choice((("qk_width", size), ("qk_dim", size)), 0.0) for size in qk),
-            v=tuple(Choice((("v_dim", size),), 0.0) for size in sizes("v", grain.v_sizes(shape.v_dim))),
-            mlp=tuple(Choice((("mlp_width", s),), 0.0) for s in sizes("mlp", grain.mlp_sizes(shape.mlp_width))),
-        )
-
-    return [menu(shape) for shape in source.layers]
 
 
 def with_choices(shape: LayerShape, *choices: Choice) -> LayerShape:
@@ -178,7 +186,7 @@ def keep_for(shape: LayerShape, target: LayerShape, order: Order, pairs: str = "
 
 
 def by_weight(readings: Readings) -> Readings:
-    """The same readings with units ordered by the size of their weights, where that was looked up."""
+    """Readings with units in the order of the size of their weights, where the probe recorded it."""
     kinds = ("kv_heads", "heads", "mlp")
     orders = tuple({**o, **{k: o[f"{k}_weight"] for k in kinds if f"{k}_weight" in o}} for o in readings.orders)
     return replace(readings, orders=orders)

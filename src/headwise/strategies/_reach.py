@@ -111,7 +111,7 @@ def _legal(source: ModelShape) -> Readings:
     if grain.rotary and not any(layer.projected for layer in source.layers):
         kinds["qk_pairs"] = [grain.qk_sizes(layer.qk_width) for layer in source.layers]
     curves = tuple(_free(f"damage.{kind}", tuple(sizes)) for kind, sizes in kinds.items())
-    return Readings("", source.to_json(), curves, ({},) * len(source.layers), 0, 0)
+    return Readings("", source, curves, ({},) * len(source.layers), 0, 0)
 
 
 def _free(kind: str, ticks: tuple[tuple[int, ...], ...]) -> Reading:

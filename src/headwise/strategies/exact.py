@@ -12,7 +12,7 @@ import numpy as np
 
 from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Problem, Solution
-from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Point, Readings
+from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
@@ -47,12 +47,12 @@ class Depths:
                 best = found.damage + lost, found
         return best
 
-    def frontier(self) -> tuple[Point, ...]:
+    def frontier(self) -> tuple[FrontierPoint, ...]:
         """Least damage against the first budget's price."""
         if not self.budgets:
             return ()
         problems = [(self.problem(place), lost) for place, lost in enumerate(self.lost)]
-        points: list[Point] = []
+        points: list[FrontierPoint] = []
         for share in np.linspace(min(p.least[0] / p.full[0] for p, _ in problems), 1.0, FRONTIER_POINTS):
             damage = float("inf")
             for problem, lost in problems:
@@ -60,7 +60,7 @@ class Depths:
                     damage = min(damage, problem.damage_at(float(share)) + lost)
             if damage < float("inf"):
                 # A plan for less is a plan for more, so within the gap the better of the two counts.
-                points.append(Point(float(share), min([damage, *(p.damage for p in points[-1:])])))
+                points.append(FrontierPoint(float(share), min([damage, *(p.damage for p in points[-1:])])))
         return tuple(points)
 
 

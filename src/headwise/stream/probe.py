@@ -156,7 +156,7 @@ def probe(source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, 
     curves = [_reading(name, layers, gains, sum(p.numel() for p in walk.few), wanted.seed, unit) for name in kinds]
     return Readings(
         model=wanted.model,
-        shape=source.shape.to_json(),
+        shape=source.shape,
         curves=tuple(curves),
         orders=tuple(layer.orders for layer in layers),
         tokens=count_tokens(tokens),

@@ -3,24 +3,30 @@
 from headwise.types._record import VERSION, Record, write_atomically
 from headwise.types.healing import Gain, Healing, HealingStage, LossPoint
 from headwise.types.latency import PHASES, HeldOut, LatencyTable, Lattice, LayerTime, Workload
-from headwise.types.plan import DEFAULT_UNITS, UNITS, Budget, LayerKeep, Plan, Point
+from headwise.types.measure import BeforeAfter, Measure
+from headwise.types.plan import Budget, FrontierPoint, LayerKeep, Plan
 from headwise.types.reading import Reading, Readings
 from headwise.types.shape import GONE, ROLES, Grain, LayerShape, ModelShape
 from headwise.types.sweep import Answer, Sweep
-from headwise.types.verdict import Check, Dossier, LengthQuality, Retrieval, Sample, Verdict
+from headwise.types.unit import CUTS, DAMAGE, DEFAULT_UNITS, UNIT_OF, UNITS, Unit
+from headwise.types.verdict import Check, LengthQuality, Retrieval, Sample, Verdict
 
 __all__ = [
+    "CUTS",
+    "DAMAGE",
     "DEFAULT_UNITS",
     "GONE",
     "PHASES",
     "ROLES",
     "UNITS",
+    "UNIT_OF",
     "VERSION",
     "Answer",
+    "BeforeAfter",
     "Budget",
     "Check",
-    "Dossier",
     "Gain",
+    "FrontierPoint",
     "Grain",
     "Healing",
     "HealingStage",
@@ -32,15 +38,16 @@ __all__ = [
     "LayerTime",
     "LengthQuality",
     "LossPoint",
+    "Measure",
     "ModelShape",
     "Plan",
-    "Point",
     "Reading",
     "Readings",
     "Record",
     "Retrieval",
     "Sample",
     "Sweep",
+    "Unit",
     "Verdict",
     "Workload",
     "write_atomically",

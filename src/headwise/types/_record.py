@@ -31,6 +31,11 @@ class Record:
         """The value that `data` describes; a wrong, missing or unknown field is named in the error."""
         return typing.cast(Self, _decode(cls, data, where or cls.__name__.lower()))
 
+    @classmethod
+    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Fields as a file holds them -> fields as this class has them; the same unless a class says otherwise."""
+        return data
+
     def save(self, path: Path) -> None:
         """Write atomically: a reader sees the old file or the new one, never half of one."""
         text = json.dumps({"headwise": type(self).__name__, "version": VERSION, **self.to_json()}, indent=1)
@@ -86,7 +91,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {shortened(data)}.")
-    hints = typing.get_type_hints(kind)
+    data, hints = kind.from_file(data), typing.get_type_hints(kind)
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(fields)):
         raise PlanError(f"{where} has an unknown field '{unknown[0]}'; known: {', '.join(fields)}.")

@@ -1,4 +1,4 @@
-"""How long a model takes on one device: what it is asked to do, and a table of measured layers that prices others."""
+"""How long a model takes on one device: the work that is timed, and a table of measured layers that prices others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from headwise.types._record import Record
 from headwise.types.shape import LayerShape, ModelShape
 
 PHASES = ("decode", "prefill")
-LENGTH = 2048  # tokens, where nothing is said
+LENGTH = 2048  # tokens, unless a text names a length
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class LatencyTable(Record):
     """
 
     device: str
-    facts: dict[str, str]  # whatever else times depend on: dtype, versions, the model's fixed sizes
+    facts: dict[str, str]  # what else times depend on: dtype, versions, the model's fixed sizes
     workload: Workload
     base: LayerShape
     rest_ms: float  # embeddings, last norm and head
@@ -153,12 +153,14 @@ class LatencyTable(Record):
 
     def _ms(self, layer: LayerShape) -> float:
         if layer not in self._known:
-            raise BudgetError(f"the table of {self.workload} lacks a layer that it names; delete it and probe again.")
+            raise BudgetError(
+                f"the table of {self.workload} does not hold a layer that it names; delete it and probe again."
+            )
         return self._known[layer]
 
     @property
     def error(self) -> float:
-        """The largest that is left of the checks."""
+        """The largest error of the checks that led to no further measurement."""
         return max((check.error for check in self.held_out if not check.refined), default=0.0)
 
     def model_ms(self, model: ModelShape) -> float:
@@ -192,7 +194,7 @@ class LatencyTable(Record):
         raise self._outside(f"attention of {heads}, qk {layer.qk_dim} of {layer.qk_width}, v {layer.v_dim}")
 
     def _fitting(self, layer: LayerShape) -> Iterable[Lattice]:
-        """Lattices that price the layer; one whose queries are computed at a larger width never asks too little."""
+        """Lattices that price the layer; one whose queries are computed at a larger width is never too fast."""
         if not layer.projected:
             return [lattice for lattice in self.lattices if not lattice.width]
         wide = [lattice for lattice in self.lattices if lattice.width >= layer.qk_width]

@@ -11,16 +11,13 @@ from headwise.types._record import Record
 from headwise.types.latency import LatencyTable, Workload
 from headwise.types.shape import SIZES, LayerShape, ModelShape
 
-UNITS = ("qk", "v", "mlp", "heads", "kv_heads", "depth")  # what a plan may cut, as `--allow` names them
-DEFAULT_UNITS = ("qk", "v", "mlp")
-
 
 @dataclass(frozen=True, slots=True)
 class Budget(Record):
     """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at.
 
-    A limit on time says of which work, and brings the table that prices it. The table is a file of its own in the run
-    folder: a plan that is read alone says what it spends, and prices nothing else.
+    A limit on time names its workload and holds the table that prices it. The table is a file of its own in the run
+    folder: a plan that is read alone knows what it spends, and can price nothing else.
     """
 
     name: str
@@ -38,11 +35,11 @@ class Budget(Record):
 
     @property
     def key(self) -> str:
-        """Under which a plan says what it spends: several limits on time may go together."""
+        """The name under which a plan records what it spends; several limits on time may stand beside each other."""
         return self.name if self.workload is None else f"{self.name}@{self.workload}"
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary, without the table; most budgets have no work to name either."""
+        """A plain dictionary without the table, and without the workload where there is none."""
         found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
         if self.workload is not None:
             found |= {"workload": self.workload.to_json(), "device": self.device}
@@ -51,7 +48,7 @@ class Budget(Record):
 
 @dataclass(frozen=True, slots=True)
 class LayerKeep(Record):
-    """Which units of a source layer stay, by index; None keeps all. Directions are the reshaper's affair."""
+    """Which units of a source layer stay, by index; None keeps all. Reshaping decides which directions stay."""
 
     query_heads: tuple[int, ...] | None = None
     kv_heads: tuple[int, ...] | None = None
@@ -60,7 +57,7 @@ class LayerKeep(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class Point(Record):
+class FrontierPoint(Record):
     """One point of the frontier: what the budget's price would be and what damage the solver would have to accept."""
 
     share: float  # of the source's price
@@ -82,7 +79,7 @@ class Plan(Record):
     seed: int
     gap: float = 0.0  # between the plan and the solver's proven bound, relative
     portable: bool = False
-    frontier: tuple[Point, ...] = ()
+    frontier: tuple[FrontierPoint, ...] = ()
     context: int = 0  # tokens of context that it was made for; 0: not known
 
     def __post_init__(self) -> None:
@@ -104,11 +101,6 @@ class Plan(Record):
     def kept_layers(self) -> tuple[int, ...]:
         """The source's layers that stay."""
         return tuple(index for index, layer in enumerate(self.target.layers) if not layer.gone)
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether the plan changes nothing."""
-        return self.source.layers == self.target.layers
 
 
 def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep, folds: bool) -> None:

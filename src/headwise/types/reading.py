@@ -1,22 +1,17 @@
-"""What a probe found, with enough words that a report can draw it without knowing the probe."""
+"""What a probe found, described so that the report can draw it without knowing the probe."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
 from headwise.types.shape import LayerShape, ModelShape
+from headwise.types.unit import DAMAGE, UNIT_OF
 
 Row = tuple[float, ...]
-SIZE_OF = {
-    "qk_projected": "qk_dim",
-    "v": "v_dim",
-    "mlp": "mlp_width",
-    "heads": "queries_per_group",
-    "kv_heads": "kv_heads",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +34,7 @@ class Reading(Record):
             table = getattr(self, name)
             if table is not None and [len(row) for row in table] != [len(row) for row in self.ticks]:
                 raise PlanError(f"reading {self.kind}: {name} and ticks have different lengths; probe again.")
-        if self.kind.startswith("damage.") and not all(math.isfinite(value) for row in self.values for value in row):
+        if self.kind.startswith(DAMAGE) and not all(math.isfinite(value) for row in self.values for value in row):
             raise PlanError(f"reading {self.kind} holds a damage that is not a finite number; probe again.")
         if any(tick < 0 for row in self.ticks for tick in row) or not all(
             len(set(row)) == len(row) for row in self.ticks
@@ -60,7 +55,7 @@ class Readings(Record):
     """Everything that one probing of one model found, and the order in which its units would go."""
 
     model: str
-    shape: dict[str, object]  # ModelShape as JSON: what was probed
+    shape: ModelShape | None  # what was probed; None: readings of no model, to be drawn alone
     curves: tuple[Reading, ...]
     orders: tuple[dict[str, tuple[tuple[int, ...], ...]], ...]  # per layer and unit, per group: most needed first
     tokens: int
@@ -70,9 +65,9 @@ class Readings(Record):
     depth: tuple[int, ...] = ()  # layers in the order in which whole layers would go, as far as that was measured
 
     def __post_init__(self) -> None:
-        if not self.shape:  # readings of no model, to be drawn alone
+        if self.shape is None:
             return
-        layers = ModelShape.from_json(self.shape, "shape").layers
+        layers = self.shape.layers
         for reading in self.curves:
             rows = 1 if reading.kind == "damage.depth" else len(layers)
             if len(reading.ticks) != rows:
@@ -85,6 +80,22 @@ class Readings(Record):
         if len(set(self.depth)) < len(self.depth) or not all(0 <= index < len(layers) for index in self.depth):
             raise PlanError(f"depth must name different layers below {len(layers)}; probe again.")
 
+    @property
+    def source(self) -> ModelShape:
+        """What was probed; readings of no model are refused."""
+        if self.shape is None:
+            raise PlanError(f"the readings of {self.model or 'no model'} do not say what was probed; probe again.")
+        return self.shape
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; no shape is written as an empty one."""
+        return {**Record.to_json(self), "shape": self.shape.to_json() if self.shape else {}}
+
+    @classmethod
+    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """An empty shape stands for none."""
+        return {**data, "shape": data.get("shape") or None} if "shape" in data else data
+
     def curve(self, kind: str) -> Reading | None:
         """The reading of that kind that should be believed: the last one, as later probes correct earlier ones."""
         return next((r for r in reversed(self.curves) if r.kind == kind), None)
@@ -92,9 +103,9 @@ class Readings(Record):
 
 def _check_sizes(reading: Reading, layers: tuple[LayerShape, ...]) -> None:
     """A curve of damage names sizes from 1 up to the one that a layer has."""
-    attribute = SIZE_OF.get(reading.kind.removeprefix("damage."))
+    unit = UNIT_OF.get(reading.kind)
     for index, (layer, ticks) in enumerate(zip(layers, reading.ticks, strict=False)):
-        full = getattr(layer, attribute) if attribute else 0
+        full = unit.full(layer) if unit else 0
         if full and ticks and not 1 <= min(ticks) <= max(ticks) <= full:
             raise PlanError(
                 f"reading {reading.kind}: sizes of layer {index} go from {min(ticks)} to {max(ticks)}; it has {full}. "

@@ -95,7 +95,7 @@ class LayerShape(Record):
         return self.pooled > 1 and self.v_dim < self.v_width
 
     def pooling(self, heads: int) -> LayerShape:
-        """The same layer with so many key/value heads to a cached row, nothing lost yet."""
+        """The layer with `heads` key/value heads to a cached row, before anything is cut."""
         if heads == 1 or not self.query_heads:
             return self
         if self.pooled > 1 or self.projected or self.kv_heads % heads:
@@ -149,27 +149,27 @@ class Grain(Record):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}; steps and floors of sizes are at least 1.")
 
+    def sizes(self, of: str, full: int) -> tuple[int, ...]:
+        """Legal sizes of `qk`, `v` or `mlp` of a layer that has `full`, largest first.
+
+        >>> Grain(16, 16, 64, 20, 16, 64, rotary=True, projectable=True).sizes("qk", 64)
+        (64, 48, 32)
+        """
+        step, floor = getattr(self, f"{of}_step"), getattr(self, f"{of}_floor")
+        largest = (full - 1) // step * step
+        return (full, *(size for size in range(largest, 0, -step) if size >= floor))
+
     def qk_sizes(self, full: int) -> tuple[int, ...]:
         """Legal query/key dimensions of a layer that has `full`, largest first."""
-        return _sizes(full, self.qk_step, self.qk_floor)
+        return self.sizes("qk", full)
 
     def v_sizes(self, full: int) -> tuple[int, ...]:
         """Legal value dimensions of a layer that has `full`, largest first."""
-        return _sizes(full, self.v_step, self.v_floor)
+        return self.sizes("v", full)
 
     def mlp_sizes(self, full: int) -> tuple[int, ...]:
         """Legal MLP widths of a layer that has `full`, largest first."""
-        return _sizes(full, self.mlp_step, self.mlp_floor)
-
-
-def _sizes(full: int, step: int, floor: int) -> tuple[int, ...]:
-    """Multiples of `step` from just below `full` down to `floor`, with `full` itself in front.
-
-    >>> _sizes(64, 16, 20)
-    (64, 48, 32)
-    """
-    largest = (full - 1) // step * step
-    return (full, *(size for size in range(largest, 0, -step) if size >= floor))
+        return self.sizes("mlp", full)
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,5 +205,5 @@ class ModelShape(Record):
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
 
     def with_layers(self, layers: tuple[LayerShape, ...]) -> ModelShape:
-        """The same model with other layers."""
+        """The model with other layers."""
         return replace(self, layers=layers)

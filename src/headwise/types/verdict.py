@@ -1,17 +1,16 @@
-"""What was proved about a reshaped model, and everything else that one run folder holds."""
+"""What was proved about a reshaped model."""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from headwise.errors import HeadwiseError
 from headwise.types._record import Record
-from headwise.types.plan import Plan
-from headwise.types.reading import Readings
-from headwise.types.sweep import Sweep
+from headwise.types.measure import BeforeAfter, Measure, flattened, grouped
 
 MAX_LOSS = "10%"  # the limit of quality unless one is given
 LEAST_ROWS = 2  # of one length, for that length to count as measured
@@ -19,6 +18,7 @@ RETRIEVES = 0.2  # share of tokens that the source must retrieve for a distance 
 RETRIEVAL_LOSS = 0.1  # share of tokens that the cut model may retrieve less
 
 WITHIN, UNCERTAIN, BEYOND, NOT_JUDGED = "within limit", "uncertain", "beyond limit", "not judged"
+TABLES = ("quality", "size", "speed", "damage")  # of a verdict, by flat keys in its file
 VERIFIED, PARTLY, FAILED = "verified", "partly verified", "not verified"
 
 
@@ -52,7 +52,7 @@ class Check(Record):
 
 @dataclass(frozen=True, slots=True)
 class Sample(Record):
-    """The same prompt continued by the source model and by the reshaped one."""
+    """A prompt, continued by the source model and by the reshaped one."""
 
     prompt: str
     before: str
@@ -109,10 +109,10 @@ class Verdict(Record):
     (`verified_up_to`), and whether it is within the limit (`quality_state`).
     """
 
-    quality: dict[str, float]
-    size: dict[str, int]
-    speed: dict[str, float]
-    damage: dict[str, float]
+    quality: dict[str, BeforeAfter]
+    size: dict[str, BeforeAfter]
+    speed: dict[str, BeforeAfter]
+    damage: dict[str, Measure]  # measured; predicted: on calibration text; sum_of_prices: what the solver added up
     checks: tuple[Check, ...]
     samples: tuple[Sample, ...]
     evaluation: str
@@ -127,37 +127,70 @@ class Verdict(Record):
     limit: float = 0.0  # the same as damage
     not_measured: tuple[str, ...] = ()  # and why
 
+    @classmethod
+    def of(
+        cls,
+        quality: Mapping[str, float],
+        size: Mapping[str, int],
+        speed: Mapping[str, float],
+        damage: Mapping[str, float],
+        *more: Any,
+        **named: Any,
+    ) -> Self:
+        """A verdict from flat keys, as checks return them."""
+        found = {name: both.after for name, both in grouped(damage).items() if both.after}
+        return cls(grouped(quality), grouped(size), grouped(speed), found, *more, **named)
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary with flat keys, such as `loss_after_low`."""
+        tables = {name: flattened(getattr(self, name)) for name in TABLES[:3]}
+        tables["size"] = {name: int(value) for name, value in tables["size"].items()}
+        tables["damage"] = flattened({name: BeforeAfter(measure) for name, measure in self.damage.items()})
+        return {**Record.to_json(self), **tables}
+
+    @classmethod
+    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Flat keys, put in order; whatever holds none is left for the reader to refuse."""
+        tables: dict[str, dict[str, Any]] = {}
+        for table in (name for name in TABLES if isinstance(data.get(name), dict)):
+            tables[table] = {name: both.to_json() for name, both in grouped(data[table]).items()}
+        if "damage" in tables:
+            tables["damage"] = {name: both["after"] for name, both in tables["damage"].items() if both["after"]}
+        return {**data, **tables}
+
     @property
     def sizes_verified(self) -> bool:
         """Whether every check holds: counts, budgets, times, and the model as it reloads."""
         return bool(self.checks) and all(check.passed for check in self.checks)
 
     @property
-    def measured(self) -> tuple[tuple[int, float, float, float], ...]:
-        """Length, damage and its interval, wherever quality was measured; length 0 where rows have no one length."""
-        at = [(q.length, q.damage, q.low, q.high) for q in self.lengths if q.rows >= LEAST_ROWS]
-        values = [self.damage.get(name) for name in ("measured", "measured_low", "measured_high")]
-        known = [value for value in values if value is not None]
-        return (*([(self.length, known[0], known[1], known[2])] if len(known) == 3 else []), *at)
+    def measured(self) -> tuple[tuple[int, Measure], ...]:
+        """Length and damage wherever its interval was measured; length 0 where rows have no one length."""
+        at = [(q.length, Measure(q.damage, q.low, q.high)) for q in self.lengths if q.rows >= LEAST_ROWS]
+        whole = self.damage.get("measured")
+        known = whole is not None and whole.low is not None and whole.high is not None
+        return (*([(self.length, whole)] if whole and known else []), *at)
 
     @property
-    def worst(self) -> tuple[int, float, float, float] | None:
-        """The measurement with the most damage; one that is not a number is worse than any."""
-        return max(self.measured, key=lambda m: math.inf if math.isnan(m[1]) else m[1], default=None)
+    def worst(self) -> Measure | None:
+        """The most damage that was measured; one that is not a number is worse than any."""
+        found = [measure for _, measure in self.measured]
+        return max(found, key=lambda m: math.inf if math.isnan(m.value) else m.value, default=None)
 
     @property
     def quality_state(self) -> str:
         """Whether the damage is within the limit at every measured length, its interval included."""
         if not self.max_loss or not self.measured:
             return NOT_JUDGED
-        if any(low > self.limit or not math.isfinite(damage) for _, damage, low, _ in self.measured):
+        found = [measure for _, measure in self.measured]
+        if any((m.low or 0.0) > self.limit or not math.isfinite(m.value) for m in found):
             return BEYOND
-        return WITHIN if all(high <= self.limit for *_, high in self.measured) else UNCERTAIN
+        return WITHIN if all(m.high is not None and m.high <= self.limit for m in found) else UNCERTAIN
 
     @property
     def verified_up_to(self) -> int:
         """The longest context at which quality was measured; 0 where the model reads no growing text."""
-        return max((length for length, *_ in self.measured), default=0)
+        return max((length for length, _ in self.measured), default=0)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -188,17 +221,3 @@ class Verdict(Record):
 def _lost_in_words(found: Retrieval) -> str:
     lost = 100 * (found.accuracy_before - found.accuracy_after)
     return f"retrieves {lost:.0f} points less than the source at {found.distance:,} tokens"
-
-
-@dataclass(frozen=True, slots=True)
-class Dossier(Record):
-    """Everything in one run folder: the only argument of the report. A stage that has not run is None."""
-
-    settings: dict[str, Any]
-    readings: Readings | None
-    plan: Plan | None
-    healing: dict[str, Any] | None
-    verdict: Verdict | None
-    baselines: tuple[dict[str, Any], ...] = ()
-    sweep: Sweep | None = None
-    unverified: str | None = None  # why a verdict that is there does not count: the plan or the model changed

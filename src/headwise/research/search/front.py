@@ -103,6 +103,7 @@ def draw(found: dict[str, Any]) -> str:
 def page(found: dict[str, Any], drawing: str) -> str:
     """A small page that stands alone: the picture, and a table of all trials, the best first."""
     from headwise.report._html import paragraph, table
+    from headwise.report._tables import Table
 
     ordered = sorted(found["rows"], key=lambda row: (row["loss"] is None, row["loss"] or 0.0))
     rows = tuple(_cells(row, row["number"] in found["fronts"]["parameters"]) for row in ordered)
@@ -112,7 +113,7 @@ def page(found: dict[str, Any], drawing: str) -> str:
         f"<h1>Search: {found['trials']} trials, {found['given_up']} given up</h1>{paragraph(settings)}"
         f"{drawing[max(0, drawing.find('<svg')) :]}"
         f"{paragraph('On the front: no other trial has a lower loss with as few parameters.')}"
-        f"{table(HEADING, rows, (0, *range(2, len(HEADING))))}</html>\n"
+        f"{table(Table(HEADING, rows, (0, *range(2, len(HEADING)))))}</html>\n"
     )
 
 

@@ -1,0 +1,24 @@
+"""Everything that one run folder holds: the only argument of the report."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from headwise.runs.settings import Settings
+from headwise.types import Plan, Readings, Record, Sweep, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Dossier(Record):
+    """A run as far as it came. A stage that has not run is None."""
+
+    settings: Settings | None = None  # those that plan and model follow; None: no run, as with a plan shown alone
+    readings: Readings | None = None
+    plan: Plan | None = None
+    healing: dict[str, Any] | None = None
+    verdict: Verdict | None = None
+    baselines: tuple[dict[str, Any], ...] = ()  # what other strategies would have done
+    sweep: Sweep | None = None
+    unverified: str | None = None  # why a verdict that is there does not count: the plan or the model changed
+    versions: dict[str, str] = field(default_factory=dict)  # of packages

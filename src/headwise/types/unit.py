@@ -1,0 +1,90 @@
+"""What can be cut. One entry per curve of damage: everything else asks this table and knows no unit by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from headwise.types.shape import Grain, LayerShape
+
+DAMAGE = "damage."  # how the kind of every reading begins that prices a cut
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Something of a layer that a plan can make smaller.
+
+    Queries and keys have several entries under one name in `--allow`: they can be projected, or lose rotary pairs.
+    """
+
+    curve: str  # the reading `damage.<curve>` prices its sizes
+    allow: str  # as `--allow` names it
+    axis: str  # the property of LayerShape that a size on its curve counts
+    size: str  # the size of LayerShape that a reader is shown
+    label: str  # of that size
+    title: str  # of its curve
+    cut: str  # what is lost, in words
+    sets: Callable[[LayerShape, int, bool], dict[str, int]]  # layer, size, folds -> fields of LayerShape
+    grain: str = ""  # which step and floor of a Grain make sizes legal; empty: every count is
+    swapped: bool = True  # whether its prices are checked by measurement, one layer at a time
+    cached: bool = True  # whether it is of use where only the cache is limited
+
+    @property
+    def kind(self) -> str:
+        """The kind of the reading that prices it."""
+        return DAMAGE + self.curve
+
+    def full(self, shape: LayerShape) -> int:
+        """The size that a layer has."""
+        return int(getattr(shape, self.axis, 0))
+
+    def sizes(self, shape: LayerShape, grain: Grain) -> tuple[int, ...]:
+        """Legal sizes of a layer, its own first, then falling."""
+        full = self.full(shape)
+        return grain.sizes(self.grain, full) if self.grain else tuple(range(full, 0, -1))
+
+    def shape(self, shape: LayerShape, size: int, folds: bool) -> LayerShape:
+        """The layer cut to a size."""
+        return replace(shape, **self.sets(shape, size, folds))  # type: ignore[arg-type]
+
+
+def _projected(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+    """A projection that is folded into the weights leaves nothing wider behind."""
+    return {"qk_width": size if folds else shape.qk_width, "qk_dim": size}
+
+
+def _pairs(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+    return {"qk_width": size, "qk_dim": size}
+
+
+def _heads(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+    return {"query_heads": size * shape.kv_heads}
+
+
+def _kv_heads(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+    return {"query_heads": size * shape.queries_per_group, "kv_heads": size}
+
+
+# In the order in which prices are measured.
+CUTS = (
+    Unit("qk_projected", "qk", "qk_dim", "qk_dim", "query/key dim", "Query/key dimensions",
+         "query/key directions projected away after rotary", _projected, "qk"),
+    Unit("v", "v", "v_dim", "v_dim", "value dim", "Value dimensions", "value directions dropped from every head",
+         lambda shape, size, folds: {"v_dim": size}, "v"),
+    Unit("mlp", "mlp", "mlp_width", "mlp_width", "MLP width", "MLP width", "MLP channels dropped",
+         lambda shape, size, folds: {"mlp_width": size}, "mlp", cached=False),
+    Unit("qk_pairs", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs",
+         "rotary pairs dropped from every query and key head", _pairs, "qk", cached=False),
+    Unit("qk_pairs_shared", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs, one set for all layers",
+         "the same rotary pairs dropped in the whole model", _pairs, "qk", swapped=False),
+    Unit("heads", "heads", "queries_per_group", "query_heads", "query heads", "Query heads",
+         "query heads dropped from every key/value group", _heads),
+    Unit("kv_heads", "kv_heads", "kv_heads", "kv_heads", "key/value heads", "Key/value heads",
+         "key/value heads dropped with their query heads", _kv_heads),
+    Unit("depth", "depth", "layers removed", "", "whole layer", "Whole layers", "whole layers removed",
+         lambda shape, size, folds: {}, swapped=False),
+)  # fmt: skip
+UNIT_OF = {unit.kind: unit for unit in CUTS}  # by the kind of the reading
+UNITS = tuple(dict.fromkeys(unit.allow for unit in CUTS))  # what a plan may cut, as `--allow` names them
+DEFAULT_UNITS = ("qk", "v", "mlp")
+LABELS = {unit.allow: unit.label for unit in CUTS}
