@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
-    "report": {"errors", "registry", "types", "cost", "budgets"},  # prices for its tables: formulas only
+    "report": {"errors", "registry", "types", "cost", "budgets", "runs"},  # formulas, flags
     "fast": {"errors", "files", "types", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
     "tasks": {"errors", "files", "registry", "data", "families"},  # what a model is for

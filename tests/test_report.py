@@ -476,8 +476,8 @@ def test_the_command_can_be_pasted() -> None:
     settings = {**make_dossier().settings, "portable": True}
     assert run_command(settings) == (
         "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
-        "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "
-        "--allow qk,v,mlp,heads,kv_heads --out DIR"
+        "--rounds 1 --heal refit --portable --allow qk,v,mlp,heads,kv_heads --seed 0 --device auto --tokens 65536 "
+        "--length 512 --out DIR"
     )
     assert run_command({}) == "headwise run MODEL --budget kv=75% --out DIR"
 

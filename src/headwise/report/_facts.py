@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report import _judged as judged
-from headwise.report._commands import items
 from headwise.report._rivals import comparisons, priced
 from headwise.report._text import MISSING, as_number, human, listing, number, relative, words
 from headwise.types import Dossier
@@ -291,6 +290,6 @@ def provenance(dossier: Dossier) -> Rows:
             rows += [(f"{words(key)}: {inner}", str(item)) for inner, item in value.items()]
         else:
             rows.append(
-                (f"Setting: {key}", ", ".join(items(value)) if isinstance(value, (list, tuple)) else str(value))
+                (f"Setting: {key}", ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value))
             )
     return tuple(rows)

@@ -77,4 +77,5 @@ class Causal(Task):
         return length
 
 
+MEANING = "next-token prediction: decoders that write text"
 TASK = Causal

@@ -86,4 +86,5 @@ def _hidden(values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
     return rows.view(len(values_BTX), -1, rows.shape[-1])
 
 
+MEANING = "masked-token prediction: BERT and similar encoders"
 TASK = Masked

@@ -86,4 +86,5 @@ class Seq2Seq(Target):
 
 SHORTEST_TARGET = 8  # where a model does not end it sooner
 
+MEANING = "a text from a text: translation, summaries"
 TASK = Seq2Seq

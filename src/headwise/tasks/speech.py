@@ -83,4 +83,5 @@ class Speech(Target):
         return found[:, :-1]
 
 
+MEANING = "a text from a recording"
 TASK = Speech
