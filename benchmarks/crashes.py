@@ -223,10 +223,10 @@ def timed(case: Path, scenario: Scenario, reference: Reference, asked: dict[str,
 
 
 def term(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, Any]) -> list[str]:
-    """SIGTERM before a change of a file: one line, code 143."""
+    """SIGTERM before a change of a file: one line, code 143; or the end of a command that was finished by then."""
     done = broken(case, scenario, reference, asked["step"], Fault("term", asked["point"]))
     found = lost(case, reference)
-    if done.code != 143 or done.traced:
+    if done.code not in (143, reference.codes[asked["step"]]) or done.traced:
         found.append(f"end: SIGTERM ends with {done.code}{', a traceback' if done.traced else ''}: {done.last_line}")
     return [*found, *resumed(case, scenario, reference, asked["step"])]
 

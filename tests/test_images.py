@@ -136,6 +136,12 @@ def test_arrays_that_are_no_images_are_refused(content, words, tmp_path):
 def test_what_is_no_image_is_refused(tmp_path, folder):
     with pytest.raises(DataError, match="none.npz cannot be read .*Give a folder of images"):
         images.read(str(tmp_path / "none.npz"), Plain(), 4, 0)
+    np.savez(tmp_path / "zeros.npz", x=pixels(4))
+    content = (tmp_path / "zeros.npz").read_bytes()
+    place = content.index(b"'descr'")
+    (tmp_path / "zeros.npz").write_bytes(content[:place] + bytes(40) + content[place + 40 :])
+    with pytest.raises(DataError, match="zeros.npz cannot be read"):
+        images.read(str(tmp_path / "zeros.npz"), Plain(), 4, 0)
     with pytest.raises(DataError, match="notes.txt holds no images. Give a folder of images"):
         images.read(str(folder / "notes.txt"), Plain(), 4, 0)
     with pytest.raises(DataError, match="gone.zip does not exist"):

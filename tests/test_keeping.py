@@ -25,7 +25,7 @@ from headwise.research.train.claim import claim as claim_training
 from headwise.research.train.claim import held as training_in
 from headwise.research.train.settings import TrainSettings
 from headwise.runs import aside, fingerprint
-from headwise.runs.folder import RunFolder
+from headwise.runs.folder import OWN, RunFolder
 from headwise.runs.lock import locked
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
@@ -173,6 +173,13 @@ def test_overwriting_keeps_what_is_not_ours(finished: RunFolder, world: Settings
     assert (finished.path / "thesis.txt").read_text() == "mine" and (finished.path / "notes" / "a.txt").exists()
     assert finished.require().seed == 1 and finished.dossier().verdict is not None
     assert not [path for path in finished.path.iterdir() if path.name.startswith(".")]
+
+
+def test_replacing_resumes_after_a_kill_before_the_first_new_file(finished: RunFolder, world: Settings) -> None:
+    (finished.path / "notes.txt").write_text("mine")
+    aside.set_aside(finished.path, OWN)  # killed here: only the user's file and the earlier run are left
+    finished.claim(world, world.model, overwrite=True)
+    assert finished.require() == world and (finished.path / "notes.txt").read_text() == "mine"
 
 
 def test_overwriting_refuses_inputs_that_would_go(finished: RunFolder, world: Settings) -> None:

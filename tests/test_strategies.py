@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 from conftest import Invented, invent
@@ -270,3 +271,11 @@ def test_the_frontier_falls_and_agrees_with_plans(texts: tuple[str, ...]) -> Non
 def test_without_budgets_nothing_is_cut() -> None:
     plan = strategies.allocate(invent(1), (), "exact")
     assert plan.is_identity and plan.frontier == ()
+
+
+def test_a_solver_that_fails_is_not_taken_for_an_answer(monkeypatch):
+    monkeypatch.setattr(_program, "milp", lambda *a, **k: SimpleNamespace(x=None, status=4, message="HiGHS: memory"))
+    readings = invent(0, Invented(dim=16, mlp_width=64, sizes=6))
+    shape = ModelShape.from_json(readings.shape)
+    with pytest.raises(MemoryError):
+        strategies.allocate(readings, (prices.parse("kv=70%", shape),), "exact")

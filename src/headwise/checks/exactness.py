@@ -30,14 +30,16 @@ RELOADS = "reloads in a fresh process without headwise"
 TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times whatever format they are in
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
-import ctypes, signal, sys
+import ctypes, os, signal, sys
+folder, proof, out, remote, auto, parent = sys.argv[1:]
 try:
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the process that asked
+    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the parent process
 except (AttributeError, OSError):
     pass
+if os.name == "posix" and os.getppid() != int(parent):  # it ended before
+    sys.exit(1)
 import torch, transformers
 from safetensors.torch import load_file, save_file
-folder, proof, out, remote, auto = sys.argv[1:]
 auto = getattr(transformers, auto)
 model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
 assert "headwise" not in sys.modules
@@ -89,7 +91,8 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
 def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: str, before: torch.Tensor) -> Check:
     out = scratch / "logits.safetensors"
     places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    command = [sys.executable, "-c", RELOAD, str(folder), str(proof), str(out), "no" if portable else "yes", auto]
+    told = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
+    command = [sys.executable, "-c", RELOAD, *told]
     environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -129,6 +129,10 @@ def _record(item: Any, path: Path, number: int) -> str:
     text = item.get("text") if isinstance(item, dict) else item
     if not isinstance(text, str):
         raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise DataError(f"{path}, line {number}: the text holds half a character (a lone surrogate).") from None
     target = item.get("target") if isinstance(item, dict) else None
     if target is None:
         return text

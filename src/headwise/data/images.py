@@ -6,8 +6,6 @@ Pillow is needed where images are read from files; arrays of pixels need nothing
 from __future__ import annotations
 
 import random
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -123,7 +121,9 @@ def _arrays(path: Path, split: str, seed: int) -> Iterator[Picture]:
                 wanted = " or ".join(f"x{end}" for end in ends)
                 raise DataError(f"{path} holds no {wanted}, but {', '.join(file.files)}. Give {MEANING}.")
             pixels, truth = file[f"x{end}"], file[f"y{end}"] if f"y{end}" in file.files else None
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # NumPy's reader raises many kinds, those of Python's own parser among them
         raise DataError(f"{path} cannot be read ({error}). Give {MEANING}.") from None
     if pixels.dtype != np.uint8 or pixels.ndim not in (3, 4):
         raise DataError(f"{path}: images are uint8 (N, H, W, C), not {pixels.dtype} {pixels.shape}.")

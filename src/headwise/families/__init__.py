@@ -207,6 +207,8 @@ def load(
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
+    if extra and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
+        raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
     check_loaded(found, model)
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader

@@ -11,7 +11,7 @@ import torch
 from headwise.cost import parameters
 from headwise.errors import ModelError
 from headwise.files import tensors
-from headwise.files.json import read_object, regular, shortened
+from headwise.files.json import INTEGER, read_object, regular, shortened
 from headwise.types import ModelShape
 from headwise.types.shape import MOST_LAYERS, MOST_TOKENS, WIDEST
 
@@ -44,6 +44,8 @@ def check_config(config: dict[str, Any], where: str) -> None:
     for name, value in config.items():
         if isinstance(value, dict) and name not in ("id2label", "label2id"):
             check_config(value, f"{where}, {name}")
+        elif isinstance(value, int) and abs(value) >= INTEGER:
+            raise ModelError(f"{where}: {name} is {shortened(value)}, a number that nothing can hold; restore it.")
         elif COUNT.search(name):
             _check_number(where, name, value, 0, MOST_LAYERS)
         elif name == "vocab_size":

@@ -131,7 +131,8 @@ class RunFolder:
             settings.save(self.settings_file)
 
     def _replace_or_resume(self, settings: Settings, inputs: dict[str, str], overwrite: bool) -> None:
-        if not self.is_ours():
+        replacing = RunFolder(self.path / aside.PREVIOUS).is_ours()  # killed before the new run had a file
+        if not self.is_ours() and not replacing:
             raise OutputError(f"{self.path} is not empty and holds no run of headwise; choose another --out.")
         differs = self._difference(settings, inputs)
         if differs is None:

@@ -322,6 +322,8 @@ def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: floa
         options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
     )
     if result.x is None:
+        if result.status == 4 and "infeasible" not in result.message.lower():  # HiGHS itself failed
+            raise MemoryError(result.message)
         return None
     picked = [int(i) for i in keep[result.x > 0.5]]
     total = float(program.damage[picked].sum())

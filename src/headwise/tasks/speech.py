@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from headwise.data import GIVEN, NOTHING, WRITTEN, Rows, audio, marks_of
-from headwise.errors import ModelError
+from headwise.errors import DataError, ModelError, lacks_memory
 from headwise.families import quietly
 from headwise.tasks._target import Target, padded
 from headwise.tasks._task import Track
@@ -63,7 +63,7 @@ class Speech(Target):
         parts = [slice(start, start + audio.BATCH) for start in range(0, len(rows), audio.BATCH)]
         for part in track(parts, "texts by the model"):
             features = audio.features_of(sound[part]).to(model.device)
-            begun = self._begun(model, features)
+            begun = self._taken(model, features)
             if given.shape[1]:
                 pairs = zip(begun.tolist(), given[part], strict=True)
                 texts += [[GIVEN, *start, *text[text != NOTHING].tolist()] for start, text in pairs]
@@ -72,6 +72,18 @@ class Speech(Target):
             most = self.longest - begun.shape[1]
             texts += [[WRITTEN, *text] for text in self.drawn(model, told, begun, most, random)]
         return audio.with_tokens(sound, padded(texts))
+
+    def _taken(self, model: Any, features: torch.Tensor) -> torch.Tensor:
+        """What the model's own way of writing begins with; recordings that it does not take are refused."""
+        try:
+            return self._begun(model, features)
+        except RuntimeError as error:
+            if lacks_memory(error):
+                raise
+            raise DataError(
+                f"the model does not take recordings as its processor prepares them ({error}); put the model's own "
+                "processor configuration beside it."
+            ) from None
 
     def _begun(self, model: Any, features: torch.Tensor) -> torch.Tensor:
         """What the model's own way of writing begins with; it may detect the language."""

@@ -68,7 +68,7 @@ def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any
         with new.open("wb") as file:
             while some := list(islice(rest, AT_ONCE)):
                 for ids in tokenizer(some, add_special_tokens=False, verbose=False)["input_ids"]:
-                    np.array([*lead, *ids], dtype=dtype).tofile(file)
+                    file.write(np.array([*lead, *ids], dtype=dtype).tobytes())  # `tofile` hides a full disk
                     counted += len(lead) + len(ids)
                 read += sum(len(text.encode()) for text in some)
 
