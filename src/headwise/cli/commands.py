@@ -13,8 +13,8 @@ import typer
 
 from headwise import strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
-from headwise.cli.progress import Bars, keep_stdout_clean
-from headwise.errors import NO_MEMORY, HeadwiseError, lacks_memory
+from headwise.cli.progress import keep_stdout_clean, progress_shown
+from headwise.errors import NO_MEMORY, HeadwiseError, is_out_of_memory
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process
 from headwise.research import reproduce
@@ -65,7 +65,7 @@ def _run(out: Path, as_json: bool, budgets: tuple[str, ...], **settings: Any) ->
     from headwise import api
     from headwise.cli.show import finished
 
-    with Bars() as track:
+    with progress_shown() as track:
         dossier = api.run(budget=budgets, out=out, track=track, **settings)
     verdict, plan = dossier.verdict, dossier.plan
     assert verdict is not None and plan is not None, "a run ends with both"
@@ -93,7 +93,7 @@ def probe(
     _refuse_names(settings)
     from headwise import api
 
-    with Bars() as track:
+    with progress_shown() as track:
         readings = api.probe(out=out, track=track, overwrite=overwrite, latency=latency or (), **settings)
     _print(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json")
 
@@ -131,7 +131,7 @@ def heal(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> Non
 def _build(folder: Path, as_json: bool, heal: str, **settings: Any) -> None:
     from headwise import api
 
-    with Bars() as track:
+    with progress_shown() as track:
         api.reshape(folder, heal, track, **settings)
     found = {"model": str(folder / "model"), "heal": heal}
     _print(found if as_json else f"model in {folder}/model; next: headwise verify {folder}")
@@ -144,7 +144,7 @@ def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> N
     from headwise import api
     from headwise.cli.show import in_short
 
-    with Bars() as track:
+    with progress_shown() as track:
         verdict = api.verify(folder, track, **settings)
     _print(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}")
     _exit(verdict)
@@ -242,7 +242,7 @@ def main() -> None:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
     except (MemoryError, SystemError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         typer.echo(f"error: {NO_MEMORY}", err=True)
         sys.exit(2)
