@@ -78,4 +78,5 @@ class Causal(Task):
 
 
 MEANING = "next-token prediction: decoders that write text"
+AUTO = "AutoModelForCausalLM"
 TASK = Causal

@@ -13,4 +13,5 @@ class Classification(Classes):
 
 
 MEANING = "one label, several labels, or a score for a text"
+AUTO = "AutoModelForSequenceClassification"
 TASK = Classification

@@ -33,4 +33,5 @@ class Embedding(Vectors):
 
 
 MEANING = "one vector per text, compared by its cosine"
+AUTO = "AutoModel"
 TASK = Embedding

@@ -26,4 +26,5 @@ class ImageClassification(ImageTask, Classes):
 
 
 MEANING = "class probabilities of an image"
+AUTO = "AutoModelForImageClassification"
 TASK = ImageClassification

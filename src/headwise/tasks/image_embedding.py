@@ -26,4 +26,5 @@ class ImageEmbedding(ImageTask, Vectors):
 
 
 MEANING = "one vector per image, compared by its cosine"
+AUTO = "AutoModel"
 TASK = ImageEmbedding

@@ -87,4 +87,5 @@ def _hidden(values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
 
 
 MEANING = "masked-token prediction: BERT and similar encoders"
+AUTO = "AutoModelForMaskedLM"
 TASK = Masked

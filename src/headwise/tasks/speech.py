@@ -96,4 +96,5 @@ class Speech(Target):
 
 
 MEANING = "a text from a recording"
+AUTO = "AutoModelForSpeechSeq2Seq"
 TASK = Speech
