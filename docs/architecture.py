@@ -40,7 +40,7 @@ def main() -> None:
     PICTURE.write_text(picture(layers["ALLOWED"]))
     put("rooms", rooms_table(layers["ALLOWED"], {"base": layers["FIRST"], "model": layers["MODEL"]}))
     if "--walk" in sys.argv:
-        put("walk", walk_table(hops(traced_calls())))
+        put("walk", walk_table(*hops(traced_calls())))
 
 
 def put(name: str, text: str) -> None:
@@ -93,14 +93,15 @@ def reduced(allowed: dict[str, set[str]]) -> list[tuple[str, str]]:
 def picture(allowed: dict[str, set[str]]) -> str:
     """Rooms as boxes, level by level, and a line from each to the highest ones that it may import."""
     known, width, step, place = levels(allowed), 1080, 66, {}
-    top = max(known.values())
-    for level, rooms in groupby(sorted(allowed, key=lambda room: (known[room], room)), key=known.__getitem__):
+    drawn = [room for room in allowed if not room.startswith("_")]
+    top = max(known[room] for room in drawn)
+    for level, rooms in groupby(sorted(drawn, key=lambda room: (known[room], room)), key=known.__getitem__):
         names = list(rooms)
         for number, room in enumerate(names):
             place[room] = (width * (number + 1) // (len(names) + 1), 24 + step * (top - level))
     lines = [
         f'<path d="M{x} {y + 13}C{x} {y + 40} {u} {v - 40} {u} {v - 13}"/>'
-        for (x, y), (u, v) in ((place[room], place[name]) for room, name in reduced(allowed))
+        for (x, y), (u, v) in ((place[room], place[name]) for room, name in reduced(allowed) if room in place)
     ]
     boxes = [
         f'<rect x="{x - 46}" y="{y - 13}" width="92" height="26" rx="5"/>'
@@ -168,8 +169,8 @@ def traced_calls() -> list[Call]:
     return calls
 
 
-def hops(calls: list[Call]) -> list[tuple[int, Call]]:
-    """The calls that make up the walk, each with its depth, in order."""
+def hops(calls: list[Call]) -> tuple[list[tuple[int, Call]], list[Call]]:
+    """The calls that make up the walk, each with its depth, in order; and those that only pass on to the next."""
     beneath: list[Any] = [set() for _ in calls]
     for number in reversed(range(len(calls))):
         call = calls[number]
@@ -185,7 +186,8 @@ def hops(calls: list[Call]) -> list[tuple[int, Call]]:
         above = caller_in(calls, number, found)
         if above is not None and beneath[number] >= PASSES_ON * beneath[above]:
             found.discard(above)
-    return [(depth(calls, number, found), calls[number]) for number in sorted(found)]
+    passing = [calls[number] for number in first.values() if number not in found]
+    return [(depth(calls, number, found), calls[number]) for number in sorted(found)], passing
 
 
 def caller_in(calls: list[Call], number: int, hops: set[int]) -> int | None:
@@ -202,7 +204,7 @@ def depth(calls: list[Call], number: int, hops: set[int]) -> int:
     return 0 if above is None else 1 + depth(calls, above, hops)
 
 
-def walk_table(found: list[tuple[int, Call]]) -> str:
+def walk_table(found: list[tuple[int, Call]], passing: list[Call]) -> str:
     """A row per hop, with the first sentence of its docstring."""
     files = {call.file for _, call in found}
     assert len(found) <= MOST_HOPS and len(files) <= MOST_FILES, f"{len(found)} hops in {len(files)} files"
@@ -210,7 +212,8 @@ def walk_table(found: list[tuple[int, Call]]) -> str:
     for number, (inside, call) in enumerate(found, 1):
         indent = "&nbsp;" * 2 * inside
         lines.append(f"| {number} | `{call.file}` | {indent}`{call.name}` | {summary(call.file, call.name)} |")
-    return "\n".join([*lines, "", f"{len(found)} hops in {len(files)} files."])
+    names = ", ".join(f"`{call.file}` `{call.name}`" for call in passing)
+    return "\n".join([*lines, "", f"{len(found)} hops in {len(files)} files. They only pass on to the next: {names}."])
 
 
 def summary(file: str, name: str) -> str:
