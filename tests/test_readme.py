@@ -6,14 +6,16 @@ import contextlib
 import re
 import runpy
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from headwise import cli
+from headwise import cli, families
 from headwise.checks import exactness, quality, speed
+from headwise.families.llama import FAMILY as llama
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -23,6 +25,17 @@ LESS = {  # the same commands on less text
     "heal": ["--heal-option", "steps=1"],
     "search": ["--trials", "1", "--steps", "2"],
 }
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """A smaller model in the place of the embedded one, with its tokenizer."""
+    folder, own = tmp_path / "small", families.locate
+    sizes = dict(hidden_size=128, head_dim=32, intermediate_size=256, num_hidden_layers=2)
+    llama.tiny(vocab_size=4096, tie_word_embeddings=True, **sizes).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(own("embedded")[0]) / name, folder / name)
+    monkeypatch.setattr(families, "locate", lambda name: (str(folder), {}) if name == "embedded" else own(name))
 
 
 @pytest.fixture
@@ -41,7 +54,7 @@ def commands():
     return [shlex.split(line) for block in blocks for line in block.splitlines() if line.startswith("headwise ")]
 
 
-def test_every_command_runs(home, monkeypatch, capsys):
+def test_every_command_runs(home, small, monkeypatch, capsys):
     found = commands()
     assert len(found) >= 10
     for command in found:
@@ -55,7 +68,7 @@ def test_every_command_runs(home, monkeypatch, capsys):
     assert "--pool all" in capsys.readouterr().out, "a run on the cache alone says how to lose less"
 
 
-def test_the_python_lines_run(home):
+def test_the_python_lines_run_on_the_embedded_model(home):
     code = re.search(r"```python\n(.*?)```", README, re.DOTALL).group(1)
     few = 'out="runs/first", tokens=512, eval_tokens=256, swap_tokens=0, length=64, context=64'
     assert 'out="runs/first"' in code
