@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import inspect
 import re
 import runpy
 import shlex
@@ -16,10 +18,12 @@ import pytest
 from headwise import cli, families
 from headwise.checks import exactness, quality, speed
 from headwise.families.llama import FAMILY as llama
+from headwise.report import figures
+from headwise.types import write_atomically
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-FEW = "--tokens 512 --eval-tokens 256 --swap-tokens 0 --length 64 --context 64"
+FEW = "--tokens 512 --eval-tokens 256 --swap-tokens 0 --length 64 --context 64 --data text.txt"
 LESS = {  # the same commands on less text
     "run": FEW.split(),
     "heal": ["--heal-option", "steps=1"],
@@ -29,7 +33,10 @@ LESS = {  # the same commands on less text
 
 @pytest.fixture
 def small(tmp_path, monkeypatch):
-    """A smaller model in the place of the embedded one, with its tokenizer."""
+    """A smaller model in the place of the embedded one, with its tokenizer, and a short text."""
+    (tmp_path / "text.txt").write_text(
+        "\n\n".join(inspect.getsource(module) for module in (argparse, shutil, subprocess))
+    )
     folder, own = tmp_path / "small", families.locate
     sizes = dict(hidden_size=128, head_dim=32, intermediate_size=256, num_hidden_layers=2)
     llama.tiny(vocab_size=4096, tie_word_embeddings=True, **sizes).save_pretrained(folder)
@@ -40,11 +47,12 @@ def small(tmp_path, monkeypatch):
 
 @pytest.fixture
 def home(tmp_path, monkeypatch):
-    """An empty folder to work in. Slow parts of verifying, which have tests of their own, are left out."""
+    """A folder to work in. Slow parts of verifying and the drawing of figures have tests of their own: left out."""
     failed = subprocess.CompletedProcess([], 1, "", "not started in this test")
     monkeypatch.setattr(exactness.subprocess, "run", lambda *given, **more: failed)
     monkeypatch.setattr(speed, "measure", lambda *given, **more: {})
     monkeypatch.setattr(quality, "samples", lambda *given, **more: ())
+    monkeypatch.setattr(figures, "save", lambda figure, path: write_atomically(path, ""))
     monkeypatch.chdir(tmp_path)
 
 

@@ -59,5 +59,6 @@ def _on_folder(command: str, settings: Mapping[str, Any]) -> str:
 
 
 def _words(command: str, settings: Mapping[str, Any]) -> list[str]:
+    """What to type for settings as a file has them; placeholders stand for what a command needs and is not there."""
     known = {name: value for name, value in settings.items() if value not in (None, "", [], ())}
     return words(Settings, command, UNKNOWN | known)
