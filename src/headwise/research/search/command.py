@@ -78,8 +78,8 @@ def command(
     layers, first = best["layers"], best["layers"][0]
     typer.echo(
         f"{found['trials']} trials, {found['given_up']} stopped early; best loss {best['loss']:.4f}: "
-        f"{len(layers)} layers, width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the first, "
-        f"{best['parameters']:,} parameters"
+        f"{len(layers)} layers, width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the "
+        f"first, {best['parameters']:,} parameters"
     )
     typer.echo(f"{paths[-1]}; next: headwise train {out / 'best'} --data TEXT --out FOLDER")
 
