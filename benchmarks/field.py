@@ -53,16 +53,16 @@ PLANS = {
 }
 HEALS = {"none": "no healing", "refit": "refit", "blockwise": "blockwise", "distill": "distillation"}
 ONE, ROUNDS = "exact", "exact, 3 rounds"
-INTRO = """Every plan for the same budget, before healing and after each way of healing, on the same text. Cells are the
-change of perplexity on held-out text with half the 95% interval; bold is the lowest of a column and whatever ties with
-it. `svd`, `published`, `magnitude` and `uniform` are what others do (README); `exact` is the solver's plan in one cut,
-`exact, 3 rounds` in three with a refit after each. Where heads are pooled (`--pool all`), those of a layer share
-cached rows, and distillation begins from the blockwise healing; elsewhere it begins from the refitted model
-(`blockwise=0`). Two plans tie where they differ by no more than the root of the sum of their squared half intervals,
-which is strict, as both read the same text. Below zero means better than the source on this text: healing also fits a
-model to the kind of text that it is healed on. Tokens count the text that was learned from, and of distillation
-every reading of it, trials of rates included; seconds begin with the cut and do not include the probing, which all
-plans share."""
+INTRO = """All plans for the same budget, before healing and after each kind of healing, on the same text. A cell is
+the change of perplexity on held-out text with half of its 95% interval. Bold marks the lowest value of a column and
+the values that tie with it. `svd`, `published`, `magnitude` and `uniform` are methods of others (README); `exact` is
+the solver's plan in one cut, `exact, 3 rounds` in three cuts with a refit after each. Where heads are pooled (`--pool
+all`), the heads of a layer share cached rows, and distillation starts from the blockwise healing; elsewhere it starts
+from the refitted model (`blockwise=0`). Two plans tie if they differ by no more than the root of the sum of their
+squared half intervals. This is strict, because both read the same text. A value below zero is better than the source
+on this text: healing also adapts a model to the kind of text it is trained on. Tokens count the training text; for
+distillation they count every pass over it, including the search for the learning rate. Seconds start with the cut and
+leave out the probing, which all plans share."""
 
 
 class Change(NamedTuple):

@@ -233,7 +233,7 @@ def section(result: dict[str, Any]) -> str:
     told = [
         f"`python benchmarks/generate.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
         "random weights, random keys and values for a context. Stock: an eager loop over a static cache. Others: our",
-        "runtime with `optimise=True`, greedy. Low and high over all repeats, the rivals by turns. The ideal moves",
+        "runtime with `optimise=True`, greedy. Low and high over all repeats, models alternating. The ideal moves",
         f"weights and cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
     ]
     head = "model | batch x context | | ms per step | tokens/s | times stock's speed | times uncut's | times ideal time"

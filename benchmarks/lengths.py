@@ -24,12 +24,12 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
 FIRST = 512  # the shortest length, unless rows of the calibration are shorter
-PASSAGES = 128  # of every distance: more than a certificate takes, for narrow intervals
-INTRO = """A cut that was calibrated on short rows can break on long ones: queries and keys after rotary depend on the
-position. Calibration rows therefore begin at random positions of the context that will be served (`--context`, the
-model's own by default). Below: the increase of the loss in nats per token by length of the text, the same text at every
-length, with half the 95% interval; and how often the model continues a random passage that it saw before, by the
-distance to it. `whole context` is the default, `calibrated length` is the same run with `--context` equal to
+PASSAGES = 128  # of every distance
+INTRO = """A cut that was calibrated on short rows can fail on long ones, because queries and keys after rotary depend
+on the position. Calibration rows therefore begin at random positions of the context that will be served (`--context`,
+by default the model's own). The tables show the increase of the loss in nats per token by length, on the same text at
+every length, with half of the 95% interval; and how often the model continues a random passage that it has read
+before, by the distance to it. `whole context` is the default. `calibrated length` is a run with `--context` equal to
 `--length`: what Headwise did before, and what other methods that project after rotary do."""
 
 

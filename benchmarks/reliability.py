@@ -20,30 +20,31 @@ PROMISES = """# Reliability
 What Headwise promises when something goes wrong:
 
 - **Killed at any instant** (SIGKILL, power): run the same command again. It finishes and leaves the same files as a run
-  that was never disturbed, byte for byte. Temporary files of the killed one are gone.
-- **Nothing is lost.** The source model, the text and your own files in the run folder are never changed. A finished
-  model is there, the old or the new one, at every instant of building another. `--overwrite` keeps the old run until
-  the new one is finished.
+  that was never interrupted, byte for byte. Temporary files of the killed run are removed.
+- **Nothing is lost.** The source model, the text and your own files in the run folder are never changed. At every
+  instant there is a finished model, the old or the new one. `--overwrite` keeps the old run until the new one is
+  finished.
 - **SIGTERM** ends in one line with exit code 143. The same command resumes.
 - **A full disk, too little memory**: one line with exit code 2. With space again, the same command resumes.
-- **Two processes** in one run folder: the second is refused in a line that names the first, which is not disturbed.
-- **Damaged files**: a command accepts them or refuses them in one line. No traceback, no endless work, no change
+- **Two processes** in one run folder: the second is refused in one line that names the first, which continues
+  undisturbed.
+- **Damaged files**: a command accepts them or refuses them in one line. No traceback, no endless loop, no change
   outside the run folder.
 """
 METHOD = """## How it is tested
 
 `python benchmarks/faults.py --crashes {crashes} --mutations {mutations}` runs the campaign, `benchmarks/reliability.py`
-prints this page from its result. Every case follows from a seed. Models are tiny (two layers, random weights), so that
-a command takes about a second; commands, files and formats are those of any model.
+prints this page from its result. Every case is determined by a random seed. Models are tiny (two layers, random
+weights), so that a command takes about a second; commands, files and formats are the same for any model.
 
-- A scenario is first run undisturbed, which gives the reference and the list of every change of a file that it makes:
-  files that are opened for writing, renamed, removed, linked, truncated, and folders that are made or removed.
-- A case runs the scenario again and kills the process just before one of these changes; or leaves half of the file that
-  was being written; or kills it twice; or at a random time. Most processes are forked from one that has imported
-  everything, some are started as a user starts them.
+- A scenario first runs without a fault. This gives the reference and the list of its changes to files: files opened
+  for writing, renamed, removed, linked or truncated, and folders made or removed.
+- A case runs the scenario again and kills the process just before one of these changes, or leaves half of the file that
+  was being written, or kills it twice, or kills it at a random time. Most processes are forked from one that has
+  imported everything; some are started as a user starts them.
 - Then the same command runs again, and its folder is compared with the reference.
 - Damaged inputs are files of every kind that Headwise reads, with flipped, lost or added bytes, other values, deep
-  nesting and headers that lie, or with something else in their place (a folder, a pipe, a link to nowhere). Each is
+  nesting and false headers, or with something else in their place (a folder, a pipe, a link to nowhere). Each is
   read by a command under a limit of {longest} seconds, while every change of a file is watched.
 """
 COLUMNS = {
@@ -64,8 +65,8 @@ LIMITS = """## What is not covered
 - The disk itself: a machine that loses power after a write but before the disk has stored it. Files and folders are
   synced before a rename is relied on, but no power was cut.
 - Network file systems, several machines on one folder, systems other than Linux.
-- Kills inside one write are stood for by half of a file; other parts of a file were not tried.
-- Compiled code that gets no memory may end the process before anything can be said; it must still resume.
+- A kill during a write is represented by half of the file; other parts of a file were not tried.
+- Compiled code that gets no memory may end the process without a message; the run must still resume.
 - `headwise search`: what a killed trial leaves is decided by Optuna's storage.
 - Models of real size, GPUs and several processes of one run (`torchrun`): the code that writes files is the same.
 - That a damaged file is *noticed*: a changed weight or a changed word of text is a legal input.

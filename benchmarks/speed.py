@@ -19,8 +19,8 @@ PAGE = HERE.parent / "docs" / "SPEED.md"
 PARTS = ("attention", "generate", "latency", "cpu_decode", "probe_cost", "streaming")  # in the page's order
 TITLE = """# Speed
 
-Ratios are measured side by side in one run. Every table is printed by `benchmarks/speed.py` from the committed result
-of the script that is named above it.
+Models that are compared are timed alternately in one run. Every table is printed by `benchmarks/speed.py` from the
+committed result of the script that is named above it.
 """
 
 

@@ -21,12 +21,12 @@ MODELS = {  # result file -> how the README calls the model
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
 }
 METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
-PARAMETERS = """A part of SmolLM2's parameters goes, with no training: whole heads, MLP width and whole layers may be
-cut (`--allow mlp,heads,kv_heads,depth`). `uniform` takes the same from every layer, `depth` whole layers alone. The
-text that is judged is of another kind than the text of the calibration, and it shows: on held-out text of the
-calibration's kind the exact plan costs clearly less than the uniform one, on WikiText its loss is hardly better or
-worse, though its predictions stay closer to the source's (KL). At the lower budget no method leaves a model that
-writes well; that takes training, or calibration on text like that which the model will meet."""
+PARAMETERS = """SmolLM2 with fewer parameters and no training: whole heads, MLP width and whole layers may be cut
+(`--allow mlp,heads,kv_heads,depth`). `uniform` cuts every layer alike, `depth` removes only whole layers. The
+evaluation text is of another kind than the calibration text, and this matters. On held-out text of the calibration's
+kind the exact plan loses clearly less than the uniform one. On WikiText its perplexity is higher, although its
+predictions stay closer to the source's (KL). At the lower budget no method leaves a model that writes well; for that,
+train it, or calibrate on text like that which the model will read."""
 DISTILLED = {
     **{
         f"field-embedded-{part}.json": "embedded (Python code)"

@@ -330,7 +330,7 @@ def test_text_by_the_model_follows_its_probabilities():
 def test_progress_without_a_terminal_is_plain_lines(monkeypatch):
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with redirect_stderr(io.StringIO()) as shown, progress.Bars() as track:
+    with redirect_stderr(io.StringIO()) as shown, progress.progress_shown() as track:
         assert list(track(range(4), "moments")) == [0, 1, 2, 3]
     assert shown.getvalue().splitlines() == [
         "moments",

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from headwise.runs.dossier import Dossier
 from report_parts import HOSTILE, check_page, data_of, make_dossier, make_plan, scripts
 
 from headwise.cost import kv_bytes_per_token
@@ -23,6 +22,7 @@ from headwise.report._html import script
 from headwise.report._model import dashes, draw_model, model_rows
 from headwise.report._svg import Scale, spread
 from headwise.report._text import cell, fence, number
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     GONE,
@@ -291,8 +291,8 @@ def test_the_command_can_be_pasted() -> None:
     settings = {**{name: every[name] for name in names}, "portable": True}
     assert run_command(settings) == (
         "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
-        "--rounds 1 --heal refit --seed 0 --device auto --tokens 65536 --length 512 --portable "
-        "--allow qk,v,mlp,heads,kv_heads --out DIR"
+        "--rounds 1 --heal refit --portable --allow qk,v,mlp,heads,kv_heads --seed 0 --device auto --tokens 65536 "
+        "--length 512 --out DIR"
     )
     assert run_command({}) == "headwise run MODEL --budget kv=75% --out DIR"
 

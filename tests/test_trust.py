@@ -109,7 +109,7 @@ def test_trust_in_a_file_counts_for_nothing(hostile: tuple[Path, Path], copy: Pa
             command(copy)
     assert not mark.exists()
     asked, before = Settings(model="m", trust_remote_code=False), Settings(model="m", trust_remote_code=True)
-    assert asked.goes_on(before), "a run resumes whether it was trusted or not"
+    assert asked.resumes(before), "a run resumes whether it was trusted or not"
 
 
 def test_nothing_asks_on_standard_input(hostile: tuple[Path, Path], tmp_path: Path) -> None:

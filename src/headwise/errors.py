@@ -36,13 +36,11 @@ class UnknownNameError(HeadwiseError):
 
 
 NO_MEMORY = "too little memory; close other programs, lower --tokens or --length, or add --stream. The run resumes."
-
-
 NO_MEMORY_WORDS = ("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread")
 
 
-def lacks_memory(error: BaseException) -> bool:
-    """Whether an error means that no memory was left; libraries say so in texts of their own."""
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error means that memory ran out. Libraries have no common type for it, so texts are searched."""
     if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
         return True
     return any(words in str(error).lower() for words in NO_MEMORY_WORDS)

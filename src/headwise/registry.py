@@ -1,21 +1,31 @@
-"""Finds plug-ins by looking in a folder: adding one is adding a file, and nothing else has to know."""
+"""Finds plug-ins by looking in a folder: adding one means adding a file, and no other file changes.
+
+A plug-in is a module that says what it is in a constant, `MEANING = "..."`. Help texts read this constant from the
+source file, without importing the module: most plug-ins need torch, which takes seconds to import.
+"""
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib
+import importlib.util
 import pkgutil
+import sys
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 from headwise.errors import UnknownNameError
+
+SINGULAR = {"strategies": "strategy", "families": "family", "heal": "healing"}
 
 
 @cache
 def names(package: str) -> tuple[str, ...]:
     """The plug-ins of a package, sorted: its modules that do not start with an underscore. Imports none of them."""
-    folder = importlib.import_module(package)
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(folder.__path__) if not m.name.startswith("_")))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(_folders(package)) if not m.name.startswith("_")))
 
 
 def find(package: str, name: str) -> ModuleType:
@@ -26,8 +36,34 @@ def find(package: str, name: str) -> ModuleType:
     """
     known = names(package)
     if name not in known:
-        kind = {"strategies": "strategy", "families": "family"}.get(folder := package.rsplit(".", 1)[-1], folder[:-1])
+        folder = package.rsplit(".", 1)[-1]
         near = difflib.get_close_matches(name, known, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UnknownNameError(f"no {kind} is called '{name}'.{hint} Known: {', '.join(known)}.")
+        raise UnknownNameError(
+            f"no {SINGULAR.get(folder, folder[:-1])} is called '{name}'.{hint} Known: {', '.join(known)}."
+        )
     return importlib.import_module(f"{package}.{name}")
+
+
+def texts(package: str, constant: str = "MEANING") -> dict[str, str]:
+    """A text that every plug-in of a package has as a constant, by name; read from the files, nothing is imported.
+
+    >>> texts("headwise.budgets")["kv"]
+    'key/value cache'
+    """
+    return {name: text for name in names(package) for text in _texts_in(package, name, constant)}
+
+
+def _texts_in(package: str, name: str, constant: str) -> Iterator[str]:
+    path = next(path for folder in _folders(package) if (path := Path(folder, f"{name}.py")).is_file())
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == constant for t in node.targets):
+            yield ast.literal_eval(node.value)
+
+
+def _folders(package: str) -> list[str]:
+    """Where the modules of a package lie. A package that is not imported yet stays so."""
+    if package in sys.modules:
+        return list(sys.modules[package].__path__)
+    spec = importlib.util.find_spec(package)
+    return list(spec.submodule_search_locations or ()) if spec else []

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from headwise.errors import BudgetError
-from headwise.registry import find, names
+from headwise.registry import find, names, texts
 from headwise.types import Budget, LatencyTable, LayerShape, ModelShape, Workload
 
 SUFFIXES = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12, "p": 1e15}
@@ -14,7 +14,7 @@ BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "g
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
 WRITTEN = re.compile(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*")
-EXAMPLES = "kv=75%, kv=2GiB@32k, params=20M, params=90%, flops=80%@8k"
+EXAMPLES = ", ".join(texts("headwise.budgets", "EXAMPLE").values())
 
 
 def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) -> Budget:

@@ -9,6 +9,7 @@ NAME = "attention"
 UNIT = "FLOPs"
 PER_LENGTH = False
 MEANING = "FLOPs of attention in a prompt"
+EXAMPLE = "attention=85%@1k"
 
 
 def model_cost(model: ModelShape, length: int) -> float:

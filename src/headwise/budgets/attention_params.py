@@ -11,6 +11,7 @@ NAME = "attention_params"
 UNIT = "parameters"
 PER_LENGTH = False
 MEANING = "parameters of attention"
+EXAMPLE = "attention_params=75%"
 
 
 def model_cost(model: ModelShape, length: int) -> float:

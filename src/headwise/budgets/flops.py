@@ -9,6 +9,7 @@ NAME = "flops"
 UNIT = "FLOPs"
 PER_LENGTH = False
 MEANING = "FLOPs of a prompt"
+EXAMPLE = "flops=80%@8k"
 
 
 def model_cost(model: ModelShape, length: int) -> float:

@@ -9,6 +9,7 @@ NAME = "kv"
 UNIT = "bytes per token"
 PER_LENGTH = True  # an absolute limit is for a whole context: kv=2GiB@32k
 MEANING = "key/value cache"
+EXAMPLE = "kv=75%, kv=2GiB@32k"
 
 
 def model_cost(model: ModelShape, length: int) -> float:

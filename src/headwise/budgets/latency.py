@@ -8,6 +8,7 @@ NAME = "latency"
 UNIT = "ms"
 PER_LENGTH = False
 MEANING = "time as measured"
+EXAMPLE = "latency=80%@decode,32k,b8"
 
 
 def model_cost(model: ModelShape, table: LatencyTable) -> float:

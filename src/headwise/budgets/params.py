@@ -9,6 +9,7 @@ NAME = "params"
 UNIT = "parameters"
 PER_LENGTH = False
 MEANING = "parameters"
+EXAMPLE = "params=20M, params=90%"
 
 
 def model_cost(model: ModelShape, length: int) -> float:

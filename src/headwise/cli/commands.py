@@ -6,45 +6,15 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headwise import strategies
-from headwise.cli.options import (
-    ALLOW,
-    DEFAULT,
-    Allow,
-    Budgets,
-    Context,
-    Data,
-    Device,
-    Eval,
-    EvalTokens,
-    Folder,
-    Heal,
-    HealOptions,
-    Json,
-    Length,
-    MaxLoss,
-    Model,
-    Out,
-    Overwrite,
-    Pool,
-    Portable,
-    Remote,
-    Rounds,
-    Seed,
-    Strategy,
-    Stream,
-    SwapTokens,
-    Task,
-    Tokens,
-)
-from headwise.cli.progress import Bars, keep_stdout_clean
-from headwise.errors import NO_MEMORY, HeadwiseError, lacks_memory
+from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
+from headwise.cli.progress import keep_stdout_clean, progress_shown
+from headwise.errors import NO_MEMORY, HeadwiseError, is_out_of_memory
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process
 from headwise.research import reproduce
@@ -52,6 +22,7 @@ from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
 from headwise.research.theory import command
 from headwise.research.train import command as training
+from headwise.runs.flags import with_flags
 from headwise.runs.settings import Settings
 
 NOT_VERIFIED = 3  # exit code
@@ -63,166 +34,119 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(command.app, name="theory")
+DEMO: dict[str, Any] = {
+    "model": "embedded", "budgets": ("kv=50%",), "pool": "all", "heal": "blockwise", "heal_options": ("steps=48",),
+    "tokens": 12_288, "eval_tokens": 8_192, "swap_tokens": 1_024, "length": 512, "seed": 0,
+}  # fmt: skip
 
 
-@app.command()
-def run(
-    model: Model,
-    budget: Budgets,
-    out: Out,
-    data: Data = None,
-    eval: Eval = None,
-    task: Task = None,
-    strategy: Strategy = DEFAULT.strategy,
-    rounds: Rounds = DEFAULT.rounds,
-    heal: Heal = DEFAULT.heal,
-    heal_option: HealOptions = None,
-    portable: Portable = False,
-    allow: Allow = ALLOW,
-    seed: Seed = DEFAULT.seed,
-    device: Device = DEFAULT.device,
-    tokens: Tokens = DEFAULT.tokens,
-    eval_tokens: EvalTokens = DEFAULT.eval_tokens,
-    swap_tokens: SwapTokens = DEFAULT.swap_tokens,
-    length: Length = DEFAULT.length,
-    context: Context = None,
-    trust_remote_code: Remote = False,
-    stream: Stream = None,
-    pool: Pool = DEFAULT.pool,
-    max_loss: MaxLoss = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> None:
+@app.command(cls=ListsPlugIns)
+@with_flags(Settings, "run")
+def run(settings: dict[str, Any], out: Out, overwrite: Overwrite = False, as_json: Json = False) -> None:
     """Fit a model to a budget: all six stages, from model to report."""
-    settings: dict[str, Any] = dict(
-        data=data, eval=eval, task=task, strategy=strategy, rounds=rounds, heal=heal,
-        heal_options=tuple(heal_option or ()), portable=portable, allow=_units(allow), seed=seed, device=device,
-        tokens=tokens, eval_tokens=eval_tokens, swap_tokens=swap_tokens, length=length, context=context,
-        trust_remote_code=trust_remote_code, stream=stream, pool=pool, max_loss=max_loss,
-    )  # fmt: skip
     _refuse_names(settings)
-    from headwise import api
-
-    with Bars() as track:
-        dossier = api.run(model, budget, out, overwrite, track, **settings)
-    _finish(dossier, out, as_json)
+    _run(out, as_json, overwrite=overwrite, **settings)
 
 
 @app.command()
 def demo(
-    out: Annotated[Path | None, typer.Option(help="Run folder; a free one under runs/ if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run folder; if not given, a free one in runs/.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Halve the embedded model's cache and heal it, on the source code of your own standard library."""
-    from headwise import api
-
+    """Halve the cache of the embedded model and heal it, on the source code of your own standard library."""
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
-    small: dict[str, Any] = dict(tokens=12_288, eval_tokens=8_192, swap_tokens=1_024, length=512, seed=0, pool="all")
-    healing: dict[str, Any] = dict(heal="blockwise", heal_options=("steps=48",))
-    with Bars() as track:
-        dossier = api.run("embedded", "kv=50%", out, track=track, **small, **healing)
-    _finish(dossier, out, as_json)
+    _run(out, as_json, **DEMO)
 
 
-@app.command()
+def _run(out: Path, as_json: bool, budgets: tuple[str, ...], **settings: Any) -> None:
+    """Run all stages, print the verdict, and end with code 3 if it is not good."""
+    from headwise import api
+    from headwise.cli.show import finished
+
+    with progress_shown() as track:
+        dossier = api.run(budget=budgets, out=out, track=track, **settings)
+    verdict, plan = dossier.verdict, dossier.plan
+    assert verdict is not None and plan is not None, "a run ends with both"
+    whole = {"verdict": verdict.to_json(), "plan": plan.to_json(), "out": str(out)}
+    _print(whole if as_json else finished(dossier, out))
+    _exit(verdict)
+
+
+@app.command(cls=ListsPlugIns)
+@with_flags(Settings, "probe")
 def probe(
-    model: Model,
+    settings: dict[str, Any],
     out: Out,
-    budget: Annotated[list[str] | None, typer.Option("--budget", help="Probe only what these budgets need.")] = None,
     latency: Annotated[
         list[str] | None,
-        typer.Option(help="Also time layers on this device: decode or prefill, length, batch, as in decode,32k,b8."),
+        typer.Option(
+            help="Also time layers on this device: decode or prefill, length, batch, as in decode,32k,b8; repeatable.",
+            metavar="WORKLOAD",
+        ),
     ] = None,
-    data: Data = None,
-    task: Task = None,
-    allow: Allow = ALLOW,
-    seed: Seed = DEFAULT.seed,
-    device: Device = DEFAULT.device,
-    tokens: Tokens = DEFAULT.tokens,
-    swap_tokens: SwapTokens = DEFAULT.swap_tokens,
-    length: Length = DEFAULT.length,
-    context: Context = None,
-    trust_remote_code: Remote = False,
-    stream: Stream = None,
-    pool: Pool = DEFAULT.pool,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what every unit of a model is worth."""
-    settings: dict[str, Any] = dict(
-        budgets=tuple(budget or ()), data=data, task=task, allow=_units(allow), seed=seed, device=device, tokens=tokens,
-        swap_tokens=swap_tokens, length=length, context=context, trust_remote_code=trust_remote_code, stream=stream,
-        pool=pool,
-    )  # fmt: skip
+    """Measure what every unit of a model is worth; with --budget, only the units that these budgets concern."""
     _refuse_names(settings)
     from headwise import api
 
-    with Bars() as track:
-        readings = api.probe(model, out, track, overwrite, latency or (), **settings)
-    _say(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json", as_json)
+    with progress_shown() as track:
+        readings = api.probe(out=out, track=track, overwrite=overwrite, latency=latency or (), **settings)
+    _print(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json")
 
 
-@app.command()
-def allocate(
-    folder: Folder,
-    budget: Budgets,
-    strategy: Strategy = DEFAULT.strategy,
-    portable: Portable = False,
-    allow: Allow = ALLOW,
-    seed: Seed = DEFAULT.seed,
-    as_json: Json = False,
-) -> None:
+@app.command(cls=ListsPlugIns)
+@with_flags(Settings, "allocate")
+def allocate(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
     """Decide every size for a budget, from readings alone: no model, no GPU, no torch."""
     from headwise.stages.allocate import allocate_in
 
-    plan = allocate_in(folder, tuple(budget), strategy, _units(allow), portable, seed)
+    plan = allocate_in(folder, **settings)
     if as_json:
-        _say(plan.to_json(), True)
+        _print(plan.to_json())
     else:
         from headwise.cli.show import show_record
 
         show_record(plan)
-        typer.echo(f"written to {folder}/plan.json; next: headwise heal {folder}")
+        _print(f"written to {folder}/plan.json; next: headwise heal {folder}")
 
 
-def _build(folder: Path, method: str, as_json: bool, options: Sequence[str] = (), trusted: bool = False) -> None:
+@app.command()
+@with_flags(Settings, "reshape")
+def reshape(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
+    """Build the smaller model that plan.json describes, without healing."""
+    _build(folder, as_json, heal="none", **settings)
+
+
+@app.command(cls=ListsPlugIns)
+@with_flags(Settings, "heal")
+def heal(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
+    """Build the smaller model that plan.json describes, and heal it."""
+    _build(folder, as_json, **settings)
+
+
+def _build(folder: Path, as_json: bool, heal: str, **settings: Any) -> None:
     from headwise import api
 
-    with Bars() as track:
-        api.reshape(folder, method, track, options, trusted)
-    found = {"model": str(folder / "model"), "heal": method}
-    _say(found if as_json else f"model in {folder}/model; next: headwise verify {folder}", as_json)
+    with progress_shown() as track:
+        api.reshape(folder, heal, track, **settings)
+    found = {"model": str(folder / "model"), "heal": heal}
+    _print(found if as_json else f"model in {folder}/model; next: headwise verify {folder}")
 
 
 @app.command()
-def reshape(folder: Folder, trust_remote_code: Remote = False, as_json: Json = False) -> None:
-    """Carry out plan.json without healing: build the smaller model."""
-    _build(folder, "none", as_json, trusted=trust_remote_code)
-
-
-@app.command()
-def heal(
-    folder: Folder,
-    heal: Heal = DEFAULT.heal,
-    heal_option: HealOptions = None,
-    trust_remote_code: Remote = False,
-    as_json: Json = False,
-) -> None:
-    """Carry out plan.json and repair the result."""
-    _build(folder, heal, as_json, heal_option or (), trust_remote_code)
-
-
-@app.command()
-def verify(folder: Folder, max_loss: MaxLoss = None, trust_remote_code: Remote = False, as_json: Json = False) -> None:
-    """Prove what was done: sizes, quality at every length, retrieval, speed."""
+@with_flags(Settings, "verify")
+def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
+    """Measure what was done, on the saved model: sizes, quality at every length, retrieval, speed."""
     from headwise import api
     from headwise.cli.show import in_short
 
-    with Bars() as track:
-        verdict = api.verify(folder, track, max_loss, trust_remote_code)
-    _say(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}", as_json)
+    with progress_shown() as track:
+        verdict = api.verify(folder, track, **settings)
+    _print(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}")
     _exit(verdict)
 
 
@@ -242,7 +166,7 @@ def report(
         if out is None or figures is not None:
             raise HeadwiseError("several runs are compared on one page; add --out compare.html, leave out --figures.")
         write_comparison(folders, out, overwrite)
-        _say({"out": str(out)} if as_json else str(out), as_json)
+        _print({"out": str(out)} if as_json else str(out))
         return
     if out is not None:
         raise HeadwiseError("--out is for several runs; one run's report is written into its folder.")
@@ -251,7 +175,7 @@ def report(
         from headwise.report.figures import save_figures
 
         save_figures(dossier, figures, overwrite)
-    _say(dossier.to_json() if as_json else f"{folders[0] / 'report.html'}", as_json)
+    _print(dossier.to_json() if as_json else f"{folders[0] / 'report.html'}")
 
 
 @app.command()
@@ -282,25 +206,13 @@ app.command("kernels")(kernels)
 
 def _refuse_names(settings: dict[str, Any]) -> None:
     """Refuse names that do not exist before torch is imported, which takes seconds."""
-    asked = Settings(model="", **settings)
+    asked = Settings(**settings)
     strategies.chosen(asked.strategy, asked.allow, asked.portable)
 
 
-def _units(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
-def _say(found: Any, as_json: bool) -> None:
-    typer.echo(json.dumps(found, indent=1) if as_json else found)
-
-
-def _finish(dossier: Any, out: Path, as_json: bool) -> None:
-    """The verdict, for people in a few lines or for programs as JSON."""
-    from headwise.cli.show import finished
-
-    whole = {"verdict": dossier.verdict.to_json(), "plan": dossier.plan.to_json(), "out": str(out)} if as_json else None
-    _say(whole or finished(dossier, out), as_json)
-    _exit(dossier.verdict)
+def _print(found: str | dict[str, Any]) -> None:
+    """Print a text, or a record as JSON."""
+    typer.echo(found if isinstance(found, str) else json.dumps(found, indent=1))
 
 
 def _exit(verdict: Any) -> None:
@@ -330,7 +242,7 @@ def main() -> None:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
     except (MemoryError, SystemError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         typer.echo(f"error: {NO_MEMORY}", err=True)
         sys.exit(2)

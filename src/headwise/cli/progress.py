@@ -6,55 +6,56 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from headwise.progress import Label, is_main_process
+from headwise.progress import Label, Track, is_main_process
 
-SECONDS = 30.0  # between two lines of one stage
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+SECONDS = 30.0  # between two lines of one loop
 
 
-class Bars:
-    """Wraps any loop of the library."""
+@contextmanager
+def progress_shown() -> Iterator[Track]:
+    """Give a function that wraps any loop of the library and shows its progress."""
+    from rich.console import Console
+    from rich.progress import Progress, TimeElapsedColumn
 
-    def __enter__(self) -> Any:
-        from rich.console import Console
-        from rich.progress import Progress, TimeElapsedColumn
+    console = Console(stderr=True, quiet=not is_main_process())
+    if not console.is_terminal:
+        yield lines
+        return
+    with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
+        yield partial(bar, progress)
 
-        console = Console(stderr=True, quiet=not is_main_process())
-        if not console.is_terminal:
-            return lines
-        self.progress = Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console)
-        self.progress.start()
-        return self.track
 
-    def track(self, items: Sequence[Any], label: Label) -> Iterator[Any]:
-        """The items one by one, with a bar that counts them."""
-        bar = self.progress.add_task(_said(label), total=len(items))
-        for item in items:
-            yield item
-            self.progress.update(bar, advance=1, description=_said(label))
-
-    def __exit__(self, *_: object) -> None:
-        if hasattr(self, "progress"):
-            self.progress.stop()
+def bar(progress: Progress, items: Sequence[Any], label: Label) -> Iterator[Any]:
+    """The items one by one, with a bar that counts them."""
+    task = progress.add_task(_text(label), total=len(items))
+    for item in items:
+        yield item
+        progress.update(task, advance=1, description=_text(label))
 
 
 def lines(items: Sequence[Any], label: Label) -> Iterator[Any]:
-    """The items one by one, with a line when the first begins, when the last is done, and between them now and then."""
+    """The items one by one, with a line at the beginning, at the end, and every `SECONDS` between them."""
     start = last = time.monotonic()
-    _print(_said(label))
+    _print(_text(label))
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         if now - last >= SECONDS and done < len(items):
             last, left = now, (now - start) * (len(items) - done) / done
-            _print(f"{_said(label)}: {done / len(items):.0%}, about {in_time(left)} left")
+            _print(f"{_text(label)}: {done / len(items):.0%}, about {in_time(left)} left")
     if (took := time.monotonic() - start) >= 1:
-        _print(f"{_said(label)}: done in {in_time(took)}")
+        _print(f"{_text(label)}: done in {in_time(took)}")
 
 
 def in_time(seconds: float) -> str:
-    """Seconds as people say them.
+    """Seconds in words.
 
     >>> [in_time(seconds) for seconds in (3.4, 200, 7300)]
     ['3 s', '3 min 20 s', '2 h 1 min']
@@ -65,7 +66,7 @@ def in_time(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
-def _said(label: Label) -> str:
+def _text(label: Label) -> str:
     return label if isinstance(label, str) else label()
 
 
@@ -75,7 +76,7 @@ def _print(text: str) -> None:
 
 
 def keep_stdout_clean() -> None:
-    """Send what compiled libraries print to standard error, so that standard output holds our own words alone."""
+    """Send what compiled libraries print to standard error, so that standard output holds only our own text."""
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         sys.stdout.flush()
         own = os.dup(1)

@@ -1,4 +1,4 @@
-"""Plans, readings and verdicts in the terminal. Only the command line calls this."""
+"""Draws plans, readings, verdicts and the table of families in the terminal."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ def _level(part: float) -> str:
     return LEVELS[max(0, min(len(LEVELS) - 1, round(part * len(LEVELS)) - 1))]
 
 
+def _table(*heads: str, **more: Any) -> Table:
+    return Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **more)
+
+
 def _bar(after: int, before: int, colour: str, width: int = 6) -> Text:
     """A bar of what is left, and the numbers; what did not change is faint."""
     full = round(width * after / before) if before else 0
@@ -53,58 +57,45 @@ def _bar(after: int, before: int, colour: str, width: int = 6) -> Text:
     return bar + Text(f" {after}", style="bold" if after != before else FAINT) + Text(f"/{before}", style=FAINT)
 
 
-def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, room: int) -> Text:
-    """A column per query head, or two: as high as its query/key and its value dimension; a dot where it is gone."""
+def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, columns: int) -> Text:
+    """Query heads in groups that share a key/value head, then their number. A head has two columns, as high as its
+    query/key and its value dimension, or only the first, or none; a dot marks a head that is gone.
+    """
     kept = set(range(new.query_heads) if keep.query_heads is None else keep.query_heads)
-    group = max(1, old.queries_per_group)
-    both = 2 * old.query_heads + old.kv_heads <= room
+    sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V))[:columns]
     out = Text()
-    for head in range(old.query_heads):
-        if head and head % group == 0 and (1 + both) * old.query_heads + old.kv_heads <= room:
-            out += Text(" ")
-        sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V))[: 2 if both else 1]
+    for head in range(old.query_heads if columns else 0):
         for after, before, colour in sizes:
             out += Text(_level(after / before), style=colour) if head in kept else Text("·", style=FAINT)
-    return out
+        out += Text(" " if (head + 1) % max(1, old.queries_per_group) == 0 else "")
+    on = f" on {new.kv_heads}" if new.kv_heads != old.kv_heads else ""
+    return out + Text(
+        f"{new.query_heads}/{old.query_heads}{on}", style=FAINT if new.query_heads == old.query_heads else "bold"
+    )
+
+
+def _layers(plan: Plan, columns: int) -> Table:
+    """Layers down: heads across, then each size as a bar; a removed layer has the word instead."""
+    table = _table(title=Text(f"{plan.model}: {plan.strategy}", style="bold"), title_justify="left")
+    table.add_column("layer", justify="right", min_width=5)
+    for name in ("heads (qk, v)" if columns == 2 else "heads", "qk", "v", "MLP"):
+        table.add_column(name, no_wrap=True)
+    for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
+        name = f"{index} {old.role}".strip()
+        if new.gone and not old.gone:
+            table.add_row(name, Text("removed", style=BAD))
+            continue
+        sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V), (new.mlp_width, old.mlp_width, MLP))
+        table.add_row(name, _heads(old, new, keep, columns), *(_bar(*size) for size in sizes))
+    return table
 
 
 def _plan(plan: Plan, console: Console) -> None:
-    """Layers down: heads across, then each size as a bar; removed layers say so."""
-    most = max(layer.query_heads for layer in plan.source.layers)
-    room = console.width - _others(plan)
-    shown, both = most <= room, 2 * most + max(layer.kv_heads for layer in plan.source.layers) <= room
-    title = Text(f"{plan.model}: {plan.strategy}", style="bold")
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    table.add_column("layer", justify="right", min_width=5)
-    for name in ("heads (qk, v)" if both else "heads", "qk", "v", "MLP"):
-        table.add_column(name, no_wrap=True)
-    for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
-        if new.gone and not old.gone:
-            table.add_row(f"{index} {old.role}".strip(), Text("removed", style=BAD))
-            continue
-        heads = f"{new.query_heads}/{old.query_heads}"
-        heads += f" on {new.kv_heads}" if new.kv_heads != old.kv_heads else ""
-        count = Text(heads, style=FAINT if new.query_heads == old.query_heads else "bold")
-        table.add_row(
-            f"{index} {old.role}".strip(),
-            (_heads(old, new, keep, room) + Text(" ") + count) if shown else count,
-            _bar(new.qk_dim, old.qk_dim, QK),
-            _bar(new.v_dim, old.v_dim, V),
-            _bar(new.mlp_width, old.mlp_width, MLP),
-        )
-    console.print(table)
+    """The layers, heads drawn as widely as fits the terminal, and what the plan spends."""
+    tables = [_layers(plan, columns) for columns in (2, 1, 0)]
+    wide = console.options.update(width=10_000)
+    console.print(next((t for t in tables if console.measure(t, options=wide).maximum <= console.width), tables[-1]))
     _plan_words(plan, console)
-
-
-def _others(plan: Plan) -> int:
-    """Columns that a plan's table needs beside its heads."""
-    pairs = zip(plan.source.layers, plan.target.layers, strict=True)
-    lost = any(new.kv_heads < old.kv_heads and not new.gone for old, new in pairs)
-    digits = [
-        max(len(str(getattr(s, n))) for s in plan.source.layers)
-        for n in ("query_heads", "qk_dim", "v_dim", "mlp_width")
-    ]
-    return 8 + sum(2 * wide + 1 for wide in digits) + 3 * 9 + 5 + (6 if lost else 0)
 
 
 def _plan_words(plan: Plan, console: Console) -> None:
@@ -148,12 +139,10 @@ def _readings(readings: Readings, console: Console) -> None:
     for reading in sorted(readings.curves, key=lambda r: not r.kind.startswith("damage.")):
         shown = _columns(max(reading.ticks, key=len), reading.axis)
         damage = reading.kind.startswith("damage.")
-        title = Text(reading.kind, style="bold") + Text(
-            f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
-        )
-        console.print(title)
+        words = f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
+        console.print(Text(reading.kind, style="bold") + Text(words))
         fits = 10 * len(shown) + 10 <= console.width  # every number, and a block each
-        table = Table("layer", *map(str, shown), *[""] * fits, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+        table = _table("layer", *map(str, shown), *[""] * fits)
         every = [value for row in reading.values for value in row]
         form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
         for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
@@ -170,7 +159,7 @@ def _verdict(verdict: Verdict, console: Console) -> None:
 
     colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
     console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
-    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = _table()
     for name in ("quantity", "before", "after", "change", "interval of after"):
         table.add_column(name, justify="left" if name == "quantity" else "right")
     for row in measured(verdict).rows:
@@ -195,7 +184,7 @@ def _lengths(verdict: Verdict, console: Console) -> None:
 
     for found in (lengths(verdict), retrieval(verdict)):
         if found.rows:
-            table = Table(*found.heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+            table = _table(*found.heads)
             for row in found.rows:
                 table.add_row(*row)
             console.print(table)
@@ -241,15 +230,13 @@ def show_families(as_json: bool, markdown: bool = False) -> None:
         print(json.dumps(rows, indent=1))
         return
     heads = ("family", "models", "model types", "can be cut", "portable cuts", "tested with")
-    cells = [
-        [", ".join(value) or "none" if isinstance(value, list) else value for value in row.values()] for row in rows
-    ]
+    words = [[", ".join(v) or "none" if isinstance(v, list) else v for v in row.values()] for row in rows]
     if markdown:
-        lines = [heads, ("---",) * len(heads), *cells]
+        lines = [heads, ("---",) * len(heads), *words]
         print("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return
     table = Table(*heads)
-    for line in cells:
+    for line in words:
         table.add_row(*line)
     Console().print(table)
 

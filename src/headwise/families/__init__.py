@@ -24,16 +24,12 @@ from headwise.families._folder import (
     is_plain,
 )
 from headwise.files.json import read_json, shortened
-from headwise.registry import find, names
+from headwise.registry import find, names, texts
 from headwise.runtime import register
 from headwise.runtime.modeling_headwise import (
     BARE,
     CAUSAL,
-    CLASSIFIER,
-    IMAGE_CLASSIFIER,
     MASKED,
-    SEQ2SEQ,
-    SPEECH,
     stock_classes,
 )
 
@@ -59,16 +55,7 @@ __all__ = [
 ]
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
-TASKS = {  # -> Auto class
-    "causal": CAUSAL,
-    "masked": MASKED,
-    "embedding": BARE,
-    "classification": CLASSIFIER,
-    "image_embedding": BARE,
-    "image_classification": IMAGE_CLASSIFIER,
-    "seq2seq": SEQ2SEQ,
-    "speech": SPEECH,
-}
+TASKS = texts("headwise.tasks", "AUTO")  # task -> Auto class that loads a model for it
 
 
 def known() -> list[Family]:

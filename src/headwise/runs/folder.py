@@ -151,7 +151,7 @@ class RunFolder:
             before = Settings.read(self.settings_file)
         except HeadwiseError as error:
             return f"a run that cannot be read ({error})"
-        if not settings.goes_on(before):
+        if not settings.resumes(before):
             return f"an unfinished run with other settings ({settings.difference(before)}); run it with the same ones"
         if changed := fingerprint.difference(self.ledger.read().inputs, inputs):
             return f"an unfinished run that began with another {changed}; restore it"

@@ -1,66 +1,137 @@
-"""What a run was asked to do. No torch."""
+"""What a run is asked to do, and the flags that say it. No torch."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Annotated, Any
 
 from headwise.errors import HeadwiseError
 from headwise.registry import names
 from headwise.runs import fingerprint
+from headwise.runs.flags import Flag, check_smallest
 from headwise.runs.heal_options import Options
 from headwise.strategies import POOLING
-from headwise.types import DEFAULT_UNITS, Record
+from headwise.types import DEFAULT_UNITS, UNITS, Record
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
-LONGEST_CONTEXT = 32_768  # unless a longer one is asked for
+LONGEST_CONTEXT = 32_768  # unless --context is given
+CUT, HEAL, DATA, MACHINE = "What is cut", "Healing and verification", "Data", "Machine"  # headings in the help text
+HEAL_OPTIONS = ", ".join(field.name for field in fields(Options))
 
 
 @dataclass(frozen=True, slots=True)
 class Settings(Record):
-    """What a run was asked to do. A run that was killed goes on under the same settings (see `goes_on`)."""
+    """What a run is asked to do. An interrupted run resumes only under the same settings (see `resumes`)."""
 
-    model: str
-    budgets: tuple[str, ...] = ()
-    data: str | None = None  # None: the standard library for the embedded model, the model's own text for others
-    eval: str | None = None  # None: held out from `data`
-    task: str | None = None  # None: that of the model's head
-    strategy: str = "exact"
-    rounds: int = 1
-    heal: str = "refit"
-    heal_options: tuple[str, ...] = ()  # such as steps=200
-    portable: bool = False
-    allow: tuple[str, ...] = DEFAULT_UNITS
-    seed: int = 0
-    device: str = "auto"
-    tokens: int = 65_536  # calibration
-    eval_tokens: int = 32_768
-    swap_tokens: int = 4_096  # 0: prices are predicted, not measured
-    length: int = 512  # of a block of text, at most what the model takes
-    context: int | None = None  # tokens that will be served; None: what the model takes, at most LONGEST_CONTEXT
-    trust_remote_code: bool = False  # of this command alone: the value in a file is never believed
-    recompute: bool | None = None  # layers compute twice what gradients need of them; None: where memory asks for it
-    stream: bool | None = None  # one layer in memory at a time; None: where the model would not fit
-    pool: str = "none"  # key/value heads that share a cached row: a number or all
-    max_loss: str | None = None  # most damage that counts as good: 2% of perplexity, or nats; None: MAX_LOSS
+    model: Annotated[str, Flag("Hub id, local folder, .gguf file, or 'embedded'.", "run probe", argument=True)]
+    budgets: Annotated[
+        tuple[str, ...],
+        Flag(
+            "Limit on the result, in percent of the source or absolute; repeatable. Budgets are listed below.",
+            commands="run probe allocate",
+            value="NAME=LIMIT",
+            required="run allocate",
+            flag="budget",
+            plug_ins="headwise.budgets",
+        ),
+    ] = ()
+    data: Annotated[
+        str | None,
+        Flag(
+            "Calibration data. Text: a text or jsonl file, a datasets name, 'stdlib', or 'self' (the model writes it, "
+            "the default). Images: a folder, an .npz file or a datasets name. Speech: a folder of .wav files or a "
+            "jsonl file.",
+            commands="run probe",
+            group=DATA,
+            value="SOURCE",
+        ),
+    ] = None  # for the embedded model: the standard library
+    eval: Annotated[
+        str | None, Flag("Evaluation data; if not given, a part of --data is held out.", "run", DATA, "SOURCE")
+    ] = None
+    task: Annotated[
+        str | None,
+        Flag("The model's task; if not given, that of its head.", "run probe", DATA, plug_ins="headwise.tasks"),
+    ] = None
+    strategy: Annotated[
+        str, Flag("How the budget is divided among layers.", "run allocate", CUT, plug_ins="headwise.strategies")
+    ] = "exact"
+    rounds: Annotated[int, Flag("Cut in so many rounds, and probe again between them.", "run", CUT, least=1)] = 1
+    heal: Annotated[
+        str,
+        Flag("How the cut model is repaired; 'none' leaves it as it is.", "run heal", HEAL, plug_ins="headwise.heal"),
+    ] = "refit"
+    heal_options: Annotated[
+        tuple[str, ...],
+        Flag(
+            f"Option of the healing, such as tokens=1e6; repeatable. Known: {HEAL_OPTIONS}.",
+            commands="run heal",
+            group=HEAL,
+            value="NAME=VALUE",
+            flag="heal-option",
+        ),
+    ] = ()
+    portable: Annotated[
+        bool, Flag("One size for all layers, so that stock transformers loads the result.", "run allocate", CUT)
+    ] = False
+    allow: Annotated[
+        tuple[str, ...],
+        Flag(f"What may be cut, of {','.join(UNITS)}.", "run probe allocate", CUT, "UNITS", commas=True),
+    ] = DEFAULT_UNITS
+    seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
+    device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"
+    tokens: Annotated[int, Flag("Calibration tokens; for images, patches.", "run probe", DATA, least=1)] = 65_536
+    eval_tokens: Annotated[int, Flag("Evaluation tokens.", "run", DATA, least=1)] = 32_768
+    swap_tokens: Annotated[
+        int,
+        Flag("Tokens on which the damage of single cuts is measured; 0: only predicted.", "run probe", DATA, least=0),
+    ] = 4_096
+    length: Annotated[
+        int, Flag("Tokens in a row of text, at most what the model takes.", "run probe", DATA, least=8)
+    ] = 512
+    context: Annotated[
+        int | None,
+        Flag(
+            "Context length, in tokens, that the result must serve; if not given, the model's own, at most "
+            f"{LONGEST_CONTEXT:,}.",
+            commands="run probe",
+            group=DATA,
+            least=8,
+        ),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, Flag("Run Python code from the model's repository.", "run probe reshape heal verify", MACHINE)
+    ] = False  # of this command alone: the value in a file is never believed
+    recompute: bool | None = None  # gradient checkpointing; None: where memory is short. No flag: for Python
+    stream: Annotated[
+        bool | None,
+        Flag("Keep one layer in memory at a time; if not given, where the model does not fit.", "run probe", MACHINE),
+    ] = None
+    pool: Annotated[
+        str,
+        Flag(
+            "Key/value heads that share a row of the cache: none, all, or a number such as 2. More quality per byte.",
+            commands="run probe",
+            group=CUT,
+            value="HEADS",
+        ),
+    ] = "none"
+    max_loss: Annotated[
+        str | None,
+        Flag(
+            f"Largest accepted damage: 2% of perplexity, or 0.02 nats per token; {MAX_LOSS} if not given.",
+            commands="run verify",
+            group=HEAL,
+            value="DAMAGE",
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
-        if lost := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
-            raise HeadwiseError(f"{lost[0]} contains a NUL character; give a name that a file can have.")
-        for name, least in (
-            ("rounds", 1),
-            ("tokens", 1),
-            ("eval_tokens", 1),
-            ("length", 8),
-            ("swap_tokens", 0),
-            ("seed", 0),
-        ):
-            if getattr(self, name) < least:
-                raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least {least}.")
-        if self.context is not None and self.context < 8:
-            raise HeadwiseError(f"context is {self.context}; it is the number of tokens served, at least 8.")
+        if broken := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
+            raise HeadwiseError(f"{broken[0]} contains a NUL character; give a name that a file can have.")
+        check_smallest(self)
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
@@ -71,7 +142,7 @@ class Settings(Record):
             self.refuse_to_pool()
 
     def refuse_to_pool(self) -> None:
-        """What heads that share rows cannot have, and what to do instead."""
+        """Refuse settings that heads with shared rows cannot have."""
         if {"heads", "kv_heads"} & set(self.allow):
             raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")
         if self.portable:
@@ -81,46 +152,46 @@ class Settings(Record):
         if any(text.strip().startswith("latency") for text in self.budgets):
             raise HeadwiseError("pooled layers are not timed yet; limit kv, params or flops, or leave out --pool.")
 
-    def goes_on(self, before: Settings) -> bool:
-        """Whether a run with these settings can go on with what one left behind: only its memory may differ."""
+    def resumes(self, before: Settings) -> bool:
+        """Whether a run with these settings can resume one that was begun with others.
+
+        Only what changes memory and nothing else may differ, and trust, which is given anew with every command.
+        """
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}  # trust is asked for every time
+        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}
         return ours == theirs and replace(self, **free) == replace(before, **free)
 
+    def difference(self, before: Settings) -> str:
+        """The first setting that keeps a run from being resumed, in words."""
+        for name in (field.name for field in fields(self)):
+            now, then = getattr(self, name), getattr(before, name)
+            if now != then and not (name == "heal_options" and self.resumes(replace(before, heal_options=now))):
+                return f"{name} was {_in_words(then)} and is now {_in_words(now)}"
+        return "the settings differ"
+
     def served(self, longest: int) -> int:
-        """Tokens of context that the result must hold for; `longest` is what the model takes."""
+        """The context length that the result must hold for; `longest` is what the model takes."""
         if self.context is not None and self.context > longest:
             raise HeadwiseError(
                 f"the context is {self.context:,} tokens and the model takes {longest:,}; lower --context."
             )
         return self.context or min(longest, LONGEST_CONTEXT)
 
-    def difference(self, before: Settings) -> str:
-        """The first setting that keeps a run from being resumed, in words."""
-        for name in (field.name for field in fields(self)):
-            now, then = getattr(self, name), getattr(before, name)
-            if now != then and not (name == "heal_options" and self.goes_on(replace(before, heal_options=now))):
-                return f"{name} was {_shown(then)} and is now {_shown(now)}"
-        return "the settings differ"
-
     def asked(self, names: Sequence[str]) -> dict[str, str]:
         """Some settings as text, for the record of what a stage followed."""
         return {name: json.dumps(self.to_json()[name]) for name in names}
 
     def inputs(self, source: str) -> dict[str, str]:
-        """Fingerprints of everything that is read: the model, found at `source`, and the text."""
+        """Fingerprints of everything that is read: the model, found at `source`, and the data."""
         data = self.data or ("stdlib" if self.model == "embedded" else None)
-        return {
-            **fingerprint.of_model(self.model, source),
-            **fingerprint.of_data(data),
-            **fingerprint.of_data(self.eval),
-        }
+        read = fingerprint.of_data(data) | fingerprint.of_data(self.eval)
+        return fingerprint.of_model(self.model, source) | read
 
     @property
     def only_kv(self) -> bool:
-        """Whether nothing but the cache is limited, so that the MLP need not be looked at."""
+        """Whether nothing but the cache is limited, so that the MLP need not be probed."""
         return bool(self.budgets) and all(text.strip().startswith("kv") for text in self.budgets)
 
 
-def _shown(value: Any) -> str:
+def _in_words(value: Any) -> str:
     return ",".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -56,4 +56,6 @@ class Causal(Task):
         return length
 
 
+MEANING = "next-token prediction: decoders that write text"
+AUTO = "AutoModelForCausalLM"
 TASK = Causal

@@ -12,4 +12,6 @@ class Classification(Classes):
     unit = "nats per text"
 
 
+MEANING = "one label, several labels, or a score for a text"
+AUTO = "AutoModelForSequenceClassification"
 TASK = Classification

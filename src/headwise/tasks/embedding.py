@@ -32,4 +32,6 @@ class Embedding(Vectors):
         return cls(config.hidden_size, WAYS[used[0]])
 
 
+MEANING = "one vector per text, compared by its cosine"
+AUTO = "AutoModel"
 TASK = Embedding

@@ -24,4 +24,6 @@ class ImageClassification(ImageTask, Classes):
         return cls(*kind_of(config), tokens_of(config, tokenizer), dict(getattr(config, "label2id", None) or {}))
 
 
+MEANING = "class probabilities of an image"
+AUTO = "AutoModelForImageClassification"
 TASK = ImageClassification

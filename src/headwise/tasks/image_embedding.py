@@ -24,4 +24,6 @@ class ImageEmbedding(ImageTask, Vectors):
         return cls(family_of(config).embedding_width(config), "first", tokens_of(config, tokenizer))
 
 
+MEANING = "one vector per image, compared by its cosine"
+AUTO = "AutoModel"
 TASK = ImageEmbedding

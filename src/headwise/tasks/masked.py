@@ -64,4 +64,6 @@ class Masked(Task):
         return compared_by_token(before, after, divergence_of(before, after), target)
 
 
+MEANING = "masked-token prediction: BERT and similar encoders"
+AUTO = "AutoModelForMaskedLM"
 TASK = Masked

@@ -86,4 +86,6 @@ class Seq2Seq(Target):
 
 SHORTEST_TARGET = 8  # where a model does not end it sooner
 
+MEANING = "a text from a text: translation, summaries"
+AUTO = "AutoModelForSeq2SeqLM"
 TASK = Seq2Seq

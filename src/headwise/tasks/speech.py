@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 
 from headwise.data import GIVEN, NOTHING, WRITTEN, DataRows, audio, marks_of
-from headwise.errors import DataError, ModelError, lacks_memory
+from headwise.errors import DataError, ModelError, is_out_of_memory
 from headwise.families import quietly
 from headwise.tasks._target import Target, padded
 from headwise.tasks._task import Track
@@ -78,7 +78,7 @@ class Speech(Target):
         try:
             return self._begun(model, features)
         except RuntimeError as error:
-            if lacks_memory(error):
+            if is_out_of_memory(error):
                 raise
             raise DataError(
                 f"the model does not take recordings as its processor prepares them ({error}); put the model's own "
@@ -95,4 +95,6 @@ class Speech(Target):
         return found[:, :-1]
 
 
+MEANING = "a text from a recording"
+AUTO = "AutoModelForSpeechSeq2Seq"
 TASK = Speech

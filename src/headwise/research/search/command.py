@@ -1,4 +1,4 @@
-"""`headwise search`: flags in, trials, and the front they found."""
+"""`headwise search`: its flags, its trials, and the Pareto front that they found."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ def command(
     data: Annotated[str, Option(help="Text to train trials on: a file, a datasets name, 'stdlib'.")] = "stdlib",
     tokenizer: Annotated[str, Option(help="Folder or hub id of a tokenizer; 'embedded' for code.")] = "embedded",
     trials: Annotated[int, Option(help="Trials of the study in all, those of other workers included.")] = 20,
-    steps: Annotated[int, Option(help="Training steps of a trial that is not given up.")] = 200,
-    batch: Annotated[int, Option(help="Rows of a step.")] = 8,
-    length: Annotated[int, Option(help="Tokens of a row.")] = 128,
-    tokens: Annotated[int, Option(help="Tokens of text to take.")] = 400_000,
+    steps: Annotated[int, Option(help="Training steps of a trial that is not stopped early.")] = 200,
+    batch: Annotated[int, Option(help="Batch size in rows.")] = 8,
+    length: Annotated[int, Option(help="Tokens in a row.")] = 128,
+    tokens: Annotated[int, Option(help="Tokens of training text.")] = 400_000,
     depth: Annotated[int | None, Option(help="Layers; searched if not given.")] = None,
     storage: Annotated[
         str | None, Option(help="sqlite:///study.db, another database, or a journal file; shared by workers.")
     ] = None,
     study: Annotated[str, Option(help="Name of the study in the storage.")] = "headwise",
-    minutes: Annotated[float | None, Option(help="Begin no further trial after so long.")] = None,
+    minutes: Annotated[float | None, Option(help="Start no further trial after this many minutes.")] = None,
     seed: Annotated[int, Option(help="Random seed.")] = 0,
     device: Annotated[str, Option(help="auto, cpu, cuda.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Search shapes under a budget by training each a little; bad ones are given up early.
+    """Search shapes under a budget by training each for a few steps; bad ones are stopped early.
 
-    The same command resumes a study that was stopped. On several machines, give all workers the same --storage.
+    The same command resumes an interrupted study. On several machines, give all workers the same --storage.
     """
     from headwise.research.designs import configs
     from headwise.research.search.study import SearchSettings, search
@@ -76,12 +76,12 @@ def command(
 def _summary(found: dict[str, Any], best: dict[str, Any] | None, page: Path) -> str:
     """What was found, in words."""
     if best is None:
-        return "no trial ran to its end yet; the same command resumes."
+        return "no trial is complete yet; the same command resumes."
     layers, first = best["layers"], best["layers"][0]
     return (
-        f"{found['trials']} trials, {found['given_up']} given up; best loss {best['loss']:.4f}: {len(layers)} layers, "
-        f"width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the first, "
-        f"{best['parameters']:,} parameters\n"
+        f"{found['trials']} trials, {found['given_up']} stopped early; best loss {best['loss']:.4f}: "
+        f"{len(layers)} layers, width {best['hidden_size']}, {first['query_heads']} heads of {first['qk_dim']} in the "
+        f"first, {best['parameters']:,} parameters\n"
         f"{page}; next: headwise train {page.parent / 'best'} --data TEXT --out FOLDER"
     )
 

@@ -33,13 +33,13 @@ Rho = Annotated[
     str | None, typer.Option(help="Weights of lags: uniform, geometric:0.5, power:1.5, 0.5,0.3,0.2, readings.json:3.")
 ]
 Lags = Annotated[int | None, typer.Option(help="Number of lags.")]
-Ngram = Annotated[int | None, typer.Option(help="The same as --rho uniform --lags N.")]
-Norm = Annotated[float, typer.Option(help="Norm B of a token, at most.")]
+Ngram = Annotated[int | None, typer.Option(help="Short for --rho uniform --lags N.")]
+Norm = Annotated[float, typer.Option(help="Largest norm B of a token.")]
 Eps = Annotated[float, typer.Option(help="Slack of the dimension term.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Plot = Annotated[Path | None, typer.Option(help="Draw it into this .svg or .png file.")]
+Plot = Annotated[Path | None, typer.Option(help="Draw the result into this .svg or .png file.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
-Draws = Annotated[int, typer.Option(help="Simulate with so many draws; 0: formulas only.")]
+Draws = Annotated[int, typer.Option(help="Number of random draws of a simulation; 0: formulas only.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
 
 

@@ -1,4 +1,4 @@
-"""`headwise train`: flags in, a run, and how it stands meanwhile."""
+"""`headwise train`: its flags, its progress bar and its summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DEFAULT = TrainSettings(config="", data="")  # every default has its home there
 HELP = (
     "Train a model from a configuration, or train one further.\n\n"
     "The folder then holds model/ (loads with from_pretrained), training.json, curve.jsonl, logs/ (TensorBoard) and "
-    "checkpoints/. A run that was killed goes on with the same command and ends as if it had not stopped. "
+    "checkpoints/. An interrupted run resumes with the same command and ends with the same result. "
     "On several GPUs: torchrun --nproc-per-node 4 -m headwise train ..."
 )
 Option = typer.Option
@@ -26,39 +26,46 @@ Option = typer.Option
 
 def command(
     config: Annotated[
-        str, typer.Argument(help="Folder or config.json, stock or tailored; a folder with weights is trained further.")
+        str, typer.Argument(help="Folder or config.json, stock or tailored; existing weights are trained further.")
     ],
     data: Annotated[
-        str, Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled .jsonl, .tsv, .npz.")
+        str,
+        Option(help="Text or jsonl file (also compressed), datasets name, 'stdlib'; with labels: .jsonl, .tsv, .npz."),
     ],
     out: Annotated[Path, Option(help="Folder to write; an unfinished run in it resumes.")],
     eval: Annotated[str | None, Option(help="Data to evaluate on; held out from --data if not given.")] = None,
     task: Annotated[
-        str | None, Option(help="causal, masked, classification or image_classification; by data and model.")
+        str | None,
+        Option(help="causal, masked, classification or image_classification; if not given, by data and model."),
     ] = None,
     tokenizer: Annotated[str | None, Option(help="Folder of the tokenizer, if CONFIG has none beside it.")] = None,
     train_tokenizer: Annotated[
         int | None, Option(metavar="VOCAB", help="Train a tokenizer of this many tokens on the data.")
     ] = None,
-    epochs: Annotated[float, Option(help="Times that the data is read, unless --steps or --tokens.")] = DEFAULT.epochs,
-    steps: Annotated[int | None, Option(help="Steps of the optimiser.")] = None,
+    epochs: Annotated[
+        float, Option(help="Passes over the data, unless --steps or --tokens is given.")
+    ] = DEFAULT.epochs,
+    steps: Annotated[int | None, Option(help="Optimizer steps.")] = None,
     tokens: Annotated[int | None, Option(help="Tokens to train on.")] = None,
-    batch_tokens: Annotated[int | None, Option(help="Tokens of one step, all processes together; 32768.")] = None,
-    batch_rows: Annotated[int | None, Option(help="The same in rows; 32 labelled texts, 128 images.")] = None,
-    micro_tokens: Annotated[int, Option(help="Tokens that a process computes at once.")] = DEFAULT.micro_tokens,
+    batch_tokens: Annotated[int | None, Option(help="Batch size in tokens, over all processes; default 32768.")] = None,
+    batch_rows: Annotated[int | None, Option(help="Batch size in rows; default 32 labelled texts, 128 images.")] = None,
+    micro_tokens: Annotated[
+        int, Option(help="Tokens per forward pass of a process; more are accumulated.")
+    ] = DEFAULT.micro_tokens,
     length: Annotated[int, Option(help="Tokens of a row of text, at most what the model takes.")] = DEFAULT.length,
     rate: Annotated[
-        float | None, Option(help="Highest learning rate; by width if not given: 6e-4 at 768, a twentieth to go on.")
+        float | None,
+        Option(help="Peak learning rate; if not given, by width: 6e-4 at 768, a twentieth of it for trained weights."),
     ] = None,
-    warm_up: Annotated[float, Option(help="Share of the steps during which the rate rises.")] = DEFAULT.warm_up,
-    decay: Annotated[float, Option(help="Weight decay of matrices.")] = DEFAULT.decay,
-    clip: Annotated[float, Option(help="Largest norm of a gradient; 0: any.")] = DEFAULT.clip,
+    warm_up: Annotated[float, Option(help="Share of the steps for warm-up.")] = DEFAULT.warm_up,
+    decay: Annotated[float, Option(help="Weight decay, of matrices only.")] = DEFAULT.decay,
+    clip: Annotated[float, Option(help="Gradient clipping norm; 0: none.")] = DEFAULT.clip,
     augment: Annotated[bool, Option(help="Images: random crops and flips.")] = DEFAULT.augment,
-    fresh: Annotated[bool, Option("--fresh", help="Begin with random weights even where CONFIG has some.")] = False,
+    fresh: Annotated[bool, Option("--fresh", help="Start from random weights even where CONFIG has weights.")] = False,
     seed: Annotated[int, Option(help="Random seed.")] = DEFAULT.seed,
     device: Annotated[str, Option(help="auto, cpu, cuda.")] = DEFAULT.device,
-    bf16: Annotated[bool | None, Option(help="Compute in bfloat16; on CUDA if not given.")] = None,
-    compile: Annotated[bool, Option("--compile", help="Compile the model: a slow start, then faster.")] = False,
+    bf16: Annotated[bool | None, Option(help="Compute in bfloat16; if not given, on CUDA.")] = None,
+    compile: Annotated[bool, Option("--compile", help="Compile the model: slower start, faster steps.")] = False,
     eval_tokens: Annotated[int, Option(help="Tokens to evaluate on, at most.")] = DEFAULT.eval_tokens,
     eval_every: Annotated[int, Option(help="Steps between evaluations; 0: ten in a run.")] = DEFAULT.eval_every,
     save_every: Annotated[int, Option(help="Steps between checkpoints.")] = DEFAULT.save_every,
@@ -67,7 +74,7 @@ def command(
     overwrite: Annotated[bool, Option("--overwrite", help="Replace an existing training in --out.")] = False,
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Train a model; see HELP."""
+    """Train a model; `HELP` is the text for users."""
     given = {name: value for name, value in locals().items() if name not in ("config", "data", "out", "as_json")}
     from headwise.research.train.run import train
 
