@@ -56,11 +56,11 @@ def measure(
     prompt = min(prompt, limit - steps - 1)
     for _ in range(repeats + 1):
         for name, model in (("before", source), ("after", cut)):
-            prefill, decode = _one(family, model, prompt, measuring)
+            prefill, decode = _one(family, model, prompt, steps)
             times.setdefault(f"prefill_ms_per_token_{name}", []).append(prefill)
             times.setdefault(f"decode_ms_per_token_{name}", []).append(decode)
     read = family.read_tokens(family.example(source.config, 1, prompt))
-    return {**_summary(times), "prompt_tokens": float(read), "decoded_tokens": float(measuring)}
+    return {**_summary(times), "prompt_tokens": float(read), "decoded_tokens": float(steps)}
 
 
 def _reading(
@@ -88,13 +88,13 @@ def _one(family: families.Family, model: nn.Module, prompt: int, steps: int) -> 
     rows = family.example(model.config, 1, prompt).to(device)
     given: dict[str, Any] = {"use_cache": True}
     if hasattr(model, "headwise_fast"):
-        given["past_key_values"] = model.headwise_fast.cache(model, 1, prompt + measuring)
+        given["past_key_values"] = model.headwise_fast.cache(model, 1, prompt + steps)
     out, prefill = _timed(lambda: model(**family.first_step(rows), **given), device)
     cache, token = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
     def write() -> None:
         nonlocal token
-        for _ in range(measuring):
+        for _ in range(steps):
             found = model(**family.next_step(token, out), past_key_values=cache, use_cache=True)
             token = found.logits[:, -1:].argmax(-1)
 
