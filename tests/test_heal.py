@@ -173,7 +173,7 @@ def test_more_text_is_learned_from_where_it_is_asked_for_and_heals_more(side_by_
 @pytest.mark.parametrize(("method", "rows"), [("refit", 0), ("blockwise", 12), ("distill", 12)])
 def test_further_text_is_read_for_healings_that_learn(method, rows):
     asked = {"heal": method, "heal_options": ("tokens=1024",), "tokens": 256, "eval_tokens": 64, "length": 64}
-    more = pipeline.workbench(Settings(model="embedded", budgets=("kv=50%",), device="cpu", **asked)).more
+    more = pipeline.load_source(Settings(model="embedded", budgets=("kv=50%",), device="cpu", **asked)).more
     assert (0 if more is None else len(more)) == rows
 
 

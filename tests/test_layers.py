@@ -57,7 +57,7 @@ ALLOWED: dict[str, set[str]] = {
 }  # fmt: skip
 RELAXED = {
     ("strategies", "headwise.research.theory.allocation"), ("strategies", "headwise.research.theory.saturation"),
-    ("probes", "headwise.research.theory.saturation"), ("runs", "headwise.stages.frontier"),
+    ("probes", "headwise.research.theory.saturation"),
 }  # fmt: skip
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
 NO_TORCH = {"errors", "machine", "progress", "registry", "types", "cost", "budgets", "strategies", "report"}

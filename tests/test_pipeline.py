@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise import cli, families, pipeline
+from headwise import cli, families, pipeline, stages
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.runs.folder import RunFolder
@@ -136,11 +136,11 @@ def test_thinking_again_keeps_the_old_plan(finished, tmp_path):
 
 def test_a_killed_run_goes_on_and_ends_the_same(folder, finished, tmp_path, monkeypatch):
     out = tmp_path / "killed"
-    for stage in ("reshape", "save", "verify"):
+    for module, stage in ((stages.build, "reshape"), (stages.build, "save_model"), (pipeline, "verify")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, stage, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(module, stage, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
             assert call("run", folder, *RUN, "--out", out) == 130, f"killed in {stage}"
-    monkeypatch.setattr(pipeline, "probe", lambda *a, **k: pytest.fail("probed again although readings were there"))
+    monkeypatch.setattr(stages.probe, "probe", lambda *a, **k: pytest.fail("probed again although readings were there"))
     assert call("run", folder, *RUN, "--out", out) == 0
     for name in ("plan.json", "model/model.safetensors"):
         assert (out / name).read_bytes() == (finished / name).read_bytes(), f"{name} as if it had never been killed"
@@ -214,7 +214,7 @@ def test_text_of_any_kind_calibrates(folder, tmp_path):
     lines.write_text("".join(json.dumps({"text": "def f(x):\n    return x\n" * 200}) + "\n" for _ in range(8)))
     for source in (str(lines), "self"):
         settings = Settings(model=str(folder), data=source, tokens=512, eval_tokens=128, length=32, device="cpu")
-        bench = pipeline.workbench(settings)
+        bench = pipeline.load_source(settings)
         assert (
             bench.calibration.shape == (14, 32)
             and bench.rehearsal.shape == (2, 32)
@@ -230,17 +230,17 @@ def test_a_datasets_folder_calibrates(folder, tmp_path):
     settings = Settings(
         model=str(folder), data=str(tmp_path / "set"), tokens=512, eval_tokens=128, length=32, device="cpu"
     )
-    assert len(pipeline.workbench(settings).calibration) == 14
+    assert len(pipeline.load_source(settings).calibration) == 14
 
 
 def test_probing_leaves_the_model_as_it_was(folder):
     settings = Settings(str(folder), ("kv=75%",), data="stdlib", tokens=512, swap_tokens=64, length=32, device="cpu")
-    bench = pipeline.workbench(settings)
-    before = {name: tensor.clone() for name, tensor in bench.source.state_dict().items()}
-    pipeline.probe(settings, bench, bench.source)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in bench.source.state_dict().items())
-    assert all(p.requires_grad for p in bench.source.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.source.modules()), "no hook stays behind"
+    bench = pipeline.load_source(settings)
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    pipeline.probe(settings, bench)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
+    assert all(p.requires_grad for p in bench.model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules()), "no hook stays behind"
 
 
 def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):

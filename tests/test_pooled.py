@@ -24,7 +24,7 @@ from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
-from headwise.stream import line
+from headwise.stream.source import load_streaming
 from headwise.types import Budget, Dossier, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
@@ -170,4 +170,4 @@ def test_pooled_layers_are_neither_timed_nor_streamed(source: Path, tmp_path: Pa
         tables((Workload(length=64),), llama, pooled, ("qk",), None)
     pooled.save_pretrained(tmp_path)
     with pytest.raises(HeadwiseError, match="--no-stream"):
-        line.bench_for(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))
+        load_streaming(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))

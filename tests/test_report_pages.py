@@ -128,7 +128,8 @@ def test_reports_reuse_a_frontier_that_matches(tmp_path: Path, monkeypatch: pyte
     found = data_of(folder.report_file.read_text())["explorer"]
     assert found["answers"][found["at"]]["text"] == "kv=72.345%", "a limit between the others is solved beside them"
     allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
-    assert folder.dossier().sweep is None, "another unit is another question"
+    key = frontier.fingerprint(Readings.read(folder.readings_file), folder.read_plan(), ALLOW)
+    assert frontier.stored(folder.frontier_file, key) is None, "another unit is another question"
     folder.frontier_file.write_text("{")
     write_report(folder)
     assert json.loads(folder.frontier_file.read_text())["headwise"] == "Sweep", "a broken file is solved anew"

@@ -21,11 +21,12 @@ from headwise.probes import gram
 from headwise.runs.folder import RunFolder
 from headwise.runs.moments import read_moments, write_moments
 from headwise.runs.settings import Settings
-from headwise.stream import line, probe
+from headwise.stream import probe, verify
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
 from headwise.stream._shelf import Shelf, read_tensors
-from headwise.stream.build import Build, build
+from headwise.stream.build import Build
+from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Plan
 
 KINDS = {
@@ -75,6 +76,13 @@ class Held:
 
     def layer(self, index):
         return nullcontext(self.layers[index])
+
+
+def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows) -> None:
+    """Carry out a plan, healed on rows where there are any."""
+    made = Build(source, plan, work, rows)
+    made.run(out)
+    made.finish(tokenizer, out)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -182,9 +190,9 @@ def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
     from headwise import pipeline
     from headwise.checks import quality
 
-    bench = pipeline.workbench(RunFolder(finished).require())
+    bench = pipeline.load_source(RunFolder(finished).require())
     cut = bench.family.tailor(families.load(str(finished / "model"))[0])
-    found = quality.compare(bench.family, bench.source, cut, bench.evaluation).summary()
+    found = quality.compare(bench.family, bench.model, cut, bench.evaluation).summary()
     told = json.loads((finished / "verdict.json").read_text())["quality"]
     assert told["loss_before"] == pytest.approx(found["loss_before"], rel=1e-5)
     assert told["loss_after"] == pytest.approx(found["loss_after"], rel=1e-5)
@@ -192,7 +200,7 @@ def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
 
 
 def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)  # no memory to load the model whole
+    monkeypatch.setattr(verify, "available_bytes", lambda: 0)  # no memory to load the model whole
     again = tmp_path / "again"
     shutil.copytree(finished, again)
     assert call("allocate", again, "--budget", "kv=60%") == 0
@@ -223,7 +231,7 @@ def killed_at(layer: int, times: int = 1):
 
 
 def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)
+    monkeypatch.setattr(verify, "available_bytes", lambda: 0)
     out, seen = tmp_path / "killed", []
     plain = Streamed.tensors
 
@@ -253,7 +261,7 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
     assert seen[0] == 2, "the first two layers are not probed again"
     assert not (out / "model").exists()
     with monkeypatch.context() as patch:  # the model is whole; only verification is left to be killed
-        patch.setattr(line.verifying.SideBySide, "compared", lambda *_: (_ for _ in ()).throw(Killed()))
+        patch.setattr(verify.SideBySide, "compared", lambda *_: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             go()
     assert seen[:2] == [0, 0], "nothing is left to build: both models' first layers are verified"
@@ -271,12 +279,12 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
 def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch, caplog):
     folder, asked = RunFolder(tmp_path / "new"), Settings(model=str(model), device="cpu")
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**12)
-    assert not line.wanted(asked, folder)
+    assert not is_streamed(asked, folder)
     monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**6)
-    assert line.wanted(asked, folder)
+    assert is_streamed(asked, folder)
     assert "one layer at a time" in caplog.text and "--no-stream" in caplog.text
-    assert not line.wanted(Settings(model=str(model), device="cpu", stream=False), folder)
-    assert not line.wanted(Settings(model=str(tmp_path / "nothing"), device="cpu"), folder)
+    assert not is_streamed(Settings(model=str(model), device="cpu", stream=False), folder)
+    assert not is_streamed(Settings(model=str(tmp_path / "nothing"), device="cpu"), folder)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +301,7 @@ def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch,
 def test_what_cannot_be_streamed_is_refused_with_a_way_out(model, changes, text):
     settings = Settings(**{**dict(model=str(model), data="stdlib", device="cpu", stream=True), **changes})
     with pytest.raises((HeadwiseError, DataError), match=text):
-        line.bench_for(settings)
+        load_streaming(settings)
 
 
 def test_other_kinds_of_models_and_broken_ones_are_refused(model, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,13 +12,12 @@ import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
-from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
-from headwise.stream import line as stream
+from headwise.stream.source import Streaming
 from headwise.types import DEFAULT_UNITS, Dossier, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
@@ -50,20 +50,12 @@ def probe(
 
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
-    asked, folder = Settings(model=model, **settings), RunFolder(out)
-    if latency and not overwrite and folder.has_probed() and folder.require().model == model:
+    asked, folder, works = Settings(model=model, **settings), RunFolder(out), _texts(latency)
+    if works and not overwrite and folder.finished("probe") and folder.require().model == model:
         with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
-            return _looked_at(replace(known, device=asked.device, allow=asked.allow), folder, latency, track)
-    with pipeline.claimed(asked, folder, "probe", overwrite, _texts(latency)):
-        return _looked_at(asked, folder, latency, track)
-
-
-def _looked_at(asked: Settings, folder: RunFolder, latency: str | Sequence[str], track: Track) -> Readings:
-    if stream.wanted(asked, folder):
-        if latency:
-            raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
-        return stream.probe(asked, folder, stream.bench_for(asked, track), track)
-    return pipeline.looked_at(asked, folder, _texts(latency), track)
+            return pipeline.measure(replace(known, device=asked.device, allow=asked.allow), folder, works, track)
+    with pipeline.claimed(asked, folder, "probe", overwrite, works):
+        return pipeline.measure(asked, folder, works, track)
 
 
 def allocate(
@@ -92,14 +84,10 @@ def reshape(
     folder = RunFolder(out)
     check_options(heal, heal_options)
     with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
-        if stream.wanted(known, folder):
-            stream.reshape(known, folder, heal, tuple(heal_options), track)
-            return None
         settings = replace(known, heal=heal, heal_options=tuple(heal_options))
-        plan = Plan.read(folder.plan_file)
-        bench = pipeline.workbench(settings, track)
-        pipeline.build(settings, folder, bench, track, plan)
-    return load(folder.model)
+        source = pipeline.source_of(settings, folder, track)
+        pipeline.carry_out(settings, folder, source, track)
+    return None if isinstance(source, Streaming) else load(folder.model)
 
 
 def verify(
@@ -114,10 +102,8 @@ def verify(
         folder.require_model()
         limit = max_loss or known.max_loss or MAX_LOSS
         damage_limit(limit)
-        if stream.wanted(known, folder):
-            return stream.verify(folder, stream.bench_for(known, track), track, limit)
-        bench = pipeline.workbench(known, track)
-        found = processes.by_first(lambda: pipeline.verify(folder, bench, track, limit))
+        source = pipeline.source_of(known, folder, track)
+        found = processes.by_first(partial(pipeline.verify, folder, source, track, limit))
         return found or Verdict.read(folder.verdict_file)
 
 

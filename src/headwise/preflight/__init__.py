@@ -22,15 +22,15 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.source import heads_to_pool, refuse_bound, refuse_units
 from headwise.strategies import _reach
-from headwise.stream import line as stream
+from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
 
-__all__ = ["check", "told"]
+__all__ = ["check", "note_all"]
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
 
 
-def told(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
+def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
     """Check, and print the notes."""
     for text in check(settings, out, latency):
         note(text)
@@ -84,9 +84,9 @@ def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
 def _streamed(settings: Settings, folder: RunFolder, config: Any, timed: bool) -> bool:
     """Whether the model will be streamed; what that cannot do is refused."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not (settings.stream or (alone and stream.wanted(settings, folder, tell=False))):
+    if not (settings.stream or (alone and is_streamed(settings, folder, warn=False))):
         return False
-    stream.refuse(settings, config)
+    refuse_to_stream(settings, config)
     if timed:
         raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
     return True

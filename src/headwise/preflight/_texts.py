@@ -11,7 +11,7 @@ from headwise.families import Family
 from headwise.registry import find
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
-from headwise.stages.source import calibration_source, one_row, shared_lines
+from headwise.stages.texts import calibration_source, one_row, shared_lines
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
 PACKED = 10  # bytes of text for a byte of a compressed file, at most

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
@@ -27,9 +27,7 @@ from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
 from headwise.runs.lock import is_first, locked
 from headwise.runs.settings import Settings as Settings
-from headwise.stages import frontier
 from headwise.types import (
-    Budget,
     Dossier,
     LatencyTable,
     ModelShape,
@@ -46,8 +44,15 @@ OWN = (
     "report.html", "report.md", "latency-*.json",
 )  # fmt: skip  # everything that a run writes; whatever else lies in its folder is not touched
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
-PLANNED = ("budgets", "strategy", "allow", "portable", "seed")  # settings that a plan follows
-HEALED = ("heal", "heal_options")  # settings that a healing follows
+FOLLOWED = {  # settings that a stage follows
+    "plan": ("budgets", "strategy", "allow", "portable", "seed"),
+    "model": ("heal", "heal_options"),
+}
+UNRECORDED = {  # files of finished stages in runs of earlier versions, which kept no record
+    "probe": ("readings.json", "moments.safetensors"),
+    "model": ("plan.json", "model", "heal.json"),
+    "report": ("report.html",),
+}
 
 
 class RunFolder:
@@ -92,19 +97,29 @@ class RunFolder:
         """Complete or undo what a kill interrupted."""
         aside.undo_move(self.path)
         disk.recover(self.path, WORK)
-        if (self.path / aside.PREVIOUS).exists() and self.is_finished():  # killed before it deleted what it replaced
+        if (self.path / aside.PREVIOUS).exists() and self.finished("report"):  # killed before it deleted what it replaced
             aside.drop(self.path)
 
     def is_ours(self) -> bool:
         """Whether Headwise made a run here; a file of the same name that somebody else wrote is none."""
         return any(_is_record(path) for path in (self.settings_file, self.ledger.file))
 
-    def is_finished(self) -> bool:
-        """Whether a run has come to its report, with a verdict."""
-        if not self.ledger.complete:
-            return self.report_file.exists()
-        report = self.ledger.stage("report")
-        return report is not None and bool(report.used.get("verdict.json")) and self.report_file.exists()
+    def finished(self, stage: str, settings: Settings | None = None) -> bool:
+        """Whether a stage (probe, plan, model, verdict or report) is finished, so that a run need not do it again.
+
+        It is if its files are those that it wrote, and what it was made from is as it was. With `settings`, it must
+        have followed these; for a model, so must its plan. A report counts once it shows a verdict: it may be edited.
+        """
+        record = self.ledger.stage(stage)
+        if not self.ledger.complete and (record is None or stage == "report"):
+            files = UNRECORDED.get(stage, ())
+            return bool(files) and all((self.path / name).exists() for name in files)
+        if stage == "report":
+            return record is not None and bool(record.used.get("verdict.json")) and self.report_file.exists()
+        if settings is None:
+            return self.ledger.current(stage)
+        planned = stage != "model" or self.finished("plan", settings)
+        return planned and self.ledger.current(stage, settings.asked(FOLLOWED[stage]))
 
     def refuse(self, settings: Settings, source: str) -> None:
         """Refuse a folder whose run would write over its own inputs; nothing is touched."""
@@ -143,7 +158,7 @@ class RunFolder:
     def _difference(self, settings: Settings, inputs: dict[str, str]) -> str | None:
         """Why a run with these settings and inputs cannot be resumed here; None if it can."""
         try:
-            if self.is_finished():
+            if self.finished("report"):
                 return "a finished run"
             if not self.settings_file.exists():
                 return None
@@ -216,7 +231,7 @@ class RunFolder:
             with suppress(PlanError):  # what is no file cannot be kept
                 write_atomically(self.path / "plan.previous.json", read_bytes(self.plan_file))
         plan.save(self.plan_file)
-        self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(PLANNED) if settings else {})
+        self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(FOLLOWED["plan"]) if settings else {})
 
     def _holds(self, plan: Plan) -> bool:
         try:
@@ -224,24 +239,13 @@ class RunFolder:
         except PlanError:  # damaged
             return False
 
-    def has_probed(self) -> bool:
-        """Whether readings and moments are finished; an earlier version wrote the readings last."""
-        if self.ledger.complete or self.ledger.stage("probe"):
-            return self.ledger.current("probe")
-        return self.readings_file.exists() and (self.moments_file.exists() or self.streaming.exists())
-
     def record_probe(self) -> None:
         """Commit readings and moments that are written."""
         self.ledger.record("probe", ("readings.json", "moments.safetensors"))
 
-    def has_built(self, settings: Settings) -> bool:
-        """Whether plan and model are finished, and are those that these settings ask for."""
-        planned = self.ledger.current("plan", settings.asked(PLANNED))
-        return planned and self.ledger.current("model", settings.asked(HEALED))
-
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
         """Commit a model that is written; what was said of an older one goes."""
-        self.ledger.record("model", made, ("plan.json",), settings.asked(HEALED), ends=("verdict", "report"))
+        self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
         for stale in (self.verdict_file, self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
 
@@ -257,16 +261,14 @@ class RunFolder:
 
     def require_model(self) -> None:
         """Refuse to verify a model that is not finished or does not belong to the plan."""
-        differs = self.ledger.difference("model")
-        if not self.ledger.complete:  # an earlier version's
-            there = all(path.exists() for path in (self.plan_file, self.model, self.heal_file))
-            differs = None if there else "model"
+        if self.finished("model"):
+            return
+        differs = self.ledger.difference("model") or "model"
+        if self.ledger.stage("model") is None:
+            raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
         if differs == "plan.json":
             raise PlanError(f"{self.model} does not follow plan.json; run: headwise heal {self.path}")
-        if differs is not None and self.ledger.stage("model") is None:
-            raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
-        if differs is not None:
-            raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
+        raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
 
     def verdict(self) -> tuple[Verdict | None, str | None]:
         """The verdict on the plan and the model that are there, or why there is none (None: not verified yet)."""
@@ -282,24 +284,20 @@ class RunFolder:
         write_atomically(path, json.dumps(data, indent=indent) + "\n")
 
     def dossier(self) -> Dossier:
-        """Everything in the folder; stages that have not run are None."""
-        settings = self.require()
+        """Everything that the files say; stages that are not finished are None. The report adds what it solves."""
+        settings, (verdict, unverified) = self.require(), self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
-        built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
-        healing = read_healing(self.heal_file) if built else None
-        verdict, unverified = self.verdict()
-        rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
-        sweep = None
-        if readings and plan:
-            if ModelShape.from_json(readings.shape).layers != plan.source.layers:
-                raise PlanError(
-                    f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
-                )
-            mark = frontier.fingerprint(readings, plan, settings.allow)
-            sweep = frontier.stored(self.frontier_file, mark, len(plan.keep))
-        described = {**settings.to_json(), **self._followed(), "versions": _versions()}
-        return Dossier(described, readings, plan, healing, verdict, rivals, sweep, unverified)
+        if readings and plan and ModelShape.from_json(readings.shape).layers != plan.source.layers:
+            raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
+        return Dossier(
+            settings={**settings.to_json(), **self._followed(), "versions": _versions()},
+            readings=readings,
+            plan=plan,
+            healing=read_healing(self.heal_file) if self.finished("model") else None,
+            verdict=verdict,
+            unverified=unverified,
+        )
 
     def _followed(self) -> dict[str, Any]:
         """The settings that plan and model really follow, where stages were asked for others than the run."""
@@ -323,13 +321,6 @@ def _is_record(path: Path) -> bool:
         return "headwise" in read_object(path)
     except HeadwiseError:
         return False
-
-
-def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
-    """The settings' budgets, read against the source's shape."""
-    from headwise.budgets import parse_all
-
-    return parse_all(settings.budgets, shape, tables)
 
 
 def _versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The allocate stage on a run folder, without torch: think again as often as you like."""
+"""The allocate stage, without torch: a run folder can be allocated again as often as you like."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.types import LayerShape, ModelShape, Plan, Readings
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 
 def allocate_in(
@@ -39,7 +39,12 @@ def _allocated(folder: RunFolder, asked: Settings) -> Plan:
     if any(layer.pooled > 1 for layer in shape.layers):
         asked.refuse_to_pool()
     limits = parse_all(asked.budgets, shape, folder.tables())
-    return strategies.allocate(readings, limits, asked.strategy, asked.allow, asked.portable, asked.seed)
+    return plan_for(asked, readings, limits)
+
+
+def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...]) -> Plan:
+    """Decide every size for some limits, as the settings say."""
+    return strategies.allocate(readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed)
 
 
 def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:

@@ -21,7 +21,7 @@ from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
 from headwise.errors import PlanError
-from headwise.files.disk import explained, install, remove
+from headwise.files.disk import explained, install
 from headwise.files.json import read_object
 from headwise.heal.refit import LayerRefit
 from headwise.progress import Track, silently
@@ -73,7 +73,7 @@ class Build:
         self.reader = source.family.offset(plan.context, seed)
         self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
-        self.parts = [] if rows is None else batches(rows)
+        self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
         key["seed"] = seed
         self.shelf = Shelf(self.work, key, source.device)
@@ -84,8 +84,9 @@ class Build:
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
-    def run(self, folder: Path, track: Track = silently) -> list[dict[str, Any]]:
-        """Every layer that is not written yet of the model for `folder`; returns what the refit gained by layer."""
+    def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
+        """Cut, heal and write every layer that is not written yet, of the model for `folder`; says what healing did."""
+        began = time.perf_counter()
         source, start = self.source, self.shelf.position()
         if start is not None and not self._shard(0).exists() and not self.installed(folder):
             self.shelf.restart()
@@ -105,7 +106,11 @@ class Build:
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
             self.shelf.complete(index + 1)
-        return [read_object(self._gain(i), advice=AGAIN) for i in range(len(source.layers))] if self.parts else []
+        if not self.parts:
+            return {"method": "none"}
+        stage = {"method": "refit", "tokens": self.tokens, "seconds": time.perf_counter() - began}
+        gains = [read_object(self._gain(index), advice=AGAIN) for index in range(len(source.layers))]
+        return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -178,33 +183,3 @@ class Build:
             "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
             "weight_map": {name: found[name].file.name for name in sorted(found)},
         }
-
-
-def build(
-    source: Streamed,
-    plan: Plan,
-    folder: Path,
-    out: Path,
-    tokenizer: Any,
-    rows: torch.Tensor | None = None,
-    track: Track = silently,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did.
-
-    What is needed to resume stays in the folder until `clear`.
-    """
-    start = time.perf_counter()
-    work = Build(source, plan, folder, rows, seed)
-    gains = work.run(out, track)
-    work.finish(tokenizer, out)
-    if rows is None:
-        return {"method": "none"}
-    spent = time.perf_counter() - start
-    stage = {"method": "refit", "tokens": places(rows), "seconds": spent}
-    return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
-
-
-def clear(folder: Path) -> None:
-    """The model is recorded as finished: what a resumed build would have needed goes."""
-    remove(folder / "build")
