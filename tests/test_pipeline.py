@@ -136,7 +136,7 @@ def test_thinking_again_keeps_the_old_plan(finished, tmp_path):
 
 def test_a_killed_run_goes_on_and_ends_the_same(folder, finished, tmp_path, monkeypatch):
     out = tmp_path / "killed"
-    for module, stage in ((stages.build, "reshape"), (stages.build, "save_model"), (pipeline, "verify")):
+    for module, stage in ((stages.in_memory, "reshape"), (stages.in_memory, "save_model"), (pipeline, "verify")):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, stage, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
             assert call("run", folder, *RUN, "--out", out) == 130, f"killed in {stage}"

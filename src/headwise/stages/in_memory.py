@@ -1,19 +1,31 @@
-"""A source that is held in memory, as nearly every one is."""
+"""A source that is held in memory, as nearly every one is: how it is probed, reshaped and healed, saved and judged."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from headwise import families, processes, tasks
+from headwise import families, heal, processes, strategies, tasks
+from headwise.checks import certificate, exactness, quality, speed
+from headwise.cuts import blind_moments, reshape
+from headwise.cuts import save as save_model
+from headwise.files import disk
 from headwise.memory import fits
 from headwise.progress import Track, silently, stage
 from headwise.runs.folder import RunFolder
+from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
-from headwise.stages.build import clear_healing, fit_model, save_fitted
 from headwise.stages.probe import probe_in
-from headwise.stages.source import Compared, Fitted, Probed, Source, pooled_heads, refuse_bound, refuse_units
+from headwise.stages.source import (
+    Compared,
+    Fitted,
+    Probed,
+    Source,
+    pooled_heads,
+    refuse_bound,
+    refuse_other_plan,
+    refuse_units,
+)
 from headwise.stages.texts import read_texts
-from headwise.stages.verify import compare_models
 from headwise.types import Plan
 
 
@@ -27,19 +39,60 @@ class InMemory(Source):
 
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`."""
-        return fit_model(settings, self, probed, plan, None if folder is None else folder.healing, track)
+        blind = strategies.blind(plan.strategy)
+        moments = blind_moments(self.family, self.current) if blind else probed.moments
+        model = reshape(self.family, self.current, plan, moments)
+        if settings.heal == "none":
+            return Fitted(model, plan, [], self.rehearse(model).expected_damage())
+        job = self.job(settings, model, track, None if folder is None else folder.healing)
+        model, healing = heal.healed(settings.heal, job, self.rehearse)
+        return Fitted(model, plan, [healing], healing["rehearsed"])
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`."""
-        save_fitted(settings, folder, self, fitted)
+        last = fitted.healings[-1] if fitted.healings else {"method": "none"}
+        folder.write_json(folder.heal_file, {**last, "rehearsed": fitted.rehearsed, "rounds": fitted.healings[:-1]})
+        with families.quietly():
+            rounded = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
+        if self.task.name == "embedding":
+            families.accompany(settings.model, folder.model)
+        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, self.evaluation, new))
+        folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
+        self.clear(settings, folder)
 
     def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
         """See `Source`."""
-        return compare_models(settings, folder, self, plan, track)
+        model, shape, rows = self.model, self.shape, self.evaluation
+        with stage(track, "loading the new model"):
+            stock, _ = families.load(str(folder.model), str(model.device))
+        cut = self.family.tailor(stock)
+        refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
+        found = quality.compare(self.family, model, cut, rows, track, self.task, self.seed, self.truth)
+        checks = exactness.count_checks(cut, plan, shape)
+        with stage(track, "reloading in a fresh process"):
+            checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+        took, kept = speed.latencies(model, cut, plan)
+        runtime = speed.runtime(model, cut)
+        rehearsed = read_healing(folder.heal_file, "rehearsed")["rehearsed"]
+        lengths = certificate.Found()
+        if self.task.has_past:  # else the model reads no growing text
+            asked = self.certificate_rows(settings)
+            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track)
+        return Compared(
+            quality=found,
+            lengths=lengths,
+            expected={"predicted": rehearsed, "sum_of_prices": plan.predicted_damage},
+            size=exactness.sizes(cut, shape),
+            speed={**speed.measure(model, cut, runtime=runtime), **took},
+            checks=(*checks, *kept),
+            samples=quality.samples(model, cut, self.tokenizer, rows) if self.task.generates else (),
+            machine=speed.machine(model.device, runtime),
+        )
 
     def clear(self, settings: Settings, folder: RunFolder) -> None:
         """See `Source`."""
-        clear_healing(settings, folder)
+        for number in range(1, settings.rounds + 1):
+            disk.remove(folder.round(number).healing)
 
 
 def load_source(settings: Settings, track: Track = silently) -> InMemory:
@@ -50,9 +103,8 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
     alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
     large = alone and not fits(sum(parameter.numel() for parameter in model.parameters()), device)
     model = model if large else model.to(device)  # a large one stays in host memory and borrows the GPUs
-    task = tasks.of(model, tokenizer, settings.model)
+    task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
     refuse_bound(settings, task)
-    family = families.family_of(model.config)
     refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(

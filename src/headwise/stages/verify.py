@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
-from torch import nn
-
-from headwise import data, families
-from headwise.checks import certificate, exactness, quality, speed
-from headwise.progress import Track, silently, stage
+from headwise import data
+from headwise.checks import exactness
+from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
-from headwise.runs.healing import read_healing
-from headwise.runs.settings import Settings
-from headwise.stages.source import Compared, Source, refuse_other_plan
-from headwise.types import Plan, Verdict
+from headwise.stages.source import Source
+from headwise.types import Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
 
@@ -40,37 +36,3 @@ def verify(folder: RunFolder, source: Source, track: Track = silently, max_loss:
     )
     folder.record_verdict(verdict, found.files)
     return verdict
-
-
-def compare_models(settings: Settings, folder: RunFolder, source: Source, plan: Plan, track: Track) -> Compared:
-    """Load the saved model beside a source in memory: quality, sizes, speed and checks."""
-    model, shape, rows = source.model, source.shape, source.evaluation
-    with stage(track, "loading the new model"):
-        stock, _ = families.load(str(folder.model), str(model.device))
-    cut = source.family.tailor(stock)
-    refuse_other_plan(folder, plan, source.family.shape_of(cut.config))
-    found = quality.compare(source.family, model, cut, rows, track, source.task, settings.seed, source.truth)
-    checks = exactness.count_checks(cut, plan, shape)
-    with stage(track, "reloading in a fresh process"):
-        checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
-    took, kept = speed.latencies(model, cut, plan)
-    runtime = speed.runtime(model, cut)
-    rehearsed = read_healing(folder.heal_file, "rehearsed")["rehearsed"]
-    return Compared(
-        quality=found,
-        expected={"predicted": rehearsed, "sum_of_prices": plan.predicted_damage},
-        size=exactness.sizes(cut, shape),
-        speed={**speed.measure(model, cut, runtime=runtime), **took},
-        checks=(*checks, *kept),
-        samples=quality.samples(model, cut, source.tokenizer, rows) if source.task.generates else (),
-        machine=speed.machine(model.device, runtime),
-        lengths=_by_length(settings, source, cut, track),
-    )
-
-
-def _by_length(settings: Settings, source: Source, cut: nn.Module, track: Track) -> certificate.Found:
-    """Quality and retrieval up to the context that is served; nothing of models that read no growing text."""
-    if not source.task.has_past:
-        return certificate.Found()
-    rows = source.certificate_rows(settings)
-    return certificate.measure(source.family, source.model, cut, rows, settings.seed, track)

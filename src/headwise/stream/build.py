@@ -1,7 +1,7 @@
 """Reshaping, healing and saving a model that is larger than memory: one layer is read, cut, refitted and written.
 
-The model grows file by file in the run folder's work and is renamed when it is whole. A build that was killed goes on
-behind the last layer that was written.
+The model grows file by file in the run folder and is renamed when it is whole. A build that was killed resumes behind
+the last layer that was written.
 """
 
 from __future__ import annotations
@@ -87,30 +87,28 @@ class Build:
     def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
         """Cut, heal and write every layer that is not written yet, of the model for `folder`; says what healing did."""
         began = time.perf_counter()
-        source, start = self.source, self.shelf.position()
-        if start is not None and not self._shard(0).exists() and not self.installed(folder):
+        source, position = self.source, self.shelf.position()
+        if position is not None and not self._shard(0).exists() and not self.installed(folder):
             self.shelf.restart()
-            start = None
-        if start is None:
-            start = 0
-            for number, names in enumerate(self.outside):
-                read = {name: self._stored(source.files.tensor(source.places[name])) for name in names}
-                write_tensors(self._shard(number), read)
-            for number, part in enumerate(self.parts):
-                for side in ("source", "cut"):
-                    self.shelf.put(0, f"{side}.{number}", source.embed(part))
-            self.shelf.complete(0)
         contexts = source.contexts(self.parts, self.reader)
-        for index in track(range(start, len(source.layers)), "refit" if self.parts else "reshape"):
+        for index in self.shelf.walk(len(source.layers), self._begin, track, "refit" if self.parts else "reshape"):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
-            self.shelf.complete(index + 1)
         if not self.parts:
             return {"method": "none"}
         stage = {"method": "refit", "tokens": self.tokens, "seconds": time.perf_counter() - began}
         gains = [read_object(self._gain(index), advice=AGAIN) for index in range(len(source.layers))]
         return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
+
+    def _begin(self) -> None:
+        """Copy what belongs to no layer, and put both models' streams before the first one."""
+        for number, names in enumerate(self.outside):
+            read = {name: self._stored(self.source.files.tensor(self.source.places[name])) for name in names}
+            write_tensors(self._shard(number), read)
+        for number, part in enumerate(self.parts):
+            for side in ("source", "cut"):
+                self.shelf.put(0, f"{side}.{number}", self.source.embed(part))
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor

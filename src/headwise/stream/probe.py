@@ -1,7 +1,7 @@
 """Probing a model that is larger than memory: one walk over its layers, one layer in memory, activations on disk.
 
-At every layer: second moments on all calibration rows, errors of all sizes on a few of them, and the streams of the few
-rows that earlier layers were cut on move on. At the end the cut streams say what each layer's errors come to.
+At every layer: second moments on all calibration rows, and errors of all sizes on a few of them. The few rows also pass
+the model once for every layer that is cut before; at the end they show what errors of that layer do to the answers.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 class Walk:
-    """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be gone on with."""
+    """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be resumed."""
 
     def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path) -> None:
         self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
@@ -58,20 +58,17 @@ class Walk:
         self.shelf = Shelf(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
 
     def run(self, track: Track = silently) -> None:
-        """Every layer that is not done yet."""
-        start = self.shelf.position()
-        if start is None:
-            start = 0
-            for name, parts in (("rows", self.parts), ("few.0", self.few)):
-                for number, part in enumerate(parts):
-                    self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
-            self.shelf.complete(0)
+        """Measure every layer that is not done yet."""
         reader = self.source.family.offset(self.wanted.context, self.wanted.seed)
         contexts, few = (self.source.contexts(parts, reader) for parts in (self.parts, self.few))
-        for index in track(range(start, self.count), "layers, one at a time"):
+        for index in self.shelf.walk(self.count, self._begin, track, "layers, one at a time"):
             with self.source.layer(index) as layer, torch.no_grad():
                 self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
-            self.shelf.complete(index + 1)
+
+    def _begin(self) -> None:
+        for name, parts in (("rows", self.parts), ("few.0", self.few)):
+            for number, part in enumerate(parts):
+                self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
         block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf

@@ -48,36 +48,35 @@ class SideBySide:
 
     @torch.no_grad()
     def run(self, track: Track = silently) -> None:
-        """Every layer that is not done yet."""
-        start = self.shelf.position()
-        if start is None:
-            start = 0
-            for name, part in self.parts.items():
-                for side, model in self.models.items():
-                    self.shelf.put(0, f"{side}.{name}", model.embed(part))
-            self.shelf.complete(0)
+        """Pass every layer that is not done yet."""
         contexts = {side: model.contexts(list(self.parts.values())) for side, model in self.models.items()}
-        for index in track(range(start, self.count), "quality"):
+        for index in self.shelf.walk(self.count, self._begin, track, "quality"):
             for side, model in self.models.items():
                 with model.layer(index):
                     for name, context in zip(self.parts, contexts[side], strict=True):
                         stream = self.shelf.get(index, f"{side}.{name}")
                         self.shelf.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
-            self.shelf.complete(index + 1)
+
+    def _begin(self) -> None:
+        for name, part in self.parts.items():
+            for side, model in self.models.items():
+                self.shelf.put(0, f"{side}.{name}", model.embed(part))
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
         return self.shelf.get(self.count, f"{side}.{name}")[row : row + 1]
 
+    def _rows(self, which: str) -> list[tuple[str, int]]:
+        """All rows of a name, by batch and place."""
+        names = [name for name in self.parts if name.startswith(f"{which}.")]
+        return [(name, row) for name in names for row in range(len(self.parts[name]))]
+
     @torch.no_grad()
     def compared(self, which: str, track: Track = silently) -> Comparison:
-        """The answers of both models to the rows of that name, row by row."""
-        task, found = Causal(), []
-        names = [name for name in self.parts if name.startswith(f"{which}.")]
-        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
-        for name, row in track(rows, "answers"):
-            batch = task.prepare(self.parts[name][row : row + 1], self.seed)
-            batch = batch.to(torch.device(self.models["source"].device))
+        """The answers of both models to the rows of a name, row by row."""
+        task, found, device = Causal(), [], torch.device(self.models["source"].device)
+        for name, row in track(self._rows(which), "answers"):
+            batch = task.prepare(self.parts[name][row : row + 1], self.seed).to(device)
             before, after = (
                 task.outputs_from(model.family, model.model, self.last(side, name, row), batch)
                 for side, model in self.models.items()
@@ -87,12 +86,10 @@ class SideBySide:
 
     @torch.no_grad()
     def predicted(self, which: str, track: Track = silently) -> lengths.Tokens:
-        """How both models predict the rows of that name, token by token."""
+        """How both models predict the rows of a name, token by token."""
         source, cut = self.models.values()
-        names = [name for name in self.parts if name.startswith(f"{which}.")]
-        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
         found = []
-        for name, row in track(rows, which):
+        for name, row in track(self._rows(which), which):
             before, after = (self.last(side, name, row) for side in self.models)
             ids = self.parts[name][row : row + 1]
             found.append(lengths.predictions(source.family, (source.model, cut.model), (before, after), ids))
