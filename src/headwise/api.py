@@ -77,9 +77,9 @@ def reshape(
     heal_options: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> nn.Module | None:
-    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved.
+    """Carry out plan.json: reshape, heal, save and return the model; a streamed one is only saved.
 
-    `trust_remote_code` lets code run that the source model brings; what run.json says of it counts for nothing.
+    `trust_remote_code` lets code run that the source model brings; the value in run.json is never believed.
     """
     folder = RunFolder(out)
     check_options(heal, heal_options)

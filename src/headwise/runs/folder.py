@@ -1,4 +1,4 @@
-"""One run, one folder: its settings, where each stage's result lies, and everything together as a dossier. No torch."""
+"""One run, one folder: its settings, the files of each stage, and which stages are finished. No torch."""
 
 from __future__ import annotations
 
@@ -10,16 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import (
-    BudgetError,
-    DataError,
-    HeadwiseError,
-    ModelError,
-    OutputError,
-    PlanError,
-    ShapeError,
-    UnknownNameError,
-)
+from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.files.json import read_bytes, read_object
 from headwise.runs import aside, fingerprint
@@ -27,22 +18,13 @@ from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
 from headwise.runs.lock import is_first, locked
 from headwise.runs.settings import Settings as Settings
-from headwise.types import (
-    Dossier,
-    LatencyTable,
-    ModelShape,
-    Plan,
-    Readings,
-    Verdict,
-    Workload,
-    write_atomically,
-)
+from headwise.types import Dossier, LatencyTable, ModelShape, Plan, Readings, Verdict, Workload, write_atomically
 
 OWN = (
     "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
     "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
     "report.html", "report.md", "latency-*.json",
-)  # fmt: skip  # everything that a run writes; whatever else lies in its folder is not touched
+)  # fmt: skip  # everything that a run writes; other files in its folder are not touched
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
 FOLLOWED = {  # settings that a stage follows
     "plan": ("budgets", "strategy", "allow", "portable", "seed"),
@@ -56,7 +38,7 @@ UNRECORDED = {  # files of finished stages in runs of earlier versions, which ke
 
 
 class RunFolder:
-    """Paths of a run folder and what can be said about it without torch."""
+    """The files of a run: where they are, which are finished, how they are read and recorded."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -101,7 +83,7 @@ class RunFolder:
             aside.drop(self.path)
 
     def is_ours(self) -> bool:
-        """Whether Headwise made a run here; a file of the same name that somebody else wrote is none."""
+        """Whether Headwise made a run here; files of the same name that somebody else wrote do not count."""
         return any(_is_record(path) for path in (self.settings_file, self.ledger.file))
 
     def finished(self, stage: str, settings: Settings | None = None) -> bool:
@@ -172,7 +154,7 @@ class RunFolder:
         return None
 
     def same_inputs(self, source: str) -> None:
-        """Refuse to work on with other inputs than the run began with."""
+        """Refuse inputs that changed since the run began."""
         if not self.ledger.complete or not is_first():
             return
         if changed := fingerprint.difference(self.ledger.read().inputs, self.require().inputs(source)):
@@ -183,13 +165,16 @@ class RunFolder:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """While a new run takes the place of an earlier one: that one goes when the new one is finished, and comes back
-        where the new one turns out to be impossible before it has built a model.
+        """While a new run takes the place of an earlier one: the earlier one is deleted when the new one is finished.
+
+        It is put back where the new run turns out to be impossible before it has a model. A full disk does not count:
+        with more space the new run resumes.
         """
         try:
             yield
-        except (BudgetError, DataError, ModelError, PlanError, ShapeError, UnknownNameError):
-            if is_first() and (self.path / aside.PREVIOUS).exists() and self.ledger.stage("model") is None:
+        except HeadwiseError as error:
+            impossible = not isinstance(error, OutputError) and self.ledger.stage("model") is None
+            if impossible and is_first() and (self.path / aside.PREVIOUS).exists():
                 aside.put_back(self.path, OWN)
             raise
         if is_first():
@@ -204,11 +189,11 @@ class RunFolder:
         return Settings.read(self.settings_file)
 
     def table_file(self, work: Workload) -> Path:
-        """Where the measured times of a workload lie."""
+        """The file with the measured times of a workload."""
         return self.path / f"latency-{work.phase}-{work.length}-b{work.batch}.json"
 
     def table(self, work: Workload) -> LatencyTable | None:
-        """The measured times of a workload, if they are here."""
+        """The measured times of a workload, or None."""
         path = self.table_file(work)
         return LatencyTable.read(path) if path.exists() else None
 
@@ -226,9 +211,9 @@ class RunFolder:
         return replace(plan, budgets=tuple(attached))
 
     def write_plan(self, plan: Plan, settings: Settings | None = None) -> None:
-        """Write the plan, made under these settings; an older one is kept beside it."""
+        """Write and record a plan that follows these settings; an older one is kept as plan.previous.json."""
         if self.plan_file.exists() and not self._holds(plan):
-            with suppress(PlanError):  # what is no file cannot be kept
+            with suppress(PlanError):  # it is no regular file
                 write_atomically(self.path / "plan.previous.json", read_bytes(self.plan_file))
         plan.save(self.plan_file)
         self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(FOLLOWED["plan"]) if settings else {})
@@ -240,17 +225,17 @@ class RunFolder:
             return False
 
     def record_probe(self) -> None:
-        """Commit readings and moments that are written."""
+        """Record readings and moments that are written."""
         self.ledger.record("probe", ("readings.json", "moments.safetensors"))
 
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
-        """Commit a model that is written; what was said of an older one goes."""
+        """Record a model that is written; verdict and report of an older one are deleted."""
         self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
         for stale in (self.verdict_file, self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
 
     def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:
-        """Write a verdict and commit it, for the plan and the model that are there; `more` was written with it."""
+        """Write a verdict on the plan and the model that are there, and record it; `more` was written with it."""
         used = tuple(name for name in ("plan.json", "model", "heal.json") if name not in more)
         if not self.ledger.complete:  # an earlier version's model, which was found to follow the plan
             self.ledger.record("model", used[1:], used[:1])
@@ -300,7 +285,7 @@ class RunFolder:
         )
 
     def _followed(self) -> dict[str, Any]:
-        """The settings that plan and model really follow, where stages were asked for others than the run."""
+        """The settings that plan and model really follow, where a later command gave others than the run."""
         stages = [stage for name in ("plan", "model") if (stage := self.ledger.stage(name))]
         try:
             return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}

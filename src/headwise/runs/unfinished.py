@@ -1,4 +1,4 @@
-"""Pieces of long work, each kept as soon as it is done: after a kill the same work finds them. No torch."""
+"""Results of long work, each kept as soon as it is there, so that work that was killed resumes. No torch."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from headwise.types import VERSION, Dossier, write_atomically
 
 
 def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html and report.md from whatever the folder holds; the frontier is solved where it is not there."""
+    """Write report.html and report.md from what the folder holds; a missing frontier is solved first."""
     from headwise.report import model_card, render
 
     with folder.held("report"):

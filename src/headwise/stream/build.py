@@ -85,7 +85,7 @@ class Build:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
     def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
-        """Cut, heal and write every layer that is not written yet, of the model for `folder`; says what healing did."""
+        """Cut, heal and write every layer of the model for `folder` that is not written yet; returns what healing did."""
         began = time.perf_counter()
         source, position = self.source, self.shelf.position()
         if position is not None and not self._shard(0).exists() and not self.installed(folder):
@@ -139,7 +139,7 @@ class Build:
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
 
     def _refit(self, index: int, theirs: Any, ours: Any, contexts: Sequence[dict[str, Any]]) -> None:
-        """Let the layer make up for what was cut before it, and move both models' streams on."""
+        """Refit the layer to make up for the cuts before it, and write both models' streams behind it."""
         family, scratch = self.source.family, self.work / "scratch"
         rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
         for number, row in enumerate(rows):

@@ -126,7 +126,7 @@ def _numbers(settings: Settings) -> int | None:
         if families.task_of(config) != "causal":
             return None
         return sum(entry.numbers for entry in Checkpoint(where).entries.values())
-    except Exception:  # whatever is wrong with the model, loading it says so
+    except Exception:  # loading the model gives the reason
         return None
 
 

@@ -97,7 +97,7 @@ class SideBySide:
 
     @torch.no_grad()
     def write_proof(self, path: Path) -> None:
-        """Keep what the cut model says to the rows called `proof`."""
+        """Write the cut model's answers to the rows called `proof`."""
         cut = self.models["cut"]
         logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
@@ -114,8 +114,9 @@ def compare(
     proof: Path,
     track: Track = silently,
 ) -> Found:
-    """Read `evaluation` and `rehearsal` with both models, rows of other lengths, and a few tokens as a proof for
-    whoever loads the model.
+    """Compare both models on the rows `evaluation` and `rehearsal` and on rows of other lengths.
+
+    Also writes the answers to a few tokens, which prove that the model loads the same elsewhere.
     """
     proving = {"proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}
     asked = _ends_only(asked)
