@@ -81,6 +81,7 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
     from headwise.stream.source import load_streaming
+    from headwise.types import Plan
 
     asked, folder = (
         Settings(model=model, budgets=("kv=75%",), device="cpu", stream=True, data="stdlib", **settings),
@@ -97,7 +98,7 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     for name, stage in (
         ("probe", lambda: bench.probe(asked, folder)),
         ("allocate", allocate),
-        ("reshape, heal, save", lambda: pipeline.carry_out(asked, folder, bench)),
+        ("reshape, heal, save", lambda: pipeline.carry_out(asked, folder, bench, Plan.read(folder.plan_file))),
         ("verify", lambda: pipeline.verify(folder, bench)),
     ):
         start = time.perf_counter()

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from headwise import cli, families, pipeline, stages
+from headwise.cuts import save
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.runs.folder import RunFolder
@@ -72,18 +74,10 @@ def test_run_prints_the_verdict_as_json(folder, tmp_path, capsys):
     assert call("run", folder, *RUN, "--out", tmp_path / "run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     verdict = found["verdict"]
-    quality = {
-        "perplexity_before",
-        "perplexity_after",
-        "perplexity_after_low",
-        "perplexity_after_high",
-        "kl",
-        "next_token_agreement",
-    }
-    assert quality <= set(verdict["quality"])
-    assert {"parameters_before", "parameters_after", "kv_bytes_per_token_before", "kv_bytes_per_token_after"} == set(
-        verdict["size"]
-    )
+    ends = ("before", "after", "after_low", "after_high")
+    assert {*(f"perplexity_{end}" for end in ends), "kl", "next_token_agreement"} <= set(verdict["quality"])
+    sizes = {f"{name}_{end}" for name in ("parameters", "kv_bytes_per_token") for end in ("before", "after")}
+    assert sizes == set(verdict["size"])
     assert {"predicted", "measured"} <= set(verdict["damage"])
     assert verdict["checks"] and all(check["passed"] for check in verdict["checks"])
     assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
@@ -94,20 +88,8 @@ def test_run_prints_the_verdict_as_json(folder, tmp_path, capsys):
 
 def test_the_stages_alone_do_what_run_does(folder, finished, tmp_path, capsys):
     out = tmp_path / "staged"
-    assert (
-        call(
-            "probe",
-            folder,
-            "--budget",
-            "kv=75%",
-            "--data",
-            "stdlib",
-            *[a for a in SMALL if a not in ("--eval-tokens", "512")],
-            "--out",
-            out,
-        )
-        == 0
-    )
+    probing = [argument for argument in RUN if argument not in ("--eval-tokens", "512")]
+    assert call("probe", folder, *probing, "--out", out) == 0
     assert call("allocate", out, "--budget", "kv=75%") == 0
     assert Plan.read(out / "plan.json").target == Plan.read(finished / "plan.json").target
     assert call("heal", out) == 0
@@ -171,33 +153,37 @@ def test_every_unit_can_be_cut_under_several_budgets(folder, tmp_path):
     assert all(check["passed"] for check in verdict["checks"])
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 2.0},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_portable_results_need_no_custom_code(folder, tmp_path, rope):
-    source = tmp_path / "source"
-    shutil.copytree(folder, source)
-    model = llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, **rope})
-    model.save_pretrained(source)
-    assert call("run", source, *RUN, "--portable", "--out", tmp_path / "run") == 0
+def test_portable_results_need_no_custom_code(folder, tmp_path):
+    assert call("run", folder, *RUN, "--portable", "--out", tmp_path / "run") == 0
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert all(check["passed"] for check in verdict["checks"]), "stock code gives the tailored model's logits"
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert config["model_type"] == "llama" and "auto_map" not in config
     assert not list((tmp_path / "run" / "model").glob("*.py"))
+
+
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, LLAMA3, YARN], ids=lambda r: r["rope_type"])
+def test_portable_results_keep_every_way_to_scale_positions(folder, tmp_path, rope):
+    source = tmp_path / "source"
+    shutil.copytree(folder, source)
+    model = llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, **rope})
+    model.save_pretrained(source)
+    settings = Settings(
+        str(source), ("kv=75%",), data="stdlib", tokens=256, eval_tokens=128, swap_tokens=0, length=32,
+        heal="none", portable=True, device="cpu",
+    )  # fmt: skip
+    held = pipeline.load_source(settings)
+    fitted = pipeline.fit(settings, held, first=pipeline.probe(settings, held, diagnose=False))
+    assert fitted.plan.target != fitted.plan.source
+    rounded = save(llama, fitted.model, held.tokenizer, tmp_path / "model", True)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    with torch.no_grad():
+        ours, theirs = (found(held.evaluation).logits for found in (rounded, stock))
+    assert torch.allclose(ours, theirs, atol=1e-5), "stock code gives the tailored model's logits"
 
 
 def test_dynamic_rope_works_tailored_and_is_refused_portable(folder, tmp_path, capsys):
@@ -215,11 +201,8 @@ def test_text_of_any_kind_calibrates(folder, tmp_path):
     for source in (str(lines), "self"):
         settings = Settings(model=str(folder), data=source, tokens=512, eval_tokens=128, length=32, device="cpu")
         bench = pipeline.load_source(settings)
-        assert (
-            bench.calibration.shape == (14, 32)
-            and bench.rehearsal.shape == (2, 32)
-            and bench.evaluation.shape == (4, 32)
-        )
+        parts = (bench.calibration, bench.rehearsal, bench.evaluation)
+        assert [part.shape for part in parts] == [(14, 32), (2, 32), (4, 32)]
 
 
 def test_a_datasets_folder_calibrates(folder, tmp_path):

@@ -85,8 +85,9 @@ def reshape(
     check_options(heal, heal_options)
     with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
         settings = replace(known, heal=heal, heal_options=tuple(heal_options))
+        plan = Plan.read(folder.plan_file)
         source = pipeline.source_of(settings, folder, track)
-        pipeline.carry_out(settings, folder, source, track)
+        pipeline.carry_out(settings, folder, source, plan, track)
     return None if isinstance(source, Streaming) else load(folder.model)
 
 

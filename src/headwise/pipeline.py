@@ -54,9 +54,8 @@ def build(settings: Settings, folder: RunFolder, source: Source, track: Track = 
         processes.by_first(partial(source.save, settings, folder, fitted))
 
 
-def carry_out(settings: Settings, folder: RunFolder, source: Source, track: Track = silently) -> None:
-    """Reshape, heal and save by the plan that the folder holds."""
-    plan = Plan.read(folder.plan_file)
+def carry_out(settings: Settings, folder: RunFolder, source: Source, plan: Plan, track: Track = silently) -> None:
+    """Reshape, heal and save by a given plan; the model is probed first where it was not."""
     fitted = source.fit(settings, source.probe(settings, folder, track), plan, folder, track)
     with stage(track, "saving the model"):
         processes.by_first(partial(source.save, settings, folder, fitted))

@@ -85,7 +85,7 @@ class Build:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
     def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
-        """Cut, heal and write every layer of the model for `folder` that is not written yet; returns what healing did."""
+        """Cut, heal and write the layers of the model for `folder` that are not there yet; returns what healing did."""
         began = time.perf_counter()
         source, position = self.source, self.shelf.position()
         if position is not None and not self._shard(0).exists() and not self.installed(folder):
