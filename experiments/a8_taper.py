@@ -118,9 +118,7 @@ def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) 
         return None
 
 
-def _measured(
-    plan: Plan, moments: list[Moments], bench: pipeline.Source, sizes: Size, tuned: bool
-) -> dict[str, Any]:
+def _measured(plan: Plan, moments: list[Moments], bench: pipeline.Source, sizes: Size, tuned: bool) -> dict[str, Any]:
     """Damage at every stage, with its 95% interval, and time against the source."""
     cut = reshape(bench.family, bench.model, plan, moments)
     healed, _ = refit(bench.family, bench.model, cut, bench.calibration[: max(1, 131_072 // sizes.length)])

@@ -42,11 +42,10 @@ ALLOWED: dict[str, set[str]] = {
     "checks": FIRST | MODEL | {"latency"},
     "training": FIRST | MODEL | {"runs", "cuts"},  # the loop that distillation and training from scratch share
     "heal": FIRST | MODEL | {"runs", "training"},
-    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "latency", "cuts", "heal", "checks", "report"},
+    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "report"},
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},
-    "pipeline": FIRST | MODEL
-    | {"runs", "strategies", "latency", "cuts", "heal", "checks", "stages", "stream", "preflight"},
+    "pipeline": FIRST | MODEL | {"runs", "latency", "stages", "stream", "preflight"},
     "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
     "research": FIRST | MODEL | {"runs", "strategies", "cuts", "training", "report"},  # no stage needs it
     "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},

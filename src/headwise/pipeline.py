@@ -76,13 +76,11 @@ def fit(
     limits = budgets_of(settings, source, folder, track)
     if settings.rounds == 1:
         return fit_once(settings, source, limits, folder, first, track)
-    fitted = None
-    for number in range(1, settings.rounds + 1):
-        now = rounds.budgets_of_round(limits, source.shape, number, settings.rounds)
-        later = fit_once(settings, source, now, folder, first if number == 1 else None, track, number)
-        fitted = later if fitted is None else rounds.joined(fitted, later)
-        source = replace(source, shrunk=fitted.model)
-    assert fitted is not None, "there is at least one round"
+    parts = [rounds.budgets_of_round(limits, source.shape, n + 1, settings.rounds) for n in range(settings.rounds)]
+    fitted = fit_once(settings, source, parts[0], folder, first, track)
+    for number, part in enumerate(parts[1:], 2):
+        shrunk = replace(source, shrunk=fitted.model)
+        fitted = rounds.joined(fitted, fit_once(settings, shrunk, part, folder, None, track, number))
     return fitted
 
 
@@ -102,7 +100,7 @@ def fit_once(
         probed = source.probe(settings, here, track, diagnose) if here else probe(settings, source, track, False)
     timed = number == settings.rounds and any(limit.workload for limit in limits)
     with stage(track, "planning"):
-        plan = allocate(settings, source, probed.readings, limits, folder if timed else None, timed)
+        plan = allocate(settings, source, probed.readings, limits, timed, folder)
     return source.fit(settings, probed, plan, here, track)
 
 
@@ -111,18 +109,17 @@ def allocate(
     source: Source,
     readings: Readings,
     limits: tuple[Budget, ...],
-    folder: RunFolder | None = None,
     timed: bool = False,
+    folder: RunFolder | None = None,
 ) -> Plan:
-    """The plan for some limits, the same in all processes; `timed`: confirmed on the device before it is built."""
+    """The plan for some limits, the same in all processes.
+
+    `timed`: it is confirmed on the device before it is built, and the tables in the folder are corrected.
+    """
     if timed and processes.index() == 0:
-        plan = measured.confirmed(
-            partial(plan_for, settings, readings),
-            limits,
-            source.shape,
-            measured.clock_of(source.family, source.model),
-            measured.keep_in(folder),
-        )
+        clock = measured.clock_of(source.family, source.model)
+        keep = measured.keep_in(folder)
+        plan = measured.confirmed(partial(plan_for, settings, readings), limits, source.shape, clock, keep)
     else:
         plan = plan_for(settings, readings, limits)
     if processes.count() == 1:
