@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from headwise import cli, families, pipeline, stages
 from headwise.cuts import save
@@ -69,7 +68,7 @@ def tree(path):
     return {p.relative_to(path): hashlib.sha256(p.read_bytes()).hexdigest() for p in path.rglob("*") if p.is_file()}
 
 
-def test_run_prints_the_verdict_as_json(folder, tmp_path, capsys):
+def test_run_prints_the_verdict_as_json(folder, finished, tmp_path, capsys):
     before = tree(folder)
     assert call("run", folder, *RUN, "--out", tmp_path / "run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
@@ -83,6 +82,8 @@ def test_run_prints_the_verdict_as_json(folder, tmp_path, capsys):
     assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
     assert found["plan"]["strategy"] == "exact" and found["out"] == str(tmp_path / "run")
     assert tree(folder) == before, "the source's folder is never written"
+    plans = [(path / "plan.json").read_bytes() for path in (tmp_path / "run", finished)]
+    assert plans[0] == plans[1], "the same seed gives the same plan"
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -166,33 +167,32 @@ YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 
 LLAMA3 = YARN | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
-@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 2.0}, LLAMA3, YARN], ids=lambda r: r["rope_type"])
-def test_portable_results_keep_every_way_to_scale_positions(folder, tmp_path, rope):
-    source = tmp_path / "source"
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3, YARN, DYNAMIC], ids=lambda rope: rope["rope_type"])
+def test_every_way_to_scale_positions_is_kept(folder, tmp_path, capsys, rope):
+    source, portable = tmp_path / "source", rope is not DYNAMIC
     shutil.copytree(folder, source)
     model = llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, **rope})
     model.save_pretrained(source)
     settings = Settings(
         str(source), ("kv=75%",), data="stdlib", tokens=256, eval_tokens=128, swap_tokens=0, length=32,
-        heal="none", portable=True, device="cpu",
+        heal="none", portable=portable, device="cpu",
     )  # fmt: skip
     held = pipeline.load_source(settings)
     fitted = pipeline.fit(settings, held, first=pipeline.probe(settings, held, diagnose=False))
     assert fitted.plan.target != fitted.plan.source
-    rounded = save(llama, fitted.model, held.tokenizer, tmp_path / "model", True)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    rounded = save(llama, fitted.model, held.tokenizer, tmp_path / "model", portable)
+    again = families.load(str(tmp_path / "model"))[0]
+    assert again.config.model_type == ("llama" if portable else "headwise_llama")
     with torch.no_grad():
-        ours, theirs = (found(held.evaluation).logits for found in (rounded, stock))
-    assert torch.allclose(ours, theirs, atol=1e-5), "stock code gives the tailored model's logits"
-
-
-def test_dynamic_rope_works_tailored_and_is_refused_portable(folder, tmp_path, capsys):
-    source = tmp_path / "source"
-    shutil.copytree(folder, source)
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters=rope).save_pretrained(source)
-    assert call("run", source, *RUN, "--out", tmp_path / "run") == 0
-    assert "Leave out --portable" in refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
+        ours, theirs = (found(held.evaluation).logits for found in (rounded, again))
+    assert torch.allclose(ours, theirs, atol=1e-5), "a loaded model gives the same logits, portable ones in stock code"
+    if not portable:
+        text = refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
+        assert "Leave out --portable" in text
 
 
 def test_text_of_any_kind_calibrates(folder, tmp_path):
@@ -224,11 +224,6 @@ def test_probing_leaves_the_model_as_it_was(folder):
     assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
     assert all(p.requires_grad for p in bench.model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules()), "no hook stays behind"
-
-
-def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):
-    assert call("run", folder, *RUN, "--out", tmp_path / "twin") == 0
-    assert (tmp_path / "twin" / "plan.json").read_bytes() == (finished / "plan.json").read_bytes()
 
 
 def test_bad_input_is_refused_in_one_line(folder, finished, tmp_path, capsys):

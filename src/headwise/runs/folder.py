@@ -167,13 +167,13 @@ class RunFolder:
     def replacing(self) -> Iterator[None]:
         """While a new run takes the place of an earlier one: the earlier one is deleted when the new one is finished.
 
-        It is put back where the new run turns out to be impossible before it has a model. A full disk does not count:
-        with more space the new run resumes.
+        It is put back where the new run turns out to be impossible before it has a model: by its budget, data, model or
+        plan. Other errors, such as a full disk, do not count: the new run can resume.
         """
         try:
             yield
         except HeadwiseError as error:
-            impossible = not isinstance(error, OutputError) and self.ledger.stage("model") is None
+            impossible = type(error) not in (HeadwiseError, OutputError) and self.ledger.stage("model") is None
             if impossible and is_first() and (self.path / aside.PREVIOUS).exists():
                 aside.put_back(self.path, OWN)
             raise
