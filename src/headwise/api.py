@@ -34,7 +34,7 @@ def run(
     track: Track = silently,
     **settings: Any,
 ) -> Dossier:
-    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.folder.Settings`."""
+    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.settings.Settings`."""
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 
