@@ -143,7 +143,7 @@ def test_pickled_weights_are_refused_and_never_replaced_by_random_ones(source: P
         if how == "load":
             headwise.load(folder)
         else:
-            headwise.research.train(str(folder), str(tmp_path / "text.txt"), tmp_path / "out", steps=1, device="cpu")
+            headwise.train(str(folder), str(tmp_path / "text.txt"), tmp_path / "out", steps=1, device="cpu")
 
 
 @pytest.mark.parametrize("path", ["../../outside", "/tmp", "a/b", 7])
