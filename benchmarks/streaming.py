@@ -158,7 +158,7 @@ def small(work: Path) -> dict[str, Any]:
     from headwise.probes import gram
     from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
-    from headwise.stream._shelf import read_tensors
+    from headwise.stream._store import read_tensors
     from headwise.stream.probe import moments_file
     from headwise.stream.source import load_streaming
     from headwise.types import Plan

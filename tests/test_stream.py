@@ -21,8 +21,8 @@ from headwise.runs.moments import read_moments, write_moments
 from headwise.stream import probe
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, read_tensors
-from headwise.stream.build import Build
+from headwise.stream._store import StreamStore, read_tensors
+from headwise.stream.build import StreamedBuild
 from headwise.types import Plan
 
 KINDS = {
@@ -78,7 +78,7 @@ class Held:
 
 def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows) -> None:
     """Carry out a plan, healed on rows where there are any."""
-    made = Build(source, plan, work, rows)
+    made = StreamedBuild(source, plan, work, rows)
     made.run(out)
     made.finish(tokenizer, out)
 
@@ -187,22 +187,22 @@ def test_only_the_rows_that_occur_are_read_of_a_table(model):
     assert torch.equal(torch.cat(list(files.slices("model.embed_tokens.weight", 1000))), table)
 
 
-def test_a_shelf_is_empty_for_other_work(tmp_path):
-    shelf = Shelf(tmp_path / "s", {"plan": 1})
-    shelf.put(0, "a", torch.ones(2))
-    assert shelf.position() is None
-    shelf.complete(0)
-    shelf.put(1, "a", torch.zeros(2))
-    assert Shelf(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
-    shelf.complete(1)
-    assert not (tmp_path / "s" / "00000").exists() and shelf.position() == 1
-    assert Shelf(tmp_path / "s", {"plan": 2}).position() is None
+def test_a_store_is_empty_for_other_work(tmp_path):
+    store = StreamStore(tmp_path / "s", {"plan": 1})
+    store.put(0, "a", torch.ones(2))
+    assert store.position() is None
+    store.complete(0)
+    store.put(1, "a", torch.zeros(2))
+    assert StreamStore(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
+    store.complete(1)
+    assert not (tmp_path / "s" / "00000").exists() and store.position() == 1
+    assert StreamStore(tmp_path / "s", {"plan": 2}).position() is None
 
 
-def test_a_shelf_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
-    shelf = Shelf(tmp_path / "s", {"plan": 1})
-    shelf.put(0, "a", torch.ones(2))
-    shelf.complete(0)
+def test_a_store_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
+    store = StreamStore(tmp_path / "s", {"plan": 1})
+    store.put(0, "a", torch.ones(2))
+    store.complete(0)
 
     def killed(folder, **_):
         (folder / "00000" / "a.safetensors").unlink()
@@ -210,8 +210,8 @@ def test_a_shelf_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", killed)
-        shelf.clear()
-    assert Shelf(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
+        store.clear()
+    assert StreamStore(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

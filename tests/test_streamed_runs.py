@@ -17,7 +17,7 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stream import verify
 from headwise.stream._model import Streamed
-from headwise.stream.build import Build
+from headwise.stream.build import StreamedBuild
 from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Plan
 
@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
         go(layer=2)  # while it probes
     assert not (out / "readings.json").exists()
     with monkeypatch.context() as patch:  # goes on at layer 2, is killed while it builds
-        patch.setattr(Build, "finish", lambda self, tokenizer, folder: (_ for _ in ()).throw(Killed()))
+        patch.setattr(StreamedBuild, "finish", lambda self, tokenizer, folder: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             go()
     assert seen[0] == 2, "the first two layers are not probed again"

@@ -23,7 +23,7 @@ class LongText(NamedTuple):
     start: int | None  # the token that begins every row, where there is one
 
 
-class Texts(NamedTuple):
+class RunRows(NamedTuple):
     """The rows of a run. No row serves two purposes."""
 
     calibration: torch.Tensor
@@ -35,7 +35,7 @@ class Texts(NamedTuple):
     long: LongText | None  # held-out text, for rows of any length
 
 
-class Reader(NamedTuple):
+class RowReader(NamedTuple):
     """Reads rows of one length; `model` is None where it is too large to write text itself."""
 
     task: tasks.Task
@@ -62,7 +62,7 @@ class Reader(NamedTuple):
 
 def read_texts(
     settings: Settings, family: Family, config: Any, tokenizer: Any, task: tasks.Task, model: Any, track: Track
-) -> Texts:
+) -> RunRows:
     """Read and split the rows of a run; `model` is None where it is too large to write text itself."""
     context = settings.served(family.longest(config))
     length = family.row_length(settings.length, context)
@@ -80,12 +80,12 @@ def read_texts(
         tokens = lengths.tokens_for(length, context, settings.eval_tokens)
         rows = -(-tokens // (length - 1)) + 1  # a row may begin with a token that is no text
         wanted = wanted._replace(longer=max(0, rows - wanted.evaluation))
-    found = _read(settings, Reader(task, tokenizer, length, model, settings.seed, track), source, wanted)
+    found = _read(settings, RowReader(task, tokenizer, length, model, settings.seed, track), source, wanted)
     _note_missing(settings, task, found, wanted, healing)
     for rows_of_part in (found.calibration.rows, found.evaluation.rows, found.more):
         _refuse_unknown_tokens(rows_of_part, config)
     _refuse_other_inputs(found.calibration.rows, family, task, model)
-    return Texts(
+    return RunRows(
         *split.rehearsed(found.calibration.rows),
         found.evaluation.rows,
         described(settings, source),
@@ -95,7 +95,7 @@ def read_texts(
     )
 
 
-def _read(settings: Settings, reader: Reader, source: str, wanted: split.Counts) -> split.Split:
+def _read(settings: Settings, reader: RowReader, source: str, wanted: split.Counts) -> split.Split:
     fitted = wanted.calibration + wanted.more
     if settings.eval is not None:
         both = reader.rows(source, fitted, settings.seed)

@@ -28,7 +28,7 @@ from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
-from headwise.stream._shelf import AGAIN, Shelf, checksum, read_stream, write_tensors
+from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
@@ -38,7 +38,7 @@ STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut l
 REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
 
-class _Rows:
+class _RowsOnDisk:
     """One batch on its way through both models, as the refit wants it, with every tensor on disk while it waits."""
 
     KEPT = ("source", "cut", "source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
@@ -48,7 +48,7 @@ class _Rows:
         self.__dict__.update(folder=folder, contexts=[context], device=device)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _Rows.KEPT:
+        if name not in _RowsOnDisk.KEPT:
             raise AttributeError(name)
         path = self.folder / f"{name}.safetensors"
         return read_stream(path, self.device) if path.exists() else None
@@ -61,7 +61,7 @@ class _Rows:
             write_tensors(path, {"stream": stream})
 
 
-class Build:
+class StreamedBuild:
     """A model on its way from a source and a plan to a folder."""
 
     def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, seed: int = 0) -> None:
@@ -76,7 +76,7 @@ class Build:
         self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
         key["seed"] = seed
-        self.shelf = Shelf(self.work, key, source.device)
+        self.store = StreamStore(self.work, key, source.device)
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
@@ -87,11 +87,11 @@ class Build:
     def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
         """Cut, heal and write the layers of the model for `folder` that are not there yet; returns what healing did."""
         began = time.perf_counter()
-        source, position = self.source, self.shelf.position()
+        source, position = self.source, self.store.position()
         if position is not None and not self._shard(0).exists() and not self.installed(folder):
-            self.shelf.restart()
+            self.store.restart()
         contexts = source.contexts(self.parts, self.reader)
-        for index in self.shelf.walk(len(source.layers), self._begin, track, "refit" if self.parts else "reshape"):
+        for index in self.store.walk(len(source.layers), self._begin, track, "refit" if self.parts else "reshape"):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
@@ -108,7 +108,7 @@ class Build:
             write_tensors(self._shard(number), read)
         for number, part in enumerate(self.parts):
             for side in ("source", "cut"):
-                self.shelf.put(0, f"{side}.{number}", self.source.embed(part))
+                self.store.put(0, f"{side}.{number}", self.source.embed(part))
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -141,16 +141,18 @@ class Build:
     def _refit(self, index: int, theirs: Any, ours: Any, contexts: Sequence[dict[str, Any]]) -> None:
         """Refit the layer to make up for the cuts before it, and write both models' streams behind it."""
         family, scratch = self.source.family, self.work / "scratch"
-        rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
+        rows: list[Any] = [
+            _RowsOnDisk(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)
+        ]
         for number, row in enumerate(rows):
-            row.source, row.cut = (self.shelf.get(index, f"{side}.{number}") for side in ("source", "cut"))
+            row.source, row.cut = (self.store.get(index, f"{side}.{number}") for side in ("source", "cut"))
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
         write_atomically(self._gain(index), json.dumps(worker.output_and_down(inner=True)))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
-                self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))
+                self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
         shutil.rmtree(scratch)
 
     def finish(self, tokenizer: Any, folder: Path) -> None:
@@ -171,7 +173,7 @@ class Build:
 
     def installed(self, folder: Path) -> bool:
         """Whether this very work was killed after its model was put in its place."""
-        done = self.shelf.position() == len(self.source.layers)
+        done = self.store.position() == len(self.source.layers)
         return done and not (self.work / "model").exists() and (folder / INDEX).is_file()
 
     def _index(self) -> dict[str, Any]:

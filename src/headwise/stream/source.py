@@ -23,7 +23,7 @@ from headwise.stages.source import Compared, Fitted, Probed, Source, refuse_othe
 from headwise.stages.texts import read_texts
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
-from headwise.stream.build import Build
+from headwise.stream.build import StreamedBuild
 from headwise.stream.probe import Wanted, probe
 from headwise.stream.verify import checks, compare, sizes
 from headwise.tasks.causal import Causal
@@ -51,7 +51,7 @@ class Streaming(Source):
         """See `Source`. The new model lies in the folder's unfinished work until it is saved."""
         assert folder is not None, "a streamed model is built on disk"
         rows = self.calibration if settings.heal == "refit" else None
-        work = Build(self.model, plan, folder.streaming, rows, self.seed)
+        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed)
         return Fitted(work, plan, [work.run(folder.model, track)], None)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:

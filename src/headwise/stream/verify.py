@@ -18,14 +18,14 @@ from headwise.memory import SHARE, available_bytes
 from headwise.progress import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, checksum
+from headwise.stream._store import StreamStore, checksum
 from headwise.tasks.causal import Causal
 from headwise.types import Check, ModelShape, Plan
 
 RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in float32, over that of its numbers
 
 
-class Found(NamedTuple):
+class StreamedComparison(NamedTuple):
     """How the cut model answers beside the source: on held-out rows, on rows of the calibration's source, by length."""
 
     evaluation: Comparison
@@ -43,28 +43,28 @@ class SideBySide:
             "rows": [checksum(text) for text in rows.values()],
             "files": [[file.name, file.stat().st_mtime_ns] for file in sorted(cut.files.folder.glob("*.safetensors"))],
         }
-        self.shelf = Shelf(folder / "verify", key, source.device)
+        self.store = StreamStore(folder / "verify", key, source.device)
         self.count = len(source.layers)
 
     @torch.no_grad()
     def run(self, track: Track = silently) -> None:
         """Pass every layer that is not done yet."""
         contexts = {side: model.contexts(list(self.parts.values())) for side, model in self.models.items()}
-        for index in self.shelf.walk(self.count, self._begin, track, "quality"):
+        for index in self.store.walk(self.count, self._begin, track, "quality"):
             for side, model in self.models.items():
                 with model.layer(index):
                     for name, context in zip(self.parts, contexts[side], strict=True):
-                        stream = self.shelf.get(index, f"{side}.{name}")
-                        self.shelf.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+                        stream = self.store.get(index, f"{side}.{name}")
+                        self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
 
     def _begin(self) -> None:
         for name, part in self.parts.items():
             for side, model in self.models.items():
-                self.shelf.put(0, f"{side}.{name}", model.embed(part))
+                self.store.put(0, f"{side}.{name}", model.embed(part))
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
-        return self.shelf.get(self.count, f"{side}.{name}")[row : row + 1]
+        return self.store.get(self.count, f"{side}.{name}")[row : row + 1]
 
     def _rows(self, which: str) -> list[tuple[str, int]]:
         """All rows of a name, by batch and place."""
@@ -113,7 +113,7 @@ def compare(
     folder: Path,
     proof: Path,
     track: Track = silently,
-) -> Found:
+) -> StreamedComparison:
     """Compare both models on the rows `evaluation` and `rehearsal` and on rows of other lengths.
 
     Also writes the answers to a few tokens, which prove that the model loads the same elsewhere.
@@ -125,9 +125,9 @@ def compare(
     walk = SideBySide(source, cut, rows | proving | more, seed, folder)
     walk.run(track)
     by_length = certificate.gathered(asked, lambda label, _: reasons.get(label) or walk.predicted(label, track), seed)
-    found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track), by_length)
+    found = StreamedComparison(walk.compared("evaluation", track), walk.compared("rehearsal", track), by_length)
     walk.write_proof(proof)
-    walk.shelf.clear()
+    walk.store.clear()
     return found
 
 

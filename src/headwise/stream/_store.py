@@ -46,11 +46,11 @@ def checksum(rows: torch.Tensor) -> int:
     return zlib.crc32(rows.cpu().numpy().tobytes())
 
 
-class Shelf:
+class StreamStore:
     """Streams before every layer, in one folder for each; only those before the next layer are kept.
 
     A walk writes the streams behind a layer and then marks them `complete`. After a kill it resumes at `position`, the
-    last complete layer. `key` stands for the work: other work starts with an empty shelf.
+    last complete layer. `key` stands for the work: other work starts with an empty store.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
