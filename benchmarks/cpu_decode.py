@@ -24,8 +24,8 @@ import transformers
 from solve import hardware
 
 from headwise import cuts, families, pipeline, strategies
+from headwise.budgets import parse
 from headwise.devices import timed
-from headwise.runs.folder import budgets_for
 from headwise.runs.settings import Settings
 from headwise.types import write_atomically
 
@@ -37,13 +37,13 @@ SETTINGS = Settings("embedded", budgets=("params=80%",), tokens=4096, eval_token
 
 def cut_models() -> dict[str, Any]:
     """The embedded model, cut to every budget by plans from predicted prices: quality is not what is measured."""
-    bench = pipeline.workbench(SETTINGS)
-    readings, moments = pipeline.probe(SETTINGS, bench, bench.source, diagnose=False)
-    shape = bench.family.shape_of(bench.source.config)
+    bench = pipeline.load_source(SETTINGS)
+    readings, moments = pipeline.probe(SETTINGS, bench, diagnose=False)
+    shape = bench.family.shape_of(bench.model.config)
     found: dict[str, Any] = {}
     for text in BUDGETS:
-        plan = strategies.allocate(readings, budgets_for(SETTINGS.__class__("embedded", budgets=(text,)), shape))
-        found[text] = cuts.reshape(bench.family, bench.source, plan, moments).eval()
+        plan = strategies.allocate(readings, (parse(text, shape),))
+        found[text] = cuts.reshape(bench.family, bench.model, plan, moments).eval()
     return found
 
 

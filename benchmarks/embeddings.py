@@ -73,7 +73,7 @@ def similarity_pairs(path: Path) -> Pairs:
 
 
 @torch.no_grad()
-def embeddings(bench: pipeline.Workbench, model: Any, texts: list[str], rows: int = 64) -> np.ndarray:
+def embeddings(bench: pipeline.Source, model: Any, texts: list[str], rows: int = 64) -> np.ndarray:
     """Unit embeddings, in padded batches as users run them; rows of like length together."""
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
     found: list[torch.Tensor] = [torch.empty(0)] * len(texts)
@@ -100,7 +100,7 @@ def spearman_change(before: np.ndarray, after: np.ndarray, score: np.ndarray) ->
     return {**found, "change": points(after) - points(before), "change_low": float(low), "change_high": float(high)}
 
 
-def judge(bench: pipeline.Workbench, model: Any, pairs: Pairs, source: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
+def judge(bench: pipeline.Source, model: Any, pairs: Pairs, source: tuple[np.ndarray, np.ndarray]) -> dict[str, Any]:
     """A model's embeddings beside the source's."""
     own = embeddings(bench, model, pairs.first), embeddings(bench, model, pairs.second)
     cosines = np.concatenate([(a * b).sum(-1) for a, b in zip(source, own, strict=True)])
@@ -116,14 +116,14 @@ def judge(bench: pipeline.Workbench, model: Any, pairs: Pairs, source: tuple[np.
 
 def measure(settings: Settings, pairs: Pairs) -> dict[str, Any]:
     """Every method at the budget; the source is probed once."""
-    bench = pipeline.workbench(settings)
-    source = embeddings(bench, bench.source, pairs.first), embeddings(bench, bench.source, pairs.second)
-    looked = pipeline.probe(settings, bench, bench.source, diagnose=False)
+    bench = pipeline.load_source(settings)
+    source = embeddings(bench, bench.model, pairs.first), embeddings(bench, bench.model, pairs.second)
+    looked = pipeline.probe(settings, bench, diagnose=False)
     rows = []
     for name, method in METHODS.items():
         start = time.perf_counter()
-        fitted = pipeline.fit(replace(settings, **method), bench, lambda number, model: looked)
-        held_out = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation, task=bench.task)
+        fitted = pipeline.fit(replace(settings, **method), bench, first=looked)
+        held_out = quality.compare(bench.family, bench.model, fitted.model, bench.evaluation, task=bench.task)
         rows.append(
             {
                 "method": name,
@@ -137,7 +137,7 @@ def measure(settings: Settings, pairs: Pairs) -> dict[str, Any]:
         )
         print(_line(rows[-1]), flush=True)
     facts = {"calibration_tokens": looked[0].tokens, "probe_seconds": looked[0].seconds, "pairs": len(pairs.score)}
-    return {**facts, "hardware": speed.machine(bench.source.device), "rows": rows}
+    return {**facts, "hardware": speed.machine(bench.model.device), "rows": rows}
 
 
 def _shares(before: ModelShape, after: ModelShape) -> dict[str, float]:

@@ -26,11 +26,11 @@ from quality import plain
 from torch import nn
 
 from headwise import pipeline, strategies
+from headwise.budgets import parse
 from headwise.checks import quality, speed
 from headwise.cuts import Moments, reshape
-from headwise.progress import silently
 from headwise.registry import find
-from headwise.runs.folder import RunFolder, budgets_for
+from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.types import VERSION, Readings, write_atomically
 
@@ -58,7 +58,7 @@ class Table:
         rounds = {text: _missing(known, text, list(ROUNDS)) for text in ROUNDS_BUDGETS}
         if not any((*left.values(), *rounds.values())):
             return
-        self.bench = bench = pipeline.workbench(self.settings)
+        self.bench = bench = pipeline.load_source(self.settings)
         readings, moments = self._probed(self.settings, "probe")
         print(f"probe {readings.seconds:.0f} s", flush=True)
         self.found |= {
@@ -66,7 +66,7 @@ class Table:
             "calibration_tokens": bench.calibration.numel(),
             "evaluation_tokens": bench.evaluation.numel(),
             "probe_seconds": readings.seconds,
-            "hardware": speed.machine(bench.source.device),
+            "hardware": speed.machine(bench.model.device),
             "torch": torch.__version__,
             "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         }
@@ -81,14 +81,14 @@ class Table:
         about = json.dumps(plain(settings), sort_keys=True)
         mark = hashlib.sha256(f"{about} {self.bench.calibration.shape}".encode()).hexdigest()[:8]
         folder = RunFolder(self.out.parent / f".{self.out.stem}-{name}-{mark}")
-        return pipeline.probed(settings, folder, self.bench, self.bench.source, silently, diagnose=False)
+        return pipeline.probe_in(folder, settings, self.bench, diagnose=False)
 
     def _budget(self, text: str, methods: list[str], readings: Readings, moments: list[Moments]) -> None:
         """The missing methods at one budget: `none`, the refit, and what begins with the refitted model."""
         bench, settings = self.bench, self.settings
-        budgets = budgets_for(replace(settings, budgets=(text,)), bench.family.shape_of(bench.source.config))
+        budgets = (parse(text, bench.shape),)
         plan = strategies.allocate(readings, budgets, settings.strategy, settings.allow, seed=settings.seed)
-        cut = reshape(bench.family, bench.source, plan, moments)
+        cut = reshape(bench.family, bench.model, plan, moments)
         refitted, base = self._healed("refit", cut) if methods != ["none"] else (cut, 0.0)
         for method in methods:
             if method in ("none", "refit"):
@@ -109,8 +109,8 @@ class Table:
     def _in_rounds(self, missing: dict[str, list[str]]) -> None:
         """Blockwise healing after one cut at once, and after each of several cuts with the model probed in between."""
         whole = self.bench
-        self.bench = bench = whole._replace(
-            calibration=whole.calibration[: ROUNDS_TOKENS // whole.calibration.shape[1]]
+        self.bench = bench = replace(
+            whole, calibration=whole.calibration[: ROUNDS_TOKENS // whole.calibration.shape[1]]
         )
         options = [option for option in self.settings.heal_options if not option.startswith("steps=")]
         options.append(f"steps={ROUNDS_STEPS}")
@@ -119,13 +119,10 @@ class Table:
         told = {"calibration_tokens": bench.calibration.numel(), "steps": ROUNDS_STEPS, "rows": []}
         rows = self.found.setdefault("rounds", told)["rows"]
 
-        def look(number: int, model: nn.Module) -> Any:
-            return first if number == 1 else pipeline.probe(settings, bench, model, diagnose=False)
-
         for text, methods in missing.items():
             for method in methods:
                 start = time.process_time()
-                fitted = pipeline.fit(replace(settings, budgets=(text,), rounds=ROUNDS[method]), bench, look)
+                fitted = pipeline.fit(replace(settings, budgets=(text,), rounds=ROUNDS[method]), bench, first=first)
                 self._add(rows, text, method, fitted.model, time.process_time() - start)
 
     def _add(
@@ -139,7 +136,7 @@ class Table:
     ) -> None:
         """One line; with `shares`, what is `recovered` of the damage before any healing, and of the refit's `more`."""
         bench = self.bench
-        found = quality.compare(bench.family, bench.source, model, bench.evaluation, task=bench.task)
+        found = quality.compare(bench.family, bench.model, model, bench.evaluation, task=bench.task)
         damage, left = found.damage(), [row["measured"] for row in rows if row["budget"] == budget]
         gains = {}
         if shares and left:

@@ -60,9 +60,9 @@ LLAMA_1B = dict(
 def embedded() -> tuple[Any, Any, Readings, Any]:
     """The embedded model, what a short probing found, and how a plan is carried out."""
     settings = Settings(model="embedded", tokens=4096, eval_tokens=1024, swap_tokens=0, allow=ALLOW, device="cpu")
-    bench = pipeline.workbench(settings)
-    readings, moments = pipeline.probe(settings, bench, bench.source, diagnose=False)
-    return bench.family, bench.source, readings, lambda plan: reshape(bench.family, bench.source, plan, moments)
+    bench = pipeline.load_source(settings)
+    readings, moments = pipeline.probe(settings, bench, diagnose=False)
+    return bench.family, bench.model, readings, lambda plan: reshape(bench.family, bench.model, plan, moments)
 
 
 def random_llama(device: str, **sizes: Any) -> tuple[Any, Any, Readings, Any]:

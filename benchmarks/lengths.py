@@ -48,7 +48,7 @@ def measure(asked: argparse.Namespace) -> None:
             wanted = replace(settings, pool=pool, context=context)
             left = [text for text in asked.budget or BUDGETS if not _known(found, pool, way, text)]
             if left:
-                bench = pipeline.workbench(wanted)
+                bench = pipeline.load_source(wanted)
                 found |= _about(asked, settings, bench)
                 _measure_way(asked, wanted, bench, way, left, found)
 
@@ -66,18 +66,18 @@ def _measure_way(
     from headwise.checks import certificate
     from headwise.types import write_atomically
 
-    family, config = bench.family, bench.source.config
-    seen = pipeline.probe(settings, bench, bench.source, diagnose=False)
+    family, config = bench.family, bench.model.config
+    seen = pipeline.probe(settings, bench, diagnose=False)
     rows = certificate.rows_for(
         config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens,
         passages=PASSAGES,
     )  # fmt: skip
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")
-        fitted = pipeline.fit(one, bench, lambda number, model: seen)
+        fitted = pipeline.fit(one, bench, first=seen)
         refitted, _ = heal.healed("refit", bench.job(settings, fitted.model))
         for name, model in (("none", fitted.model), ("refit", refitted)):
-            told = certificate.measure(family, bench.source, model, rows)
+            told = certificate.measure(family, bench.model, model, rows)
             row = {"pool": settings.pool, "way": way, "budget": budget, "heal": name}
             row["lengths"] = [length.to_json() for length in told.lengths]
             row["retrieval"] = [distance.to_json() for distance in told.retrieval]
@@ -100,7 +100,7 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
         "calibration_tokens": bench.calibration.numel(),
         "evaluation": Path(bench.described).name,
         "eval_tokens": settings.eval_tokens,
-        "hardware": speed.machine(bench.source.device) + (", shared with other work" if asked.shared else ""),
+        "hardware": speed.machine(bench.model.device) + (", shared with other work" if asked.shared else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

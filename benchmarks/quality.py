@@ -43,7 +43,6 @@ from headwise.cost import parameters
 from headwise.errors import HeadwiseError
 from headwise.heal import stages
 from headwise.heal._job import Job
-from headwise.progress import silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.strategies import POOLING
@@ -109,9 +108,9 @@ class Table:
         """Whatever is missing; the source is probed once."""
         if not any(self.missing(plan, healings) for plan in plans):
             return
-        self.bench = bench = pipeline.workbench(self.settings)
+        self.bench = bench = pipeline.load_source(self.settings)
         self.evaluation = full_rows(bench, self.settings.eval_tokens)
-        self.first = pipeline.probed(self.settings, RunFolder(self.work), bench, bench.source, silently, diagnose=False)
+        self.first = pipeline.probe_in(RunFolder(self.work), self.settings, bench, diagnose=False)
         if self.asked.data is not None:
             self.exams = exams(bench.tokenizer, self.asked.data, self.asked.most)
             self.scores = self._source_scores()
@@ -134,7 +133,7 @@ class Table:
         return found
 
     def _ask_source(self, path: Path) -> None:
-        found, _ = all_tasks(self.bench.source, self.exams)
+        found, _ = all_tasks(self.bench.model, self.exams)
         kept = {f"{task}.{name}": right for task, scores in found.items() for name, right in scores.known().items()}
         write_atomically(path, save(kept))
 
@@ -142,13 +141,7 @@ class Table:
         settings = replace(self.settings, budgets=(budget,), **{"heal": "none", **PLANS[plan]})
         start = time.perf_counter()
         try:
-            fitted = pipeline.fit(
-                settings,
-                self.bench,
-                lambda number, model: (
-                    self.first if number == 1 else pipeline.probe(settings, self.bench, model, diagnose=False)
-                ),
-            )
+            fitted = pipeline.fit(settings, self.bench, first=self.first)
         except HeadwiseError as error:
             print(f"{budget:12} {plan:16} {error}", flush=True)
             return
@@ -181,8 +174,8 @@ class Table:
 
     def _add(self, budget: str, plan: str, heal: str, fitted: pipeline.Fitted, state: Healed) -> None:
         bench, rows = self.bench, self.found["rows"]
-        found = quality.compare(bench.family, bench.source, state.model, self.evaluation)
-        held = quality.compare(bench.family, bench.source, state.model, bench.rehearsal)
+        found = quality.compare(bench.family, bench.model, state.model, self.evaluation)
+        held = quality.compare(bench.family, bench.model, state.model, bench.rehearsal)
         expected = fitted._replace(rehearsed=held.expected_damage())
         row = _row(budget, method_of(plan, heal), expected, found, state.seconds, rows)
         record = state.record or {}
@@ -191,7 +184,7 @@ class Table:
         if self.asked.data is not None and heal in self.asked.heals:
             row["zero_shot"] = all_tasks(state.model, self.exams, self.scores)[1]
         if self.samples:
-            texts = quality.samples(bench.source, state.model, bench.tokenizer, bench.evaluation)
+            texts = quality.samples(bench.model, state.model, bench.tokenizer, bench.evaluation)
             row["samples"] = [text.to_json() for text in texts]
         rows.append(row)
         self.found["perplexity_before"] = math.exp(float(found.loss_before.mean()))
@@ -218,7 +211,7 @@ def method_of(plan: str, heal: str) -> str:
     return plan if heal == "none" else f"{plan} + {heal}"
 
 
-def full_rows(bench: pipeline.Workbench, tokens: int) -> torch.Tensor:
+def full_rows(bench: pipeline.Source, tokens: int) -> torch.Tensor:
     """The evaluation text in rows of the full context; text that the model wrote itself stays as it is."""
     if bench.long is None:
         return bench.evaluation
@@ -226,7 +219,7 @@ def full_rows(bench: pipeline.Workbench, tokens: int) -> torch.Tensor:
     return rows if len(rows) > 1 else bench.evaluation
 
 
-def _about(bench: pipeline.Workbench, evaluation: torch.Tensor, seconds: float, shared: bool) -> dict[str, Any]:
+def _about(bench: pipeline.Source, evaluation: torch.Tensor, seconds: float, shared: bool) -> dict[str, Any]:
     """On what, where and when."""
     return {
         "evaluation": _name(bench.described),
@@ -236,7 +229,7 @@ def _about(bench: pipeline.Workbench, evaluation: torch.Tensor, seconds: float, 
         "evaluation_length": evaluation.shape[1],
         "length": bench.calibration.shape[1],
         "probe_seconds": seconds,
-        "hardware": speed.machine(bench.source.device) + (SHARED if shared else ""),
+        "hardware": speed.machine(bench.model.device) + (SHARED if shared else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "commit": commit(),
         "versions": {

@@ -77,10 +77,11 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Every stage of a streamed run in this process: its seconds, and the peak of resident memory so far."""
     import resource
 
-    from headwise import strategies
-    from headwise.runs.folder import RunFolder, budgets_for
+    from headwise import pipeline
+    from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
-    from headwise.stream import line
+    from headwise.stream.source import load_streaming
+    from headwise.types import Plan
 
     asked, folder = (
         Settings(model=model, budgets=("kv=75%",), device="cpu", stream=True, data="stdlib", **settings),
@@ -88,20 +89,17 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     )
     folder.claim(asked, model)
     seconds, peaks = {}, {}
-    bench: Any = line.bench_for(asked)
+    bench = load_streaming(asked)
 
     def allocate() -> None:
-        readings = line.probe(asked, folder, bench)
-        plan = strategies.allocate(readings, budgets_for(asked, bench.source.shape), asked.strategy, asked.allow)
-        folder.write_plan(plan)
-
-    from headwise.types import Plan
+        limits = pipeline.budgets_of(asked, bench)
+        folder.write_plan(pipeline.allocate(asked, bench, bench.probe(asked, folder).readings, limits))
 
     for name, stage in (
-        ("probe", lambda: line.probe(asked, folder, bench)),
+        ("probe", lambda: bench.probe(asked, folder)),
         ("allocate", allocate),
-        ("reshape, heal, save", lambda: line.build(asked, folder, bench, plan=Plan.read(folder.plan_file))),
-        ("verify", lambda: line.verify(folder, bench)),
+        ("reshape, heal, save", lambda: pipeline.carry_out(asked, folder, bench, Plan.read(folder.plan_file))),
+        ("verify", lambda: pipeline.verify(folder, bench)),
     ):
         start = time.perf_counter()
         stage()
@@ -154,33 +152,33 @@ def small(work: Path) -> dict[str, Any]:
     import torch
     from safetensors.torch import load_file
 
-    from headwise import families
+    from headwise import families, pipeline
     from headwise.cuts import reshape, save
     from headwise.heal.refit import refit
     from headwise.probes import gram
     from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
-    from headwise.stream import line
-    from headwise.stream._shelf import read_tensors
+    from headwise.stream._store import read_tensors
     from headwise.stream.probe import moments_file
+    from headwise.stream.source import load_streaming
     from headwise.types import Plan
 
     asked = Settings(model="embedded", budgets=("kv=75%",), device="cpu", stream=True, data="stdlib", **SMALL)
     folder = RunFolder(work / "small")
     folder.claim(asked, "embedded")
-    bench = line.bench_for(asked)
-    line.build(asked, folder, bench)
+    bench = load_streaming(asked)
+    pipeline.build(asked, folder, bench)
     model, tokenizer = families.load("embedded")
     family = families.family_of(model.config)
     source = family.tailor(model)
     moments = [
         {name: tensor.float().double() for name, tensor in layer.items()}
-        for layer in gram.collect(family, source, bench.texts.calibration, False)
+        for layer in gram.collect(family, source, bench.calibration, False)
     ]
     streamed = [read_tensors(moments_file(folder.streaming, i)) for i in range(len(moments))]
     apart = max(float((a[n] - b[n]).abs().max()) for a, b in zip(moments, streamed, strict=True) for n in b)
     cut = reshape(family, source, Plan.read(folder.plan_file), moments)
-    healed, _ = refit(family, source, cut, bench.texts.calibration)
+    healed, _ = refit(family, source, cut, bench.calibration)
     save(family, healed, tokenizer, work / "in-memory", False)
     ours = {n: t for f in folder.model.glob("*.safetensors") for n, t in load_file(f).items()}
     theirs = {n: t for f in (work / "in-memory").glob("*.safetensors") for n, t in load_file(f).items()}
@@ -200,12 +198,12 @@ def prices(work: Path) -> dict[str, Any]:
     from headwise.cuts import reshape
     from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
-    from headwise.stream import line
+    from headwise.stream.source import load_streaming
 
     asked = Settings(model="embedded", budgets=("kv=75%",), device="cpu", data="stdlib", heal="none", **EMBEDDED)
-    bench = pipeline.workbench(asked)
+    bench = pipeline.load_source(asked)
     start = time.perf_counter()
-    full, moments = pipeline.probe(asked, bench, bench.source, diagnose=False)
+    full, moments = pipeline.probe(asked, bench, diagnose=False)
     seconds = {"full": time.perf_counter() - start}
     readings = {"full": full}
     for name, tokens in (("streamed", asked.swap_tokens), ("streamed, no gains", 0)):
@@ -213,17 +211,17 @@ def prices(work: Path) -> dict[str, Any]:
         settings = Settings(**{**asked.to_json(), "stream": True, "swap_tokens": tokens, "allow": asked.allow,
                                "budgets": asked.budgets, "heal_options": ()})  # fmt: skip
         start = time.perf_counter()
-        readings[name] = line.probe(settings, folder, line.bench_for(settings))
+        readings[name] = load_streaming(settings).probe(settings, folder).readings
         seconds[name] = time.perf_counter() - start
         shutil.rmtree(folder.path)
-    shape, damages = bench.family.shape_of(bench.source.config), {}
+    shape, damages = bench.family.shape_of(bench.model.config), {}
     for limit in ("kv=75%", "kv=50%"):
         for name, found, strategy in (
             *((name, found, "exact") for name, found in readings.items()), ("uniform", full, "uniform")
         ):  # fmt: skip
             plan = strategies.allocate(found, (parse(limit, shape),), strategy, asked.allow)
-            cut = reshape(bench.family, bench.source, plan, moments)
-            measured = quality.compare(bench.family, bench.source, cut, bench.evaluation).damage()
+            cut = reshape(bench.family, bench.model, plan, moments)
+            measured = quality.compare(bench.family, bench.model, cut, bench.evaluation).damage()
             damages.setdefault(limit, {})[name] = {**measured, "sum_of_prices": plan.predicted_damage}
     return {"damage": damages, "seconds": seconds, "settings": EMBEDDED, "unit": "nats per token"}
 

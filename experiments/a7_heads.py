@@ -90,8 +90,8 @@ class Bench:
     def __init__(self, name: str, effort: Effort, device: str, assets: Path | None, track: Track) -> None:
         self.effort = effort
         tokens = (effort.train_rows * effort.length, effort.eval_rows * effort.length, 0)
-        desk = pipeline.workbench(settings_for(name, assets, device, tokens, effort.length, seed=SEED), track)
-        self.family, self.source, self.train = desk.family, desk.source.requires_grad_(False), desk.calibration
+        desk = pipeline.load_source(settings_for(name, assets, device, tokens, effort.length, seed=SEED), track)
+        self.family, self.source, self.train = desk.family, desk.model.requires_grad_(False), desk.calibration
         self.student = self.family.tailor(self.source).requires_grad_(False)  # trained and put back, head after head
         self.evaluation = Reference(self.family, self.source, desk.evaluation)
         self.blocks = self.family.blocks(self.student)

@@ -78,9 +78,9 @@ def _model(
     name: str, assets: Path | None, device: str, sizes: Size, track: Track, done: dict[str, Any]
 ) -> dict[str, Any]:
     settings = settings_for(name, assets, device, sizes.tokens, sizes.length, allow=ALLOW)
-    bench = pipeline.workbench(settings, track)
+    bench = pipeline.load_source(settings, track)
     settings = replace(settings, budgets=tuple(f"attention={b}%@{bench.calibration.shape[1]}" for b in sizes.budgets))
-    readings, moments = pipeline.probe(settings, bench, bench.source, track)
+    readings, moments = pipeline.probe(settings, bench, track)
     jobs = [(budget, strategy) for budget in settings.budgets for strategy in STRATEGIES]
     rows = []
     for budget, strategy in track(jobs, f"{name}: strategies"):
@@ -114,18 +114,16 @@ def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) 
         return None
 
 
-def _measured(
-    plan: Plan, moments: list[Moments], bench: pipeline.Workbench, sizes: Size, tuned: bool
-) -> dict[str, Any]:
+def _measured(plan: Plan, moments: list[Moments], bench: pipeline.Source, sizes: Size, tuned: bool) -> dict[str, Any]:
     """Damage at every stage, with its 95% interval, and time against the source."""
-    cut = reshape(bench.family, bench.source, plan, moments)
-    healed, _ = refit(bench.family, bench.source, cut, bench.calibration[: max(1, 131_072 // sizes.length)])
+    cut = reshape(bench.family, bench.model, plan, moments)
+    healed, _ = refit(bench.family, bench.model, cut, bench.calibration[: max(1, 131_072 // sizes.length)])
     stages = {"cut": [_damage(bench, cut)], "refit": [_damage(bench, healed)]}
     trained: dict[str, Any] = {}
     for seed in sizes.seeds if tuned else ():
         model = bench.family.tailor(healed)
         trained = finetune(
-            bench.family, bench.source, model, bench.calibration, sizes.steps, sizes.batch_tokens, seed=seed
+            bench.family, bench.model, model, bench.calibration, sizes.steps, sizes.batch_tokens, seed=seed
         )
         stages.setdefault("fine-tuned", []).append(_damage(bench, model))
     layers = plan.target.layers
@@ -134,14 +132,14 @@ def _measured(
         "predicted": plan.predicted_damage,
         "spent": plan.spent["attention"] / price(plan.budgets[0], plan.source),
         "sizes": [[s.query_heads, s.kv_heads, s.qk_width, s.qk_dim, s.v_dim] for s in layers],
-        "time": prompt_time(bench.source, healed, bench.evaluation, sizes.prompts),
+        "time": prompt_time(bench.model, healed, bench.evaluation, sizes.prompts),
         "fine_tuning_tokens": trained.get("tokens", 0),
         "fine_tuning_seconds": trained.get("seconds", 0.0),
     }
 
 
-def _damage(bench: pipeline.Workbench, model: nn.Module) -> dict[str, float]:
-    found = quality.compare(bench.family, bench.source, model, bench.evaluation)
+def _damage(bench: pipeline.Source, model: nn.Module) -> dict[str, float]:
+    found = quality.compare(bench.family, bench.model, model, bench.evaluation)
     return {**found.damage(), "kl": float(found.kl.mean())}
 
 

@@ -62,10 +62,10 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
     sizes = SIZES[size]
     name = sizes.model if sizes.model in available(assets) else "embedded"
     settings = settings_for(name, assets, device, sizes.tokens, sizes.length, allow=ALLOW)
-    bench = pipeline.workbench(settings, track)
-    readings, moments = pipeline.probe(settings, bench, bench.source, track)
-    shape = bench.family.shape_of(bench.source.config)
-    tables = {n: Table.measured(shape, n, sizes, bench.source.device, track) for n in sizes.lengths}
+    bench = pipeline.load_source(settings, track)
+    readings, moments = pipeline.probe(settings, bench, track)
+    shape = bench.family.shape_of(bench.model.config)
+    tables = {n: Table.measured(shape, n, sizes, bench.model.device, track) for n in sizes.lengths}
     plans = {n: plan_for(shape, readings, tables[n], sizes.share) for n in sizes.lengths}
     return {
         "seeds": [0],
@@ -79,13 +79,13 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
 
 
 def _described(
-    length: int, plan: Plan, tables: dict[int, Table], bench: pipeline.Workbench, moments: list[Moments], sizes: Size
+    length: int, plan: Plan, tables: dict[int, Table], bench: pipeline.Source, moments: list[Moments], sizes: Size
 ) -> dict[str, Any]:
     """What a plan costs at both lengths, added up and on whole layers, and what it damages."""
     layers = plan.target.layers
-    cut = reshape(bench.family, bench.source, plan, moments)
-    healed, _ = refit(bench.family, bench.source, cut, bench.calibration)
-    found = quality.compare(bench.family, bench.source, healed, bench.evaluation).damage()
+    cut = reshape(bench.family, bench.model, plan, moments)
+    healed, _ = refit(bench.family, bench.model, cut, bench.calibration)
+    found = quality.compare(bench.family, bench.model, healed, bench.evaluation).damage()
     whole = {str(n): table.whole(layers) / table.whole(plan.source.layers) for n, table in tables.items()}
     return {
         "planned_for": length,

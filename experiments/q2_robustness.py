@@ -57,14 +57,14 @@ def run(size: str, device: str, assets: Path | None, track: Track) -> dict[str, 
 
 def _model(name: str, assets: Path | None, device: str, sizes: Size, track: Track) -> dict[str, Any]:
     settings = settings_for(name, assets, device, sizes.tokens, sizes.length, budgets=sizes.budgets)
-    bench = pipeline.workbench(settings, track)
-    looked = pipeline.probe(settings, bench, bench.source, track)
+    bench = pipeline.load_source(settings, track)
+    looked = pipeline.probe(settings, bench, track)
     blocks = {kind: _blocks(kind, name, assets, bench, sizes) for kind in ("clean", *SHIFTS, "unfamiliar")}
     rows = []
     for budget in sizes.budgets:
-        fitted = pipeline.fit(replace(settings, budgets=(budget,)), bench, lambda number, model: looked)
+        fitted = pipeline.fit(replace(settings, budgets=(budget,)), bench, first=looked)
         found = {
-            kind: quality.compare(bench.family, bench.source, fitted.model, tokens)
+            kind: quality.compare(bench.family, bench.model, fitted.model, tokens)
             for kind, tokens in blocks.items()
             if tokens is not None
         }
@@ -126,7 +126,7 @@ def shuffled(text: str, rng: random.Random) -> str:
 SHIFTS: dict[str, Callable[[str, random.Random], str]] = {"typos": typos, "shuffled words": shuffled}
 
 
-def _blocks(kind: str, name: str, assets: Path | None, bench: pipeline.Workbench, sizes: Size) -> Any:
+def _blocks(kind: str, name: str, assets: Path | None, bench: pipeline.Source, sizes: Size) -> Any:
     """Blocks of one kind of text, as many as there are for evaluation; None where there is no such text here."""
     if kind == "clean":
         return bench.evaluation

@@ -85,10 +85,10 @@ def _measured(
             model=folder, budgets=(BUDGET,), allow=("qk",), data=texts[0], eval=texts[1], seed=seed, device=device,
             tokens=calibration, eval_tokens=evaluation, swap_tokens=prices, length=sizes.length,
         )  # fmt: skip
-        bench = pipeline.workbench(settings, track)
-        looked = pipeline.probe(settings, bench, bench.source, track, diagnose=False)
-        fitted = pipeline.fit(settings, bench, lambda number, model: looked)
-        found = quality.compare(bench.family, bench.source, fitted.model, bench.evaluation)
+        bench = pipeline.load_source(settings, track)
+        looked = pipeline.probe(settings, bench, track, diagnose=False)
+        fitted = pipeline.fit(settings, bench, first=looked)
+        found = quality.compare(bench.family, bench.model, fitted.model, bench.evaluation)
     damage = found.loss_after - found.loss_before
     return {
         "train_loss": loss,

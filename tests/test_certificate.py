@@ -24,7 +24,7 @@ from headwise.families.llama import FAMILY as llama
 from headwise.heal import refit
 from headwise.heal._job import Job
 from headwise.runs.folder import RunFolder
-from headwise.stages.source import LongText
+from headwise.stages.texts import LongText
 from headwise.tasks.causal import Causal
 from headwise.types import Budget, Check, Gain, Healing, LayerKeep, LengthQuality, Plan, Retrieval, Verdict
 from headwise.types.verdict import damage_limit

@@ -95,7 +95,7 @@ def test_a_first_run_that_is_killed_anywhere_resumes_to_the_same_bytes(world: Se
     for after in kills(tmp_path / "nothing", tmp_path / "run", lambda found: run(found, world)):
         with after.held("report", new=True):
             pass
-        if not after.is_finished():
+        if not after.finished("report"):
             run(after, world)
         assert tree(after.path) == expected and not hidden(after.path)
 
@@ -109,7 +109,7 @@ def test_an_overwritten_run_is_there_until_the_new_one_is_finished(finished: Run
         with after.held("report", new=True):
             pass
         previous = after.path / aside.PREVIOUS
-        done = after.is_finished() and after.require().seed == 1
+        done = after.finished("report") and after.require().seed == 1
         assert done or tree(previous if previous.exists() else after.path) == old, "the old run is whole"
         if not done:
             run(after, new, overwrite=True)
@@ -155,7 +155,7 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(world: Settings, tmp_path: 
         with pytest.raises(OutputError, match=message), at.held("run", new=True):
             at.claim(world, world.model)
             raise error
-    assert run(at, world).is_finished()
+    assert run(at, world).finished("report")
 
 
 def test_short_lived_files_lie_on_the_disk_of_the_run(tmp_path: Path) -> None:
@@ -215,20 +215,20 @@ def test_a_probing_that_is_killed_resumes_and_ends_in_the_same_bytes(
         str(folder), ("kv=75%",), data="stdlib", tokens=512, eval_tokens=64, swap_tokens=64, length=32,
         allow=("qk", "v", "depth"), device="cpu",
     )  # fmt: skip
-    bench, measured = pipeline.workbench(asked), list[int]()
+    bench, measured = pipeline.load_source(asked), list[int]()
     own = Swapper.damage
     monkeypatch.setattr(Swapper, "damage", lambda self, *given: (measured.append(given[0]), own(self, *given))[1])
     monkeypatch.setattr(time, "perf_counter", lambda: 0.0)  # readings say how long they took
     whole, broken = RunFolder(tmp_path / "whole"), RunFolder(tmp_path / "broken")
-    pipeline.probed(asked, whole, bench, bench.source, pipeline.silently)
+    pipeline.probe_in(whole, asked, bench)
     count = len(measured)
     for stage, number in (("measured damage", 3), ("depth", 1), ("depth, healed", 0)):
         with pytest.raises(KeyboardInterrupt):
-            pipeline.probed(asked, broken, bench, bench.source, stopping(stage, number))
+            pipeline.probe_in(broken, asked, bench, stopping(stage, number))
         monkeypatch.setattr(gram, "collect", lambda *_: pytest.fail("second moments are measured again"))
     with (broken.probing / "pieces-0.jsonl").open("a") as file:
         file.write('{"key": "cut off')
-    pipeline.probed(asked, broken, bench, bench.source, pipeline.silently)
+    pipeline.probe_in(broken, asked, bench)
     assert len(measured) == 2 * count, "nothing is measured twice"
     assert tree(broken.path) == tree(whole.path) and not broken.probing.exists()
 

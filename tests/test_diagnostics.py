@@ -211,17 +211,17 @@ KINDS = {
 }  # fmt: skip
 
 
-def bench_of(stock, length: int = 64) -> tuple[Settings, pipeline.Workbench]:
+def bench_of(stock, length: int = 64) -> tuple[Settings, pipeline.Source]:
     model = llama.tailor(stock)
     settings = Settings("tiny", ("kv=75%",), swap_tokens=128, heal="none", device="cpu", length=length)
     rows = text(12, length)
-    return settings, pipeline.Workbench(llama, model, None, rows, rows[:2], rows[:2], "random tokens")
+    return settings, pipeline.InMemory(llama, model, None, rows, rows[:2], rows[:2], "random tokens")
 
 
 @pytest.fixture(scope="module", params=SHARING.values(), ids=SHARING.keys())
 def probed(request) -> Readings:
     settings, bench = bench_of(sharp(request.param))
-    return pipeline.probe(settings, bench, bench.source)[0]
+    return pipeline.probe(settings, bench)[0]
 
 
 def test_probing_measures_what_the_layers_do(probed, tmp_path):
@@ -251,7 +251,7 @@ def test_plans_do_not_depend_on_diagnostics(probed):
 
 def test_later_rounds_are_not_diagnosed_again():
     settings, bench = bench_of(sharp(), 32)
-    readings = pipeline.probe(settings, bench, bench.source, diagnose=False)[0]
+    readings = pipeline.probe(settings, bench, diagnose=False)[0]
     assert all(r.kind.startswith("damage.") for r in readings.curves)
 
 

@@ -71,14 +71,14 @@ def run(folder: RunFolder, settings: Settings, overwrite: bool = False, model: b
     with folder.held("run", new=True):
         folder.claim(settings, settings.model, overwrite)
         with folder.replacing():
-            if not folder.has_probed():
+            if not folder.finished("probe"):
                 readings_for(settings).save(folder.readings_file)
                 disk.write_atomically(folder.moments_file, b"moments")
                 folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
-            if not folder.has_built(settings):
+            if not folder.finished("model", settings):
                 folder.write_plan(plan_for(settings), settings)
                 build(folder, settings, model)
-            if not folder.ledger.current("verdict"):
+            if not folder.finished("verdict"):
                 folder.record_verdict(make_verdict(Plan.read(folder.plan_file)))
             disk.write_atomically(folder.report_file, "report")
             folder.ledger.record("report", ("report.html",), ("verdict.json",))
@@ -138,8 +138,8 @@ def test_another_model_takes_the_verdict_away(finished: RunFolder) -> None:
 def test_another_healing_ends_verdict_and_report(finished: RunFolder, world: Settings) -> None:
     build(finished, replace(world, heal="blockwise", heal_options=("steps=3",)), b"healed weights")
     assert finished.dossier().verdict is None and not finished.verdict_file.exists()
-    assert not finished.report_file.exists() and not finished.is_finished()
-    assert not finished.has_built(world), "the run itself asked for another healing"
+    assert not finished.report_file.exists() and not finished.finished("report")
+    assert not finished.finished("model", world), "the run itself asked for another healing"
 
 
 def test_a_run_of_an_earlier_version_is_not_called_verified(finished: RunFolder, world: Settings) -> None:

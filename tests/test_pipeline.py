@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from headwise import cli, families, pipeline
+from headwise import cli, families, pipeline, stages
+from headwise.cuts import save
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.runs.folder import RunFolder
@@ -67,47 +68,29 @@ def tree(path):
     return {p.relative_to(path): hashlib.sha256(p.read_bytes()).hexdigest() for p in path.rglob("*") if p.is_file()}
 
 
-def test_run_prints_the_verdict_as_json(folder, tmp_path, capsys):
+def test_run_prints_the_verdict_as_json(folder, finished, tmp_path, capsys):
     before = tree(folder)
     assert call("run", folder, *RUN, "--out", tmp_path / "run", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     verdict = found["verdict"]
-    quality = {
-        "perplexity_before",
-        "perplexity_after",
-        "perplexity_after_low",
-        "perplexity_after_high",
-        "kl",
-        "next_token_agreement",
-    }
-    assert quality <= set(verdict["quality"])
-    assert {"parameters_before", "parameters_after", "kv_bytes_per_token_before", "kv_bytes_per_token_after"} == set(
-        verdict["size"]
-    )
+    ends = ("before", "after", "after_low", "after_high")
+    assert {*(f"perplexity_{end}" for end in ends), "kl", "next_token_agreement"} <= set(verdict["quality"])
+    sizes = {f"{name}_{end}" for name in ("parameters", "kv_bytes_per_token") for end in ("before", "after")}
+    assert sizes == set(verdict["size"])
     assert {"predicted", "measured"} <= set(verdict["damage"])
     assert verdict["checks"] and all(check["passed"] for check in verdict["checks"])
     assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
     assert found["plan"]["strategy"] == "exact" and found["out"] == str(tmp_path / "run")
     assert tree(folder) == before, "the source's folder is never written"
+    plans = [(path / "plan.json").read_bytes() for path in (tmp_path / "run", finished)]
+    assert plans[0] == plans[1], "the same seed gives the same plan"
     assert "<html" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_the_stages_alone_do_what_run_does(folder, finished, tmp_path, capsys):
     out = tmp_path / "staged"
-    assert (
-        call(
-            "probe",
-            folder,
-            "--budget",
-            "kv=75%",
-            "--data",
-            "stdlib",
-            *[a for a in SMALL if a not in ("--eval-tokens", "512")],
-            "--out",
-            out,
-        )
-        == 0
-    )
+    probing = [argument for argument in RUN if argument not in ("--eval-tokens", "512")]
+    assert call("probe", folder, *probing, "--out", out) == 0
     assert call("allocate", out, "--budget", "kv=75%") == 0
     assert Plan.read(out / "plan.json").target == Plan.read(finished / "plan.json").target
     assert call("heal", out) == 0
@@ -136,11 +119,11 @@ def test_thinking_again_keeps_the_old_plan(finished, tmp_path):
 
 def test_a_killed_run_goes_on_and_ends_the_same(folder, finished, tmp_path, monkeypatch):
     out = tmp_path / "killed"
-    for stage in ("reshape", "save", "verify"):
+    for module, stage in ((stages.in_memory, "reshape"), (stages.in_memory, "save_model"), (pipeline, "verify")):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(pipeline, stage, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(module, stage, lambda *a, **k: (_ for _ in ()).throw(KeyboardInterrupt))
             assert call("run", folder, *RUN, "--out", out) == 130, f"killed in {stage}"
-    monkeypatch.setattr(pipeline, "probe", lambda *a, **k: pytest.fail("probed again although readings were there"))
+    monkeypatch.setattr(stages.probe, "probe", lambda *a, **k: pytest.fail("probed again although readings were there"))
     assert call("run", folder, *RUN, "--out", out) == 0
     for name in ("plan.json", "model/model.safetensors"):
         assert (out / name).read_bytes() == (finished / name).read_bytes(), f"{name} as if it had never been killed"
@@ -171,28 +154,8 @@ def test_every_unit_can_be_cut_under_several_budgets(folder, tmp_path):
     assert all(check["passed"] for check in verdict["checks"])
 
 
-@pytest.mark.parametrize(
-    "rope",
-    [
-        {"rope_type": "default"},
-        {"rope_type": "linear", "factor": 2.0},
-        {
-            "rope_type": "llama3",
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-        {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-    ],
-    ids=lambda rope: rope["rope_type"],
-)
-def test_portable_results_need_no_custom_code(folder, tmp_path, rope):
-    source = tmp_path / "source"
-    shutil.copytree(folder, source)
-    model = llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, **rope})
-    model.save_pretrained(source)
-    assert call("run", source, *RUN, "--portable", "--out", tmp_path / "run") == 0
+def test_portable_results_need_no_custom_code(folder, tmp_path):
+    assert call("run", folder, *RUN, "--portable", "--out", tmp_path / "run") == 0
     verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert all(check["passed"] for check in verdict["checks"]), "stock code gives the tailored model's logits"
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
@@ -200,13 +163,36 @@ def test_portable_results_need_no_custom_code(folder, tmp_path, rope):
     assert not list((tmp_path / "run" / "model").glob("*.py"))
 
 
-def test_dynamic_rope_works_tailored_and_is_refused_portable(folder, tmp_path, capsys):
-    source = tmp_path / "source"
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+LLAMA3 = YARN | {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+
+
+@pytest.mark.parametrize("rope", [LINEAR, LLAMA3, YARN, DYNAMIC], ids=lambda rope: rope["rope_type"])
+def test_every_way_to_scale_positions_is_kept(folder, tmp_path, capsys, rope):
+    source, portable = tmp_path / "source", rope is not DYNAMIC
     shutil.copytree(folder, source)
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters=rope).save_pretrained(source)
-    assert call("run", source, *RUN, "--out", tmp_path / "run") == 0
-    assert "Leave out --portable" in refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
+    model = llama.tiny(vocab_size=4096, tie_word_embeddings=True, rope_parameters={"rope_theta": 10000.0, **rope})
+    model.save_pretrained(source)
+    settings = Settings(
+        str(source), ("kv=75%",), data="stdlib", tokens=256, eval_tokens=128, swap_tokens=0, length=32,
+        heal="none", portable=portable, device="cpu",
+    )  # fmt: skip
+    held = pipeline.load_source(settings)
+    fitted = pipeline.fit(settings, held, first=pipeline.probe(settings, held, diagnose=False))
+    assert fitted.plan.target != fitted.plan.source
+    rounded = save(llama, fitted.model, held.tokenizer, tmp_path / "model", portable)
+    again = families.load(str(tmp_path / "model"))[0]
+    assert again.config.model_type == ("llama" if portable else "headwise_llama")
+    with torch.no_grad():
+        ours, theirs = (found(held.evaluation).logits for found in (rounded, again))
+    assert torch.allclose(ours, theirs, atol=1e-5), "a loaded model gives the same logits, portable ones in stock code"
+    if not portable:
+        text = refused(capsys, "run", source, *RUN, "--portable", "--out", tmp_path / "other")
+        assert "Leave out --portable" in text
 
 
 def test_text_of_any_kind_calibrates(folder, tmp_path):
@@ -214,12 +200,9 @@ def test_text_of_any_kind_calibrates(folder, tmp_path):
     lines.write_text("".join(json.dumps({"text": "def f(x):\n    return x\n" * 200}) + "\n" for _ in range(8)))
     for source in (str(lines), "self"):
         settings = Settings(model=str(folder), data=source, tokens=512, eval_tokens=128, length=32, device="cpu")
-        bench = pipeline.workbench(settings)
-        assert (
-            bench.calibration.shape == (14, 32)
-            and bench.rehearsal.shape == (2, 32)
-            and bench.evaluation.shape == (4, 32)
-        )
+        bench = pipeline.load_source(settings)
+        parts = (bench.calibration, bench.rehearsal, bench.evaluation)
+        assert [part.shape for part in parts] == [(14, 32), (2, 32), (4, 32)]
 
 
 def test_a_datasets_folder_calibrates(folder, tmp_path):
@@ -230,22 +213,17 @@ def test_a_datasets_folder_calibrates(folder, tmp_path):
     settings = Settings(
         model=str(folder), data=str(tmp_path / "set"), tokens=512, eval_tokens=128, length=32, device="cpu"
     )
-    assert len(pipeline.workbench(settings).calibration) == 14
+    assert len(pipeline.load_source(settings).calibration) == 14
 
 
 def test_probing_leaves_the_model_as_it_was(folder):
     settings = Settings(str(folder), ("kv=75%",), data="stdlib", tokens=512, swap_tokens=64, length=32, device="cpu")
-    bench = pipeline.workbench(settings)
-    before = {name: tensor.clone() for name, tensor in bench.source.state_dict().items()}
-    pipeline.probe(settings, bench, bench.source)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in bench.source.state_dict().items())
-    assert all(p.requires_grad for p in bench.source.parameters())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.source.modules()), "no hook stays behind"
-
-
-def test_the_same_seed_gives_the_same_plan(folder, finished, tmp_path):
-    assert call("run", folder, *RUN, "--out", tmp_path / "twin") == 0
-    assert (tmp_path / "twin" / "plan.json").read_bytes() == (finished / "plan.json").read_bytes()
+    bench = pipeline.load_source(settings)
+    before = {name: tensor.clone() for name, tensor in bench.model.state_dict().items()}
+    pipeline.probe(settings, bench)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in bench.model.state_dict().items())
+    assert all(p.requires_grad for p in bench.model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in bench.model.modules()), "no hook stays behind"
 
 
 def test_bad_input_is_refused_in_one_line(folder, finished, tmp_path, capsys):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from headwise.runs.dossier import Dossier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import api, cost, families
@@ -20,12 +19,13 @@ from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram
 from headwise.report._commands import how_to_make
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
-from headwise.stream import line
+from headwise.stream.source import load_streaming
 from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
@@ -171,4 +171,4 @@ def test_pooled_layers_are_neither_timed_nor_streamed(source: Path, tmp_path: Pa
         tables((Workload(length=64),), llama, pooled, ("qk",), None)
     pooled.save_pretrained(tmp_path)
     with pytest.raises(HeadwiseError, match="--no-stream"):
-        line.bench_for(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))
+        load_streaming(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))

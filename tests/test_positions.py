@@ -97,15 +97,15 @@ def test_copies_of_rows_are_handed_copies_of_their_positions():
 @pytest.mark.parametrize("pool", ["none", "all"])
 def test_a_cut_calibrated_on_short_rows_holds_at_the_full_context(pool):
     settings = Settings("embedded", ("kv=75%",), length=128, tokens=2048, eval_tokens=2048, swap_tokens=0, pool=pool)
-    bench = pipeline.workbench(settings)
-    readings, moments = pipeline.probe(settings, bench, bench.source, diagnose=False)
-    shape = bench.family.shape_of(bench.source.config)
+    bench = pipeline.load_source(settings)
+    readings, moments = pipeline.probe(settings, bench, diagnose=False)
+    shape = bench.family.shape_of(bench.model.config)
     plan = strategies.allocate(readings, (parse("kv=75%", shape, ()),))
     assert plan.context == readings.context == 1024
-    cut = reshape(bench.family, bench.source, plan, moments)
+    cut = reshape(bench.family, bench.model, plan, moments)
     text = bench.evaluation.flatten()
     short, long = (
-        quality.compare(bench.family, bench.source, cut, text.view(-1, length)).damage()["measured"]
+        quality.compare(bench.family, bench.model, cut, text.view(-1, length)).damage()["measured"]
         for length in (128, 1024)
     )
     assert long <= 1.25 * short + 0.03, f"{short:.3f} nats at 128 tokens, {long:.3f} at 1,024"

@@ -28,7 +28,8 @@ from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.stages.allocate import allocate_in
-from headwise.stages.source import read_texts
+from headwise.stages.report import write_report
+from headwise.stages.texts import read_texts
 from headwise.strategies import _reach
 from headwise.tasks.causal import Causal
 from headwise.types import Readings
@@ -293,7 +294,7 @@ def test_readings_for_the_cache_alone_are_not_taken_for_all_there_is(tmp_path):
     limited = allocate_in(tmp_path, ("params=99%",), "exact", ("v",), False, 0)
     with pytest.raises(PlanError, match="MLP widths"):  # the report goes without, as its rivals do
         frontier.solve(readings, limited, ("qk", "v", "mlp"))
-    assert folder.dossier().baselines == ()
+    assert write_report(folder).baselines == ()
 
 
 def test_text_by_the_model_does_not_depend_on_how_many_rows_are_written_at_once(monkeypatch):

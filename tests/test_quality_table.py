@@ -47,7 +47,7 @@ def test_a_table_is_added_to_and_the_source_is_asked_once(quality, folder, tmp_p
     assert set(first["zero_shot"]) == set(first["rows"][0]["zero_shot"]) and "acc_change" in str(first["rows"][0])
     assert str(folder.parent) not in out.read_text(), "no paths of this machine"
     asked = []
-    monkeypatch.setattr(quality.pipeline, "probe", lambda *told, **more: asked.append(told))
+    monkeypatch.setattr("headwise.stages.probe.probe", lambda *told, **more: asked.append(told))
     monkeypatch.setattr(quality.Table, "_ask_source", lambda *told: asked.append(told))
     assert measure("kv=75%", "--plan", "uniform") == first
     second = measure("kv=50%", "--plan", "uniform")
@@ -152,7 +152,7 @@ def test_the_table_of_healings_goes_on_behind_its_last_row(quality, folder, tmp_
     second = measure()
     assert second["rows"] == first["rows"], "nothing is measured twice"
     assert [row["method"] for row in second["rounds"]["rows"]] == ["at once", "2 rounds"]
-    monkeypatch.setattr(healing.pipeline, "workbench", killed)
+    monkeypatch.setattr(healing.pipeline, "load_source", killed)
     assert measure() == second
     with pytest.raises(SystemExit, match="other settings"):
         measure("--heal-option", "steps=3")

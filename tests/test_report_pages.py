@@ -13,7 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 from conftest import Invented, invent
-from headwise.runs.dossier import Dossier
 from report_parts import (
     HOSTILE,
     Stack,
@@ -39,6 +38,7 @@ from headwise.report._healing import held_out_curve, loss_curve
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
 from headwise.report.figures import save_figures
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -12,20 +11,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise import api, cli, families, memory, strategies
+from headwise import families, strategies
 from headwise.budgets import parse
 from headwise.cuts import reshape, save
-from headwise.errors import DataError, HeadwiseError, ModelError
+from headwise.errors import ModelError
 from headwise.heal.refit import refit
 from headwise.probes import gram
-from headwise.runs.folder import RunFolder
 from headwise.runs.moments import read_moments, write_moments
-from headwise.runs.settings import Settings
-from headwise.stream import line, probe
+from headwise.stream import probe
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, read_tensors
-from headwise.stream.build import Build, build
+from headwise.stream._store import StreamStore, read_tensors
+from headwise.stream.build import StreamedBuild
 from headwise.types import Plan
 
 KINDS = {
@@ -40,8 +37,6 @@ KINDS = {
     "gemma3_text": {},  # norms of queries and keys, a buffer beside the embeddings
     "qwen2": {},
 }
-SMALL = ["--tokens", "1024", "--eval-tokens", "256", "--swap-tokens", "64", "--length", "64", "--device", "cpu"]
-RUN = ["--budget", "kv=75%", "--data", "stdlib", "--stream", *SMALL]
 
 
 def made(name: str, path: Path, shard: str = "40KB"):
@@ -52,10 +47,14 @@ def made(name: str, path: Path, shard: str = "40KB"):
     model = family.tiny(kind, **changes).to(dtype)
     with families.quietly():
         model.save_pretrained(path, max_shard_size=shard)
+    add_tokenizer(path)
+    return family
+
+
+def add_tokenizer(path: Path) -> None:
     embedded = Path(families.locate("embedded")[0])
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(embedded / file, path / file)
-    return family
 
 
 def in_memory(family, path: Path):
@@ -75,6 +74,13 @@ class Held:
 
     def layer(self, index):
         return nullcontext(self.layers[index])
+
+
+def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows) -> None:
+    """Carry out a plan, healed on rows where there are any."""
+    made = StreamedBuild(source, plan, work, rows)
+    made.run(out)
+    made.finish(tokenizer, out)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -134,166 +140,22 @@ def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("models") / "tiny"
+def small_model(path: Path) -> Path:
+    """A tiny bfloat16 model that knows the embedded tokenizer, in several files."""
     family = next(f for f in families.known() if f.name == "llama")
     with families.quietly():
         family.tiny(vocab_size=4096, tie_word_embeddings=True).bfloat16().save_pretrained(path, max_shard_size="200KB")
-    embedded = Path(families.locate("embedded")[0])
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(embedded / file, path / file)
+    add_tokenizer(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def finished(model, tmp_path_factory):
-    out = tmp_path_factory.mktemp("runs") / "finished"
-    assert call("run", model, *RUN, "--out", out) == 0
-    return out
-
-
-def call(*arguments) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["headwise", *map(str, arguments)])
-        try:
-            cli.main()
-        except SystemExit as stop:
-            return stop.code or 0
-    return 0
-
-
-def test_a_streamed_run_leaves_the_files_of_any_run(finished, model):
-    names = {path.name for path in finished.iterdir()}
-    assert {"run.json", "readings.json", "plan.json", "heal.json", "verdict.json", "report.html", "model"} <= names
-    assert {path.name for path in (finished / "streaming").iterdir()} == {"moments", "prices"}, "work is cleared away"
-    verdict = json.loads((finished / "verdict.json").read_text())
-    assert all(check["passed"] for check in verdict["checks"])
-    loaded = [check["name"] for check in verdict["checks"] if "fresh process" in check["name"]]
-    assert loaded == ["reloads in a fresh process without headwise"], "plain transformers gives the same logits"
-    assert verdict["size"]["kv_bytes_per_token_after"] <= 0.75 * verdict["size"]["kv_bytes_per_token_before"]
-    assert verdict["tokens"] == 256
-    weights = [load_file(file) for file in (finished / "model").glob("*.safetensors")]
-    assert {t.dtype for part in weights for t in part.values() if t.is_floating_point()} == {torch.bfloat16}
-    assert not any(name == "lm_head.weight" for part in weights for name in part), "tied weights are stored once"
-
-
-def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
-    from headwise import pipeline
-    from headwise.checks import quality
-
-    bench = pipeline.workbench(RunFolder(finished).require())
-    cut = bench.family.tailor(families.load(str(finished / "model"))[0])
-    found = quality.compare(bench.family, bench.source, cut, bench.evaluation).summary()
-    told = json.loads((finished / "verdict.json").read_text())["quality"]
-    assert told["loss_before"] == pytest.approx(found["loss_before"], rel=1e-5)
-    assert told["loss_after"] == pytest.approx(found["loss_after"], rel=1e-5)
-    assert told["kl"] == pytest.approx(found["kl"], rel=1e-2, abs=1e-7)
-
-
-def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)  # no memory to load the model whole
-    again = tmp_path / "again"
-    shutil.copytree(finished, again)
-    assert call("allocate", again, "--budget", "kv=60%") == 0
-    assert call("reshape", again) == 0
-    assert not (again / "verdict.json").exists()
-    assert call("verify", again) == 0
-    plan, verdict = Plan.read(again / "plan.json"), api.RunFolder(again).dossier().verdict
-    assert verdict is not None and verdict.passed and "kv=60%" in plan.budgets[0].text
-    assert not any("fresh process" in check.name for check in verdict.checks), "what was not tried is not claimed"
-    assert len(list((again / "model").glob("*.safetensors"))) > 1
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 class Killed(Exception):
     pass
-
-
-def killed_at(layer: int, times: int = 1):
-    """A way to enter a layer that fails at one of them, as a kill would."""
-    own, left = Streamed.tensors, [times]
-
-    def tensors(self, index):
-        if index == layer and left[0]:
-            left[0] -= 1
-            raise Killed
-        return own(self, index)
-
-    return tensors
-
-
-def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(line.verifying, "available_bytes", lambda: 0)
-    out, seen = tmp_path / "killed", []
-    plain = Streamed.tensors
-
-    def counting(self, index):
-        seen.append(index)
-        return plain(self, index)
-
-    def go(*, layer=None):
-        seen.clear()
-        with monkeypatch.context() as patch:
-            patch.setattr(Streamed, "tensors", counting)
-            if layer is not None:
-                patch.setattr(Streamed, "tensors", killed_at(layer))
-            settings = Settings.read(finished / "run.json")
-            return api.run(
-                str(model), settings.budgets, out, **{k: getattr(settings, k) for k in
-                ("data", "tokens", "eval_tokens", "swap_tokens", "length", "device", "stream")}
-            )  # fmt: skip
-
-    with pytest.raises(Killed):
-        go(layer=2)  # while it probes
-    assert not (out / "readings.json").exists()
-    with monkeypatch.context() as patch:  # goes on at layer 2, is killed while it builds
-        patch.setattr(Build, "finish", lambda self, tokenizer, folder: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            go()
-    assert seen[0] == 2, "the first two layers are not probed again"
-    assert not (out / "model").exists()
-    with monkeypatch.context() as patch:  # the model is whole; only verification is left to be killed
-        patch.setattr(line.verifying.SideBySide, "compared", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            go()
-    assert seen[:2] == [0, 0], "nothing is left to build: both models' first layers are verified"
-    go()
-    assert seen == [], "what was verified up to the last layer is not walked again"
-    for name in ("plan.json", "heal.json"):
-        one, two = (json.loads((path / name).read_text()) for path in (out, finished))
-        for timed in ("seconds", "stages"):
-            one.pop(timed, None), two.pop(timed, None)
-        assert one == two
-    for file in (finished / "model").glob("*.safetensors"):
-        assert file.read_bytes() == (out / "model" / file.name).read_bytes()
-
-
-def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch, caplog):
-    folder, asked = RunFolder(tmp_path / "new"), Settings(model=str(model), device="cpu")
-    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**12)
-    assert not line.wanted(asked, folder)
-    monkeypatch.setattr(memory, "available_bytes", lambda *_: 10**6)
-    assert line.wanted(asked, folder)
-    assert "one layer at a time" in caplog.text and "--no-stream" in caplog.text
-    assert not line.wanted(Settings(model=str(model), device="cpu", stream=False), folder)
-    assert not line.wanted(Settings(model=str(tmp_path / "nothing"), device="cpu"), folder)
-
-
-@pytest.mark.parametrize(
-    ("changes", "text"),
-    [
-        (dict(heal="distill"), "take refit or none"),
-        (dict(portable=True), "leave out --portable"),
-        (dict(allow=("qk", "depth")), "--allow depth"),
-        (dict(rounds=2), "--rounds"),
-        (dict(task="masked"), "only decoders"),
-        (dict(data=None), "give --data FILE"),
-    ],
-)
-def test_what_cannot_be_streamed_is_refused_with_a_way_out(model, changes, text):
-    settings = Settings(**{**dict(model=str(model), data="stdlib", device="cpu", stream=True), **changes})
-    with pytest.raises((HeadwiseError, DataError), match=text):
-        line.bench_for(settings)
 
 
 def test_other_kinds_of_models_and_broken_ones_are_refused(model, tmp_path):
@@ -325,22 +187,22 @@ def test_only_the_rows_that_occur_are_read_of_a_table(model):
     assert torch.equal(torch.cat(list(files.slices("model.embed_tokens.weight", 1000))), table)
 
 
-def test_a_shelf_is_empty_for_other_work(tmp_path):
-    shelf = Shelf(tmp_path / "s", {"plan": 1})
-    shelf.put(0, "a", torch.ones(2))
-    assert shelf.position() is None
-    shelf.complete(0)
-    shelf.put(1, "a", torch.zeros(2))
-    assert Shelf(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
-    shelf.complete(1)
-    assert not (tmp_path / "s" / "00000").exists() and shelf.position() == 1
-    assert Shelf(tmp_path / "s", {"plan": 2}).position() is None
+def test_a_store_is_empty_for_other_work(tmp_path):
+    store = StreamStore(tmp_path / "s", {"plan": 1})
+    store.put(0, "a", torch.ones(2))
+    assert store.position() is None
+    store.complete(0)
+    store.put(1, "a", torch.zeros(2))
+    assert StreamStore(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
+    store.complete(1)
+    assert not (tmp_path / "s" / "00000").exists() and store.position() == 1
+    assert StreamStore(tmp_path / "s", {"plan": 2}).position() is None
 
 
-def test_a_shelf_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
-    shelf = Shelf(tmp_path / "s", {"plan": 1})
-    shelf.put(0, "a", torch.ones(2))
-    shelf.complete(0)
+def test_a_store_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
+    store = StreamStore(tmp_path / "s", {"plan": 1})
+    store.put(0, "a", torch.ones(2))
+    store.complete(0)
 
     def killed(folder, **_):
         (folder / "00000" / "a.safetensors").unlink()
@@ -348,8 +210,8 @@ def test_a_shelf_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", killed)
-        shelf.clear()
-    assert Shelf(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
+        store.clear()
+    assert StreamStore(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

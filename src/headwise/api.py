@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -11,14 +12,13 @@ import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
-from headwise.errors import HeadwiseError
 from headwise.heal import check as check_options
 from headwise.progress import Track, silently
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
-from headwise.stream import line as stream
+from headwise.stream.source import Streaming
 from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
@@ -35,7 +35,7 @@ def run(
     track: Track = silently,
     **settings: Any,
 ) -> Dossier:
-    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.folder.Settings`."""
+    """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.settings.Settings`."""
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 
@@ -51,20 +51,12 @@ def probe(
 
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
-    asked, folder = Settings(model=model, **settings), RunFolder(out)
-    if latency and not overwrite and folder.has_probed() and folder.require().model == model:
+    asked, folder, works = Settings(model=model, **settings), RunFolder(out), _texts(latency)
+    if works and not overwrite and folder.finished("probe") and folder.require().model == model:
         with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
-            return _looked_at(replace(known, device=asked.device, allow=asked.allow), folder, latency, track)
-    with pipeline.claimed(asked, folder, "probe", overwrite, _texts(latency)):
-        return _looked_at(asked, folder, latency, track)
-
-
-def _looked_at(asked: Settings, folder: RunFolder, latency: str | Sequence[str], track: Track) -> Readings:
-    if stream.wanted(asked, folder):
-        if latency:
-            raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
-        return stream.probe(asked, folder, stream.bench_for(asked, track), track)
-    return pipeline.looked_at(asked, folder, _texts(latency), track)
+            return pipeline.measure(replace(known, device=asked.device, allow=asked.allow), folder, works, track)
+    with pipeline.claimed(asked, folder, "probe", overwrite, works):
+        return pipeline.measure(asked, folder, works, track)
 
 
 def allocate(
@@ -86,21 +78,18 @@ def reshape(
     heal_options: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> nn.Module | None:
-    """Carry out plan.json: build, save and return the model, healed if asked; a streamed one is only saved.
+    """Carry out plan.json: reshape, heal, save and return the model; a streamed one is only saved.
 
-    `trust_remote_code` lets code run that the source model brings; what run.json says of it counts for nothing.
+    `trust_remote_code` lets code run that the source model brings; the value in run.json is never believed.
     """
     folder = RunFolder(out)
     check_options(heal, heal_options)
     with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
-        if stream.wanted(known, folder):
-            stream.reshape(known, folder, heal, tuple(heal_options), track)
-            return None
         settings = replace(known, heal=heal, heal_options=tuple(heal_options))
         plan = Plan.read(folder.plan_file)
-        bench = pipeline.workbench(settings, track)
-        pipeline.build(settings, folder, bench, track, plan)
-    return load(folder.model)
+        source = pipeline.source_of(settings, folder, track)
+        pipeline.carry_out(settings, folder, source, plan, track)
+    return None if isinstance(source, Streaming) else load(folder.model)
 
 
 def verify(
@@ -115,10 +104,8 @@ def verify(
         folder.require_model()
         limit = max_loss or known.max_loss or MAX_LOSS
         damage_limit(limit)
-        if stream.wanted(known, folder):
-            return stream.verify(folder, stream.bench_for(known, track), track, limit)
-        bench = pipeline.workbench(known, track)
-        found = processes.by_first(lambda: pipeline.verify(folder, bench, track, limit))
+        source = pipeline.source_of(known, folder, track)
+        found = processes.by_first(partial(pipeline.verify, folder, source, track, limit))
         return found or Verdict.read(folder.verdict_file)
 
 

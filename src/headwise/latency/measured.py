@@ -1,6 +1,6 @@
 """Latency tables of a run: read from its folder, from the user's cache, or measured now. Needs the device.
 
-A table is a file of its own in the run folder, so that planning goes on without the device. The cache keeps what was
+A table is a file of its own in the run folder, so that planning needs no device. The cache keeps what was
 measured for any run, under a name that stands for the device, the versions, the model's fixed sizes and the workload;
 what was interrupted is found there too.
 """
@@ -59,10 +59,10 @@ def tables(
         if folder and table and table.device != name:
             raise BudgetError(
                 f"the table for {work} was measured on {table.device}, this is {name}; delete "
-                f"{folder.table_file(work)} to measure here, or go on there."
+                f"{folder.table_file(work)} to measure here, or work there."
             )
-        lacks = table is None or table.runtime != measuring.runtime_of(model) or not covers(table, shape, allowed)
-        if processes.agrees(lacks):
+        missing = table is None or table.runtime != measuring.runtime_of(model) or not covers(table, shape, allowed)
+        if processes.agrees(missing):
             table = processes.by_first(lambda work=work: _measured(family, model, work, allowed, folder, track))  # type: ignore[misc]
             table = table or (folder.table(work) if folder else None)
         if table is None:
@@ -78,11 +78,11 @@ def confirmed(
     clock_for: Callable[[Workload], latency.Clock],
     keep: Callable[[LatencyTable], None] = lambda table: None,
 ) -> Plan:
-    """The plan for these budgets, looked at on the device before it is built.
+    """The plan for these budgets, timed on the device before it is built.
 
-    A solver finds whatever was timed too short. So the layers that it chose are timed again, and it is asked again
-    where they were; then the whole plan is timed beside the whole source, and where it takes longer than it may, the
-    limit is tightened by as much. The plan states the user's limits; `keep` is given the tables as they became.
+    A solver prefers layers whose time was measured too short. So the layers that it chose are timed again, and it
+    solves again where they were too short. Then the whole plan is timed beside the whole source, and where it takes too
+    long, the limit is tightened by as much. The plan states the user's limits; `keep` gets the tables as they became.
     """
     clocks = {budget.key: clock_for(budget.workload) for budget in budgets if budget.workload is not None}
     limits, plan, seen = budgets, plan_for(budgets), set[LayerShape]()
@@ -97,7 +97,7 @@ def confirmed(
             limits = tuple(replace(b, limit=b.limit / max(1.0, over.get(b.key, 1.0))) for b in limits)
         try:
             plan = plan_for(limits)
-        except BudgetError:  # out of reach: the certificate says by how much this one misses
+        except BudgetError:  # out of reach: the certificate shows by how much the plan misses
             break
     stated = tuple(replace(b, table=found.table) for b, found in zip(budgets, limits, strict=True))
     for table in (b.table for b in stated if b.table is not None):

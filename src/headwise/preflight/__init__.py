@@ -1,4 +1,4 @@
-"""Everything that can be known before work begins: what cannot work is refused, what would surprise is told.
+"""Checks before work begins: what cannot work is refused, and notes tell the user what may surprise.
 
 Looks at settings, the model's configuration, and the beginnings and sizes of files; loads no weights, writes nothing,
 and takes about a second beyond importing libraries.
@@ -21,22 +21,22 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.source import heads_to_pool, refuse_units
 from headwise.strategies import _reach
-from headwise.stream import line as stream
+from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
 
-__all__ = ["check", "told"]
+__all__ = ["check", "note_all"]
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
 
 
-def told(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
+def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
     """Check, and print the notes."""
     for text in check(settings, out, latency):
         note(text)
 
 
 def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> list[str]:
-    """Notes for the user; what cannot work raises. `latency` is what a probing was asked to time."""
+    """Notes for the user; what cannot work raises. `latency` is what a probing will time."""
     devices.check(settings.device)
     heal.check(settings.heal, settings.heal_options)
     module = strategies.chosen(settings.strategy, settings.allow, settings.portable)
@@ -64,7 +64,7 @@ def _files(model: str, family: Family) -> None:
         return
     if not any(Path(where).glob("*.safetensors")):
         raise ModelError(f"{model} holds no .safetensors file, and no other weights are read. Fetch or convert them.")
-    if family.name == "timm":  # whose configuration says all
+    if family.name == "timm":  # its configuration is enough
         return
     if family.images or family.audio:
         if not any(Path(where).glob("*processor_config.json")):
@@ -74,7 +74,7 @@ def _files(model: str, family: Family) -> None:
 
 
 def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
-    """The shape that is cut: with heads that share rows, where they are asked to."""
+    """The shape that is cut: with heads that share rows, where the settings say so."""
     heads = heads_to_pool(settings, shape)
     return shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers))
 
@@ -82,16 +82,16 @@ def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
 def _streamed(settings: Settings, folder: RunFolder, config: Any, timed: bool) -> bool:
     """Whether the model will be streamed; what that cannot do is refused."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
-    if not (settings.stream or (alone and stream.wanted(settings, folder, tell=False))):
+    if not (settings.stream or (alone and is_streamed(settings, folder, warn=False))):
         return False
-    stream.refuse(settings, config)
+    refuse_to_stream(settings, config)
     if timed:
         raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
     return True
 
 
 def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[str]]:
-    """Tokens of a block of text, and a note where they are fewer than asked for."""
+    """Tokens of a block of text, and a note where the settings want more."""
     if family.images or family.audio:
         return settings.length, []
     longest = family.longest(config)

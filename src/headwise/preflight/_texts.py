@@ -1,4 +1,4 @@
-"""A look at what a run will read: is it there, is it what it should be, is it long enough, are its parts apart?"""
+"""Checks of what a run will read: is it there and readable, is it long enough, does evaluation repeat calibration?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headwise.families import Family
 from headwise.registry import find
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
-from headwise.stages.source import calibration_source, one_row, shared_lines
+from headwise.stages.texts import calibration_source, one_row, shared_lines
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
 PACKED = 10  # bytes of text for a byte of a compressed file, at most
@@ -41,7 +41,7 @@ def check(settings: Settings, family: Family, config: Any, task: str, length: in
 
 
 def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:
-    """A note for a file that has far fewer tokens than are asked for; too few to begin with is an error."""
+    """A note for a file that has far fewer tokens than wanted; an error for one that is too short to be split."""
     path = Path(source := name.removesuffix("+self"))
     if not path.is_file():
         return []

@@ -11,7 +11,7 @@ from headwise.files import disk
 from headwise.runs.lock import NAME as LOCK
 
 PREVIOUS = ".previous"
-MOVING = ".headwise-moving"  # on the way there: put back at the next start
+MOVING = ".headwise-moving"  # files on their way there; put back at the next start
 
 
 def own(folder: Path, patterns: Iterable[str]) -> list[Path]:
@@ -20,7 +20,7 @@ def own(folder: Path, patterns: Iterable[str]) -> list[Path]:
 
 
 def strangers(folder: Path) -> list[Path]:
-    """What lies in a folder, apart from what an interrupted start left there."""
+    """Everything in a folder, except for what an interrupted start left there."""
     passing = (LOCK, PREVIOUS, MOVING)
     return [path for path in folder.iterdir() if path.name not in passing and not disk.is_temporary(path.name)]
 
@@ -61,7 +61,7 @@ def put_back(folder: Path, patterns: Iterable[str]) -> None:
 
 
 def undo_move(folder: Path) -> None:
-    """Put files that were on their way back in their places; also at the next start after a kill."""
+    """Put files back that were on their way; also at the next start after a kill."""
     if not (folder / MOVING).is_dir():
         return
     for path in sorted((folder / MOVING).iterdir()):

@@ -1,4 +1,4 @@
-"""What stands for the content of files: small ones are read whole, of large ones many parts."""
+"""Fingerprints of files, by content: small ones are read whole, of large ones many parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 MIB = 1 << 20
 WHOLE = 64 * MIB  # files up to this size are read whole
 BLOCKS, BLOCK = 256, 64 << 10  # of larger ones, spaced evenly, beside the first and the last MiB
-WEIGHTS = ("*.safetensors", "*.gguf", "*.json", "*.model", "*.txt", "*.py")  # what a model's folder is read for
+WEIGHTS = ("*.safetensors", "*.gguf", "*.json", "*.model", "*.txt", "*.py")  # files of a model's folder that count
 
 
 def of_file(path: Path) -> str:
@@ -85,7 +85,7 @@ def of_data(source: str | None) -> dict[str, str]:
 
 
 def difference(before: dict[str, str], now: dict[str, str]) -> str | None:
-    """The first input that is not what it was; what was not known then or is not known now counts as the same."""
+    """The first input that changed; one that was not known then or is not known now counts as unchanged."""
     for name in sorted({*before, *now}):
         old, new = before.get(name, "absent"), now.get(name, "absent")
         if old and new and old != new:

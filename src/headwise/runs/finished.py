@@ -1,4 +1,4 @@
-"""The commit record of a folder: which stages are finished, what each was asked, made from, and wrote."""
+"""The record of a folder: which stages are finished, the settings they followed, what they read and what they wrote."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Finished(Record):
 
 
 class Ledger:
-    """Reads and writes the commit record; the only place that says whether a stage is finished and current."""
+    """Reads and writes the record. A stage counts only from the moment that it is recorded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / NAME
 
     @property
     def complete(self) -> bool:
-        """Whether the record was kept since the run began; runs of earlier versions have none."""
+        """Whether the record goes back to the start of the run; runs of earlier versions have none."""
         return bool(self.read().inputs)
 
     def read(self) -> Finished:
@@ -53,7 +53,7 @@ class Ledger:
             raise OutputError(f"{error} Or delete it: the stages before are then done or verified again.") from None
 
     def begin(self, inputs: dict[str, str]) -> None:
-        """Note what a run began with, and what was not known of it before."""
+        """Record the inputs of a run; those that are known already stay."""
         before = self.read()
         replace(before, inputs={**inputs, **{k: v for k, v in before.inputs.items() if v}}).save(self.file)
 
@@ -69,7 +69,7 @@ class Ledger:
         asked: dict[str, str] | None = None,
         ends: Sequence[str] = (),
     ) -> None:
-        """Commit a stage whose files are all written; stages in `ends` no longer count."""
+        """Record a stage whose files are all written; stages in `ends` no longer count."""
         for path in made:
             if (self.folder / path).exists():
                 disk.sync_all(self.folder / path)
@@ -79,8 +79,9 @@ class Ledger:
         replace(before, stages=(*others, Stage(name, wrote, read, asked or {}))).save(self.file)
 
     def difference(self, name: str) -> str | None:
-        """What keeps a stage from being finished and current: the first file that differs, or the stage's own name
-        where it is not finished; None where nothing does.
+        """Why a stage is not finished and current: the first file that changed, or its name where it is not recorded.
+
+        None where it is.
         """
         found = self.stage(name)
         if found is None:
@@ -91,9 +92,9 @@ class Ledger:
         return None
 
     def current(self, name: str, asked: dict[str, str] | None = None) -> bool:
-        """Whether a stage is finished, its files are those that it wrote, and what it was made from is as it was.
+        """Whether a stage is recorded and neither its files nor what it was made from changed since.
 
-        With `asked`: and whether it followed these settings.
+        With `asked`, it must have followed these settings.
         """
         found = self.stage(name)
         return found is not None and (asked is None or found.asked == asked) and self.difference(name) is None

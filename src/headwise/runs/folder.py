@@ -1,25 +1,16 @@
-"""One run, one folder: its settings, where each stage's result lies, and everything together as a dossier. No torch."""
+"""One run, one folder: its settings, the files of each stage, and which stages are finished. No torch."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import (
-    BudgetError,
-    DataError,
-    HeadwiseError,
-    ModelError,
-    OutputError,
-    PlanError,
-    ShapeError,
-    UnknownNameError,
-)
+from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.files.json import read_bytes, read_object
 from headwise.runs import aside, fingerprint
@@ -28,30 +19,27 @@ from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
 from headwise.runs.lock import is_first, locked
 from headwise.runs.settings import Settings as Settings
-from headwise.stages import frontier
-from headwise.types import (
-    Budget,
-    LatencyTable,
-    ModelShape,
-    Plan,
-    Readings,
-    Verdict,
-    Workload,
-    write_atomically,
-)
+from headwise.types import LatencyTable, Plan, Readings, Verdict, Workload, write_atomically
 
 OWN = (
     "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
     "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
     "report.html", "report.md", "latency-*.json",
-)  # fmt: skip  # everything that a run writes; whatever else lies in its folder is not touched
+)  # fmt: skip  # everything that a run writes; other files in its folder are not touched
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
-PLANNED = ("budgets", "strategy", "allow", "portable", "seed")  # settings that a plan follows
-HEALED = ("heal", "heal_options")  # settings that a healing follows
+FOLLOWED = {  # settings that a stage follows
+    "plan": ("budgets", "strategy", "allow", "portable", "seed"),
+    "model": ("heal", "heal_options"),
+}
+UNRECORDED = {  # files of finished stages in runs of earlier versions, which kept no record
+    "probe": ("readings.json", "moments.safetensors"),
+    "model": ("plan.json", "model", "heal.json"),
+    "report": ("report.html",),
+}
 
 
 class RunFolder:
-    """Paths of a run folder and what can be said about it without torch."""
+    """The files of a run: where they are, which are finished, how they are read and recorded."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -92,19 +80,31 @@ class RunFolder:
         """Complete or undo what a kill interrupted."""
         aside.undo_move(self.path)
         disk.recover(self.path, WORK)
-        if (self.path / aside.PREVIOUS).exists() and self.is_finished():  # killed before it deleted what it replaced
+        if (self.path / aside.PREVIOUS).exists() and self.finished(
+            "report"
+        ):  # killed before it deleted what it replaced
             aside.drop(self.path)
 
     def is_ours(self) -> bool:
-        """Whether Headwise made a run here; a file of the same name that somebody else wrote is none."""
+        """Whether Headwise made a run here; files of the same name that somebody else wrote do not count."""
         return any(_is_record(path) for path in (self.settings_file, self.ledger.file))
 
-    def is_finished(self) -> bool:
-        """Whether a run has come to its report, with a verdict."""
-        if not self.ledger.complete:
-            return self.report_file.exists()
-        report = self.ledger.stage("report")
-        return report is not None and bool(report.used.get("verdict.json")) and self.report_file.exists()
+    def finished(self, stage: str, settings: Settings | None = None) -> bool:
+        """Whether a stage (probe, plan, model, verdict or report) is finished, so that a run need not do it again.
+
+        It is if its files are those that it wrote, and what it was made from is as it was. With `settings`, it must
+        have followed these; for a model, so must its plan. A report counts once it shows a verdict: it may be edited.
+        """
+        record = self.ledger.stage(stage)
+        if not self.ledger.complete and (record is None or stage == "report"):
+            files = UNRECORDED.get(stage, ())
+            return bool(files) and all((self.path / name).exists() for name in files)
+        if stage == "report":
+            return record is not None and bool(record.used.get("verdict.json")) and self.report_file.exists()
+        if settings is None:
+            return self.ledger.current(stage)
+        planned = stage != "model" or self.finished("plan", settings)
+        return planned and self.ledger.current(stage, settings.asked(FOLLOWED[stage]))
 
     def refuse(self, settings: Settings, source: str) -> None:
         """Refuse a folder whose run would write over its own inputs; nothing is touched."""
@@ -144,7 +144,7 @@ class RunFolder:
     def _difference(self, settings: Settings, inputs: dict[str, str]) -> str | None:
         """Why a run with these settings and inputs cannot be resumed here; None if it can."""
         try:
-            if self.is_finished():
+            if self.finished("report"):
                 return "a finished run"
             if not self.settings_file.exists():
                 return None
@@ -158,7 +158,7 @@ class RunFolder:
         return None
 
     def same_inputs(self, source: str) -> None:
-        """Refuse to work on with other inputs than the run began with."""
+        """Refuse inputs that changed since the run began."""
         if not self.ledger.complete or not is_first():
             return
         if changed := fingerprint.difference(self.ledger.read().inputs, self.require().inputs(source)):
@@ -169,13 +169,16 @@ class RunFolder:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """While a new run takes the place of an earlier one: that one goes when the new one is finished, and comes back
-        where the new one turns out to be impossible before it has built a model.
+        """While a new run takes the place of an earlier one: the earlier one is deleted when the new one is finished.
+
+        It is put back where the new run turns out to be impossible before it has a model: by its budget, data, model or
+        plan. Other errors, such as a full disk, do not count: the new run can resume.
         """
         try:
             yield
-        except (BudgetError, DataError, ModelError, PlanError, ShapeError, UnknownNameError):
-            if is_first() and (self.path / aside.PREVIOUS).exists() and self.ledger.stage("model") is None:
+        except HeadwiseError as error:
+            impossible = type(error) not in (HeadwiseError, OutputError) and self.ledger.stage("model") is None
+            if impossible and is_first() and (self.path / aside.PREVIOUS).exists():
                 aside.put_back(self.path, OWN)
             raise
         if is_first():
@@ -190,11 +193,11 @@ class RunFolder:
         return Settings.read(self.settings_file)
 
     def table_file(self, work: Workload) -> Path:
-        """Where the measured times of a workload lie."""
+        """The file with the measured times of a workload."""
         return self.path / f"latency-{work.phase}-{work.length}-b{work.batch}.json"
 
     def table(self, work: Workload) -> LatencyTable | None:
-        """The measured times of a workload, if they are here."""
+        """The measured times of a workload, or None."""
         path = self.table_file(work)
         return LatencyTable.read(path) if path.exists() else None
 
@@ -212,12 +215,14 @@ class RunFolder:
         return replace(plan, budgets=tuple(attached))
 
     def write_plan(self, plan: Plan, settings: Settings | None = None) -> None:
-        """Write the plan, made under these settings; an older one is kept beside it."""
+        """Write and record a plan that follows these settings; an older one is kept as plan.previous.json."""
         if self.plan_file.exists() and not self._holds(plan):
-            with suppress(PlanError):  # what is no file cannot be kept
+            with suppress(PlanError):  # it is no regular file
                 write_atomically(self.path / "plan.previous.json", read_bytes(self.plan_file))
         plan.save(self.plan_file)
-        self.ledger.record("plan", ("plan.json",), ("readings.json",), settings.asked(PLANNED) if settings else {})
+        self.ledger.record(
+            "plan", ("plan.json",), ("readings.json",), settings.asked(FOLLOWED["plan"]) if settings else {}
+        )
 
     def _holds(self, plan: Plan) -> bool:
         try:
@@ -225,29 +230,18 @@ class RunFolder:
         except PlanError:  # damaged
             return False
 
-    def has_probed(self) -> bool:
-        """Whether readings and moments are finished; an earlier version wrote the readings last."""
-        if self.ledger.complete or self.ledger.stage("probe"):
-            return self.ledger.current("probe")
-        return self.readings_file.exists() and (self.moments_file.exists() or self.streaming.exists())
-
     def record_probe(self) -> None:
-        """Commit readings and moments that are written."""
+        """Record readings and moments that are written."""
         self.ledger.record("probe", ("readings.json", "moments.safetensors"))
 
-    def has_built(self, settings: Settings) -> bool:
-        """Whether plan and model are finished, and are those that these settings ask for."""
-        planned = self.ledger.current("plan", settings.asked(PLANNED))
-        return planned and self.ledger.current("model", settings.asked(HEALED))
-
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
-        """Commit a model that is written; what was said of an older one goes."""
-        self.ledger.record("model", made, ("plan.json",), settings.asked(HEALED), ends=("verdict", "report"))
+        """Record a model that is written; verdict and report of an older one are deleted."""
+        self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
         for stale in (self.verdict_file, self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
 
     def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:
-        """Write a verdict and commit it, for the plan and the model that are there; `more` was written with it."""
+        """Write a verdict on the plan and the model that are there, and record it; `more` was written with it."""
         used = tuple(name for name in ("plan.json", "model", "heal.json") if name not in more)
         if not self.ledger.complete:  # an earlier version's model, which was found to follow the plan
             self.ledger.record("model", used[1:], used[:1])
@@ -258,16 +252,14 @@ class RunFolder:
 
     def require_model(self) -> None:
         """Refuse to verify a model that is not finished or does not belong to the plan."""
-        differs = self.ledger.difference("model")
-        if not self.ledger.complete:  # an earlier version's
-            there = all(path.exists() for path in (self.plan_file, self.model, self.heal_file))
-            differs = None if there else "model"
+        if self.finished("model"):
+            return
+        differs = self.ledger.difference("model") or "model"
+        if self.ledger.stage("model") is None:
+            raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
         if differs == "plan.json":
             raise PlanError(f"{self.model} does not follow plan.json; run: headwise heal {self.path}")
-        if differs is not None and self.ledger.stage("model") is None:
-            raise PlanError(f"{self.path} holds no finished model yet; run: headwise heal {self.path}")
-        if differs is not None:
-            raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
+        raise PlanError(f"{self.path / differs} is not what Headwise wrote; run: headwise heal {self.path}")
 
     def verdict(self) -> tuple[Verdict | None, str | None]:
         """The verdict on the plan and the model that are there, or why there is none (None: not verified yet)."""
@@ -283,27 +275,24 @@ class RunFolder:
         write_atomically(path, json.dumps(data, indent=indent) + "\n")
 
     def dossier(self) -> Dossier:
-        """Everything in the folder; stages that have not run are None."""
-        settings = self.require()
+        """Everything that the files say; stages that are not finished are None. The report adds what it solves."""
+        settings, (verdict, unverified) = self.require(), self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
-        built = self.ledger.current("model") if self.ledger.complete else self.heal_file.exists()
-        healing = read_healing(self.heal_file).to_json() if built else None
-        verdict, unverified = self.verdict()
-        rivals = frontier.rivals(readings, plan, settings.allow) if readings and plan else ()
-        sweep = None
-        if readings and plan:
-            if readings.source.layers != plan.source.layers:
-                raise PlanError(
-                    f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again."
-                )
-            mark = frontier.fingerprint(readings, plan, settings.allow)
-            sweep = frontier.stored(self.frontier_file, mark, len(plan.keep))
-        followed = Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name)
-        return Dossier(followed, readings, plan, healing, verdict, rivals, sweep, unverified, _versions())
+        if readings and plan and readings.source.layers != plan.source.layers:
+            raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
+        return Dossier(
+            settings=Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name),
+            readings=readings,
+            plan=plan,
+            healing=read_healing(self.heal_file).to_json() if self.finished("model") else None,
+            verdict=verdict,
+            unverified=unverified,
+            versions=_versions(),
+        )
 
     def _followed(self) -> dict[str, Any]:
-        """The settings that plan and model really follow, where stages were asked for others than the run."""
+        """The settings that plan and model really follow, where a later command gave others than the run."""
         stages = [stage for name in ("plan", "model") if (stage := self.ledger.stage(name))]
         try:
             return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
@@ -324,13 +313,6 @@ def _is_record(path: Path) -> bool:
         return "headwise" in read_object(path)
     except HeadwiseError:
         return False
-
-
-def budgets_for(settings: Settings, shape: ModelShape, tables: Sequence[LatencyTable] = ()) -> tuple[Budget, ...]:
-    """The settings' budgets, read against the source's shape."""
-    from headwise.budgets import parse_all
-
-    return parse_all(settings.budgets, shape, tables)
 
 
 def _versions() -> dict[str, str]:

@@ -30,9 +30,9 @@ def is_first() -> bool:
 
 @contextmanager
 def locked(folder: Path, command: str, patience: float = 0.0) -> Iterator[bool]:
-    """Hold the lock of a folder, made if need be; gives whether it was taken here or is held around this already.
+    """Hold the lock of a folder, which is created where needed; gives False where this thread holds it already.
 
-    `patience` is for how many seconds to try.
+    `patience`: seconds to keep trying.
     """
     where = folder.resolve()
     if not is_first() or _held.get(where) == threading.get_ident():
@@ -45,7 +45,7 @@ def locked(folder: Path, command: str, patience: float = 0.0) -> Iterator[bool]:
         yield True
     finally:
         del _held[where]
-        (folder / NAME).unlink(missing_ok=True)  # first: whoever opened it meanwhile sees that it is gone
+        (folder / NAME).unlink(missing_ok=True)  # first: a process that opened it meanwhile sees that it is gone
         os.close(handle)
         with suppress(OSError):
             if made:
@@ -73,10 +73,10 @@ def _take(folder: Path, command: str, patience: float) -> int:
             if error.errno not in TAKEN:
                 log.warning("%s lies on a file system without locks: start no second command in it.", folder)
                 return handle
-            said = _holder(handle)
+            holder = _holder(handle)
             os.close(handle)
             if time.monotonic() >= end:
-                raise OutputError(f"{folder} is in use by {said}; wait until it ends.") from None
+                raise OutputError(f"{folder} is in use by {holder}; wait until it ends.") from None
             time.sleep(0.05)
             continue
         if _in_place(handle, folder / NAME):

@@ -1,10 +1,9 @@
-"""Pieces of long work, each kept as soon as it is done: after a kill the same work finds them. No torch."""
+"""Results of long work, each kept as soon as it is there, so that work that was killed resumes. No torch."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,3 @@ class Progress:
         rank = "0" if is_first() else os.environ.get("RANK", "0")
         with (self.folder / f"pieces-{rank}.jsonl").open("a") as file:  # a line that was cut off ends before this one
             file.write(f'\n{{"key": {json.dumps(self.key)}, "name": {json.dumps(name)}, "value": {text}}}\n')
-
-    def clear(self) -> None:
-        """The work is done."""
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)

@@ -12,7 +12,7 @@ from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.types import CUTS, LayerShape, Plan, Readings
+from headwise.types import CUTS, Budget, LayerShape, Plan, Readings
 
 
 def allocate_in(
@@ -39,7 +39,12 @@ def _allocated(folder: RunFolder, wanted: Settings) -> Plan:
     if any(layer.pooled > 1 for layer in readings.source.layers):
         wanted.refuse_to_pool()
     limits = parse_all(wanted.budgets, readings.source, folder.tables())
-    return strategies.allocate(readings, limits, wanted.strategy, wanted.allow, wanted.portable, wanted.seed)
+    return plan_for(wanted, readings, limits)
+
+
+def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...]) -> Plan:
+    """Decide every size for some limits, as the settings say."""
+    return strategies.allocate(readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed)
 
 
 def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:

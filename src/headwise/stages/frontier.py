@@ -1,7 +1,7 @@
 """The exact strategy's answer to many limits of a run's first budget: what the report's slider moves along. No torch.
 
-Limits are solved from the coarse to the fine, so that whatever is there when time runs out covers the whole range. Then
-the others are answered roughly, to a small gap; they are solved exactly when the report is written again.
+Limits are solved from coarse to fine, so that the answers cover the whole range when time runs out. The remaining ones
+are then solved roughly, to a small gap, and exactly when the report is written again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ METHOD = 1  # raised when the solver would answer otherwise to the same question
 
 
 def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
-    """Of everything that the answers depend on; the first budget's own limit is not among it, as all are answered."""
+    """A hash of everything that the answers depend on; the first budget's limit is not part of it: all are answered."""
     curves = [reading.to_json() for reading in readings.curves if reading.kind.startswith("damage.")]
     first = [(budget.key, budget.length) for budget in plan.budgets[:1]]
     budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
@@ -70,8 +70,8 @@ def solve(
     from headwise.strategies import unpriced
     from headwise.strategies.exact import answers  # brings SciPy, which no --help needs
 
-    if lacking := unpriced(shape, readings, plan.budgets, allow):
-        raise PlanError(lacking)
+    if missing := unpriced(shape, readings, plan.budgets, allow):
+        raise PlanError(missing)
 
     least, answer = answers(shape, readings, plan.budgets, allow)
     full, wanted = prices.price(first, shape), limits(first, least, shape)

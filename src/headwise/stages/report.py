@@ -14,11 +14,11 @@ from headwise.types import VERSION, write_atomically
 
 
 def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html and report.md from whatever the folder holds; the frontier is solved where it is not there."""
+    """Write report.html and report.md from what the folder holds; a missing frontier is solved first."""
     from headwise.report import model_card, render
 
     with folder.held("report"):
-        dossier = _with_sweep(folder, folder.dossier())
+        dossier = solved(folder, folder.dossier())
         write_atomically(folder.card_file, model_card(dossier))
         write_atomically(folder.report_file, render(dossier))
         used = ("plan.json", "heal.json", *(["verdict.json"] if dossier.verdict else []))
@@ -43,15 +43,19 @@ def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False
         raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
 
 
-def _with_sweep(folder: RunFolder, dossier: Dossier) -> Dossier:
-    """The dossier with its frontier: as stored, or solved and stored."""
-    readings, plan, known = dossier.readings, dossier.plan, dossier.sweep
-    if readings is None or plan is None or (known is not None and frontier.complete(known, plan)):
+def solved(folder: RunFolder, dossier: Dossier) -> Dossier:
+    """The dossier with what other strategies would have done, and with its frontier, stored or solved now."""
+    readings, plan = dossier.readings, dossier.plan
+    if readings is None or plan is None:
         return dossier
-    try:
-        found = frontier.solve(readings, plan, folder.require().allow, known)
-    except HeadwiseError:  # readings of an older version that price too little: the page does without
-        return dossier
-    if found is not None:
-        folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **found.to_json()}, None)
-    return replace(dossier, sweep=found)
+    allow = folder.require().allow
+    dossier = replace(dossier, baselines=frontier.rivals(readings, plan, allow))
+    known = frontier.stored(folder.frontier_file, frontier.fingerprint(readings, plan, allow), len(plan.keep))
+    if known is None or not frontier.complete(known, plan):
+        try:
+            known = frontier.solve(readings, plan, allow, known)
+        except HeadwiseError:  # readings of an older version that price too little: the page does without
+            return dossier
+        if known is not None:
+            folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **known.to_json()}, None)
+    return replace(dossier, sweep=known)

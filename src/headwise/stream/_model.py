@@ -39,12 +39,12 @@ class Frame:
 
     @contextmanager
     def filled(self, index: int, tensors: Tensors) -> Iterator[nn.Module]:
-        """A layer with its tensors (by their full names), which it loses again."""
+        """A layer filled with tensors (by their full names) for as long as the context is open."""
         layer, prefix = self.layers[index], self.prefix(index)
         own = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in tensors.items()}
         missing, unexpected = layer.load_state_dict(own, assign=True, strict=False)
         if missing or unexpected:
-            raise ModelError(f"layer {index} lacks {missing} or has no place for {unexpected}.")
+            raise ModelError(f"layer {index}: {missing} are missing, {unexpected} are unexpected.")
         try:
             yield layer.eval().requires_grad_(False)
         finally:
@@ -56,7 +56,7 @@ class Frame:
 
 
 class Streamed(Frame):
-    """A model in a folder. Between its layers it has everything that is small; tables are read by rows."""
+    """A model in a folder. What is small and outside its layers is in memory; embedding tables are read by rows."""
 
     def __init__(self, folder: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
         self.files = Checkpoint(folder)
@@ -82,9 +82,9 @@ class Streamed(Frame):
         return next(name for name, module in self.model.named_modules() if module is wanted)
 
     def _places(self, stock: nn.Module, tied: set[str]) -> dict[str, str]:
-        """Name in the model -> name in the files, which may lack the name of the body; what no model has is left out.
+        """Name in the model -> name in the files, where the name of the body may be left out.
 
-        A file that lacks a tensor is an error: nothing is ever filled in.
+        A missing tensor is an error: nothing is ever initialised. Tensors that the model has no place for are ignored.
         """
         body = self.family.anatomy(stock.config).body_at + "."
         wanted = [name for name in stock.state_dict() if name not in tied]
@@ -128,7 +128,7 @@ class Streamed(Frame):
 
     @contextmanager
     def _knowing(self, ids: torch.Tensor) -> Iterator[None]:
-        """The input table with the rows of these tokens alone."""
+        """An input table of these tokens only."""
         rows = self.files.rows(self.places[self.table], ids, torch.float32).to(self.device)
         with self._embedding(rows):
             yield
@@ -152,9 +152,9 @@ class Streamed(Frame):
 
     @torch.no_grad()
     def contexts(self, parts: Sequence[torch.Tensor], reader: Family | None = None) -> list[list[dict[str, Any]]]:
-        """What the model hands its layers beside the stream, for batches of rows; `reader` may let rows begin anywhere.
+        """The other arguments of layers (masks, positions), by batch and layer; `reader` may let rows begin anywhere.
 
-        Streams do not matter for it, so every token has the same embedding, which takes no memory.
+        They do not depend on the stream, so every token has the same embedding, which takes no memory.
         """
         words, width = self.files.entries[self.places[self.table]].shape
         blank = torch.zeros(1, 1, device=self.device).expand(words, width)
@@ -204,7 +204,7 @@ def _empty(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _settle_buffers(model: nn.Module, device: str) -> None:
-    """Give buffers that no file holds, such as rotary frequencies, the numbers that a loaded model gives them."""
+    """Initialise buffers that no file holds, such as rotary frequencies, as loading does."""
     persistent = set(model.state_dict())
     for path, module in model.named_modules():
         lost = [n for n, b in module.named_buffers(recurse=False) if b.is_meta and f"{path}.{n}" not in persistent]
@@ -217,7 +217,7 @@ def _settle_buffers(model: nn.Module, device: str) -> None:
 
 @contextmanager
 def _passing(layers: Sequence[nn.Module]) -> Iterator[None]:
-    """Layers that hand their stream on, so that a model without weights can be asked what it hands them."""
+    """Layers that return their stream unchanged, so that a model without weights can run."""
     for layer in layers:  # whose arguments keep their names
         layer.forward = wraps(layer.forward)(lambda *args, **kwargs: args[0] if args else kwargs["hidden_states"])
     try:

@@ -1,7 +1,7 @@
 """Reshaping, healing and saving a model that is larger than memory: one layer is read, cut, refitted and written.
 
-The model grows file by file in the run folder's work and is renamed when it is whole. A build that was killed goes on
-behind the last layer that was written.
+The model grows file by file in the run folder and is renamed when it is whole. A build that was killed resumes behind
+the last layer that was written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.data import batches, places
 from headwise.errors import PlanError
-from headwise.files.disk import explained, install, remove
+from headwise.files.disk import explained, install
 from headwise.files.json import read_object
 from headwise.heal._layer_refit import LayerRefit
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import Frame, Streamed, Tensors
-from headwise.stream._shelf import AGAIN, Shelf, checksum, read_stream, write_tensors
+from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
@@ -38,7 +38,7 @@ STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut l
 REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
 
-class _Rows:
+class _RowsOnDisk:
     """One batch on its way through both models, as the refit wants it, with every tensor on disk while it waits."""
 
     KEPT = ("source", "cut", "source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
@@ -48,7 +48,7 @@ class _Rows:
         self.__dict__.update(folder=folder, contexts=[context], device=device)
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _Rows.KEPT:
+        if name not in _RowsOnDisk.KEPT:
             raise AttributeError(name)
         path = self.folder / f"{name}.safetensors"
         return read_stream(path, self.device) if path.exists() else None
@@ -61,7 +61,7 @@ class _Rows:
             write_tensors(path, {"stream": stream})
 
 
-class Build:
+class StreamedBuild:
     """A model on its way from a source and a plan to a folder."""
 
     def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, seed: int = 0) -> None:
@@ -73,10 +73,10 @@ class Build:
         self.reader = source.family.offset(plan.context, seed)
         self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
-        self.parts = [] if rows is None else batches(rows)
+        self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
         key["seed"] = seed
-        self.shelf = Shelf(self.work, key, source.device)
+        self.store = StreamStore(self.work, key, source.device)
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
@@ -84,28 +84,31 @@ class Build:
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
-    def run(self, folder: Path, track: Track = silently) -> list[dict[str, Any]]:
-        """Every layer that is not written yet of the model for `folder`; returns what the refit gained by layer."""
-        source, start = self.source, self.shelf.position()
-        if start is not None and not self._shard(0).exists() and not self.installed(folder):
-            self.shelf.restart()
-            start = None
-        if start is None:
-            start = 0
-            for number, names in enumerate(self.outside):
-                read = {name: self._stored(source.files.tensor(source.places[name])) for name in names}
-                write_tensors(self._shard(number), read)
-            for number, part in enumerate(self.parts):
-                for side in ("source", "cut"):
-                    self.shelf.put(0, f"{side}.{number}", source.embed(part))
-            self.shelf.complete(0)
+    def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
+        """Cut, heal and write the layers of the model for `folder` that are not there yet; returns what healing did."""
+        began = time.perf_counter()
+        source, position = self.source, self.store.position()
+        if position is not None and not self._shard(0).exists() and not self.installed(folder):
+            self.store.restart()
         contexts = source.contexts(self.parts, self.reader)
-        for index in track(range(start, len(source.layers)), "refit" if self.parts else "reshape"):
+        for index in self.store.walk(len(source.layers), self._begin, track, "refit" if self.parts else "reshape"):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
-            self.shelf.complete(index + 1)
-        return [read_object(self._gain(i), advice=AGAIN) for i in range(len(source.layers))] if self.parts else []
+        if not self.parts:
+            return {"method": "none"}
+        stage = {"method": "refit", "tokens": self.tokens, "seconds": time.perf_counter() - began}
+        gains = [read_object(self._gain(index), advice=AGAIN) for index in range(len(source.layers))]
+        return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
+
+    def _begin(self) -> None:
+        """Copy what belongs to no layer, and put both models' streams before the first one."""
+        for number, names in enumerate(self.outside):
+            read = {name: self._stored(self.source.files.tensor(self.source.places[name])) for name in names}
+            write_tensors(self._shard(number), read)
+        for number, part in enumerate(self.parts):
+            for side in ("source", "cut"):
+                self.store.put(0, f"{side}.{number}", self.source.embed(part))
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -136,11 +139,13 @@ class Build:
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
 
     def _refit(self, index: int, theirs: Any, ours: Any, contexts: Sequence[dict[str, Any]]) -> None:
-        """Let the layer make up for what was cut before it, and move both models' streams on."""
+        """Refit the layer to make up for the cuts before it, and write both models' streams behind it."""
         family, scratch = self.source.family, self.work / "scratch"
-        rows: list[Any] = [_Rows(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)]
+        rows: list[Any] = [
+            _RowsOnDisk(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)
+        ]
         for number, row in enumerate(rows):
-            row.source, row.cut = (self.shelf.get(index, f"{side}.{number}") for side in ("source", "cut"))
+            row.source, row.cut = (self.store.get(index, f"{side}.{number}") for side in ("source", "cut"))
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
@@ -148,7 +153,7 @@ class Build:
         write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
-                self.shelf.put(index + 1, f"{side}.{number}", getattr(row, side))
+                self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
         shutil.rmtree(scratch)
 
     def finish(self, tokenizer: Any, folder: Path) -> None:
@@ -169,7 +174,7 @@ class Build:
 
     def installed(self, folder: Path) -> bool:
         """Whether this very work was killed after its model was put in its place."""
-        done = self.shelf.position() == len(self.source.layers)
+        done = self.store.position() == len(self.source.layers)
         return done and not (self.work / "model").exists() and (folder / INDEX).is_file()
 
     def _index(self) -> dict[str, Any]:
@@ -179,33 +184,3 @@ class Build:
             "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
             "weight_map": {name: found[name].file.name for name in sorted(found)},
         }
-
-
-def build(
-    source: Streamed,
-    plan: Plan,
-    folder: Path,
-    out: Path,
-    tokenizer: Any,
-    rows: torch.Tensor | None = None,
-    track: Track = silently,
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Carry out a plan into the folder `out`, healed on `rows` where there are any; returns what healing did.
-
-    What is needed to resume stays in the folder until `clear`.
-    """
-    start = time.perf_counter()
-    work = Build(source, plan, folder, rows, seed)
-    gains = work.run(out, track)
-    work.finish(tokenizer, out)
-    if rows is None:
-        return {"method": "none"}
-    spent = time.perf_counter() - start
-    stage = {"method": "refit", "tokens": places(rows), "seconds": spent}
-    return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
-
-
-def clear(folder: Path) -> None:
-    """The model is recorded as finished: what a resumed build would have needed goes."""
-    remove(folder / "build")

@@ -1,10 +1,10 @@
 """What removing units of a layer would cost, without a gradient: the error that it leaves in the residual stream.
 
-The error of a size is the mean over tokens of `|stream after attention, cut - uncut|^2 / |uncut|^2`, measured where the
-layer is in memory anyway, on a few rows. Errors of different layers do not hurt alike. Therefore one cut of every
-layer (`REFERENCE` of its query/key and value directions) is let through to the end of the model: the divergence of
-the answers that it causes, over the error that it made, is the layer's `gain`, and a price is an error times its gain.
-Coarser than the measured prices of the full path: one gain for all units and sizes of a layer, and nothing is healed.
+The error of a size is the mean over tokens of `|stream after attention, cut - uncut|^2 / |uncut|^2`, measured on a few
+rows while the layer is in memory. Equal errors of different layers do different harm. Therefore one cut of every layer
+(to `REFERENCE` of its query/key and value directions) is followed to the end of the model: the divergence of answers
+over the error is the layer's `gain`, and a price is an error times the gain. This is coarser than the measured prices
+of a model in memory: one gain for all units and sizes of a layer, and nothing is healed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
 
 Moments = dict[str, torch.Tensor]
-Rows = list[tuple[torch.Tensor, dict[str, Any]]]  # streams before the layer, and what else it is handed
+Rows = list[tuple[torch.Tensor, dict[str, Any]]]  # streams before the layer, and its other arguments
 
 
 class Priced(NamedTuple):

@@ -1,7 +1,7 @@
 """Probing a model that is larger than memory: one walk over its layers, one layer in memory, activations on disk.
 
-At every layer: second moments on all calibration rows, errors of all sizes on a few of them, and the streams of the few
-rows that earlier layers were cut on move on. At the end the cut streams say what each layer's errors come to.
+At every layer: second moments on all calibration rows, and errors of all sizes on a few of them. The few rows also pass
+the model once for every layer that is cut before; at the end they show what errors of that layer do to the answers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.progress import Track, silently
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import AGAIN, Shelf, checksum, write_tensors
+from headwise.stream._store import AGAIN, StreamStore, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
 from headwise.types import Reading, Readings, write_atomically
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 class Walk:
-    """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be gone on with."""
+    """The walk over the layers; `folder` keeps moments, prices and streams, so that it can be resumed."""
 
     def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path) -> None:
         self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
@@ -55,38 +55,35 @@ class Walk:
         count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), 2048)
         self.count = len(source.layers)
-        self.shelf = Shelf(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
+        self.store = StreamStore(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
 
     def run(self, track: Track = silently) -> None:
-        """Every layer that is not done yet."""
-        start = self.shelf.position()
-        if start is None:
-            start = 0
-            for name, parts in (("rows", self.parts), ("few.0", self.few)):
-                for number, part in enumerate(parts):
-                    self.shelf.put(0, f"{name}.{number}", self.source.embed(part))
-            self.shelf.complete(0)
+        """Measure every layer that is not done yet."""
         reader = self.source.family.offset(self.wanted.context, self.wanted.seed)
         contexts, few = (self.source.contexts(parts, reader) for parts in (self.parts, self.few))
-        for index in track(range(start, self.count), "layers, one at a time"):
+        for index in self.store.walk(self.count, self._begin, track, "layers, one at a time"):
             with self.source.layer(index) as layer, torch.no_grad():
                 self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
-            self.shelf.complete(index + 1)
+
+    def _begin(self) -> None:
+        for name, parts in (("rows", self.parts), ("few.0", self.few)):
+            for number, part in enumerate(parts):
+                self.store.put(0, f"{name}.{number}", self.source.embed(part))
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
-        block, sums, shelf = self.source.family.block(layer), Sums(1), self.shelf
+        block, sums, store = self.source.family.block(layer), Sums(1), self.store
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
                 name = f"rows.{number}"
-                shelf.put(index + 1, name, self.source.run(index, shelf.get(index, name), context))
+                store.put(index + 1, name, self.source.run(index, store.get(index, name), context))
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
-        rows = [(shelf.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
+        rows = [(store.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
         priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
         if self.wanted.few:
             for number, (stream, context) in enumerate(rows):
-                shelf.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
+                store.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
         for number, context in enumerate(few):
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
@@ -98,10 +95,10 @@ class Walk:
         together = max(1, TOGETHER // self.few[number].numel())
         for start in range(0, len(names), together):
             some = names[start : start + together]
-            streams = torch.cat([self.shelf.get(index, name) for name in some])
+            streams = torch.cat([self.store.get(index, name) for name in some])
             stacks = self.source.run(index, streams, repeated(context, len(some)))
             for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
-                self.shelf.put(index + 1, name, stream)
+                self.store.put(index + 1, name, stream)
 
     def _prices_file(self, index: int) -> Path:
         return self.folder / "prices" / f"{index:05d}.json"
@@ -128,7 +125,7 @@ class Walk:
         for number, part in enumerate(self.few):
             for row in track(range(len(part)), "gains"):
                 batch = task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
-                files = (self.shelf.get(self.count, f"few.{stack}.{number}") for stack in range(self.count + 1))
+                files = (self.store.get(self.count, f"few.{stack}.{number}") for stack in range(self.count + 1))
                 answers = (task.outputs_from(family, model, stream[row : row + 1], batch) for stream in files)
                 reference = next(answers)  # the others one by one: they are large
                 for layer, found in enumerate(answers):
@@ -150,7 +147,7 @@ def probe(source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, 
     if wanted.few:
         caused = walk.divergences(track)
         gains = [kl / max(layer.reference, 1e-30) for kl, layer in zip(caused, layers, strict=True)]
-    walk.shelf.clear()
+    walk.store.clear()
     unit = Causal.unit if wanted.few else UNITLESS
     kinds = [name for name in AXES if name in layers[0].errors]
     curves = [_reading(name, layers, gains, sum(p.numel() for p in walk.few), wanted.seed, unit) for name in kinds]

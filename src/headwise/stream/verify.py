@@ -18,14 +18,14 @@ from headwise.memory import SHARE, available_bytes
 from headwise.progress import Track, silently
 from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
-from headwise.stream._shelf import Shelf, checksum
+from headwise.stream._store import StreamStore, checksum
 from headwise.tasks.causal import Causal
 from headwise.types import Check, ModelShape, Plan
 
 RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in float32, over that of its numbers
 
 
-class Found(NamedTuple):
+class StreamedComparison(NamedTuple):
     """How the cut model answers beside the source: on held-out rows, on rows of the calibration's source, by length."""
 
     evaluation: Comparison
@@ -43,41 +43,40 @@ class SideBySide:
             "rows": [checksum(text) for text in rows.values()],
             "files": [[file.name, file.stat().st_mtime_ns] for file in sorted(cut.files.folder.glob("*.safetensors"))],
         }
-        self.shelf = Shelf(folder / "verify", key, source.device)
+        self.store = StreamStore(folder / "verify", key, source.device)
         self.count = len(source.layers)
 
     @torch.no_grad()
     def run(self, track: Track = silently) -> None:
-        """Every layer that is not done yet."""
-        start = self.shelf.position()
-        if start is None:
-            start = 0
-            for name, part in self.parts.items():
-                for side, model in self.models.items():
-                    self.shelf.put(0, f"{side}.{name}", model.embed(part))
-            self.shelf.complete(0)
+        """Pass every layer that is not done yet."""
         contexts = {side: model.contexts(list(self.parts.values())) for side, model in self.models.items()}
-        for index in track(range(start, self.count), "quality"):
+        for index in self.store.walk(self.count, self._begin, track, "quality"):
             for side, model in self.models.items():
                 with model.layer(index):
                     for name, context in zip(self.parts, contexts[side], strict=True):
-                        stream = self.shelf.get(index, f"{side}.{name}")
-                        self.shelf.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
-            self.shelf.complete(index + 1)
+                        stream = self.store.get(index, f"{side}.{name}")
+                        self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+
+    def _begin(self) -> None:
+        for name, part in self.parts.items():
+            for side, model in self.models.items():
+                self.store.put(0, f"{side}.{name}", model.embed(part))
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
-        return self.shelf.get(self.count, f"{side}.{name}")[row : row + 1]
+        return self.store.get(self.count, f"{side}.{name}")[row : row + 1]
+
+    def _rows(self, which: str) -> list[tuple[str, int]]:
+        """All rows of a name, by batch and place."""
+        names = [name for name in self.parts if name.startswith(f"{which}.")]
+        return [(name, row) for name in names for row in range(len(self.parts[name]))]
 
     @torch.no_grad()
     def compared(self, which: str, track: Track = silently) -> Comparison:
-        """The answers of both models to the rows of that name, row by row."""
-        task, found = Causal(), []
-        names = [name for name in self.parts if name.startswith(f"{which}.")]
-        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
-        for name, row in track(rows, "answers"):
-            batch = task.prepare(self.parts[name][row : row + 1], self.seed)
-            batch = batch.to(torch.device(self.models["source"].device))
+        """The answers of both models to the rows of a name, row by row."""
+        task, found, device = Causal(), [], torch.device(self.models["source"].device)
+        for name, row in track(self._rows(which), "answers"):
+            batch = task.prepare(self.parts[name][row : row + 1], self.seed).to(device)
             before, after = (
                 task.outputs_from(model.family, model.model, self.last(side, name, row), batch)
                 for side, model in self.models.items()
@@ -87,12 +86,10 @@ class SideBySide:
 
     @torch.no_grad()
     def predicted(self, which: str, track: Track = silently) -> lengths.Tokens:
-        """How both models predict the rows of that name, token by token."""
+        """How both models predict the rows of a name, token by token."""
         source, cut = self.models.values()
-        names = [name for name in self.parts if name.startswith(f"{which}.")]
-        rows = [(name, row) for name in names for row in range(len(self.parts[name]))]
         found = []
-        for name, row in track(rows, which):
+        for name, row in track(self._rows(which), which):
             before, after = (self.last(side, name, row) for side in self.models)
             ids = self.parts[name][row : row + 1]
             found.append(lengths.predictions(source.family, (source.model, cut.model), (before, after), ids))
@@ -100,7 +97,7 @@ class SideBySide:
 
     @torch.no_grad()
     def write_proof(self, path: Path) -> None:
-        """Keep what the cut model says to the rows called `proof`."""
+        """Write the cut model's answers to the rows called `proof`."""
         cut = self.models["cut"]
         logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
@@ -116,9 +113,10 @@ def compare(
     folder: Path,
     proof: Path,
     track: Track = silently,
-) -> Found:
-    """Read `evaluation` and `rehearsal` with both models, rows of other lengths, and a few tokens as a proof for
-    whoever loads the model.
+) -> StreamedComparison:
+    """Compare both models on the rows `evaluation` and `rehearsal` and on rows of other lengths.
+
+    Also writes the answers to a few tokens, which prove that the model loads the same elsewhere.
     """
     proving = {"proof": rows["evaluation"][:1, : exactness.PROOF_TOKENS]}
     asked = _ends_only(asked)
@@ -127,9 +125,9 @@ def compare(
     walk = SideBySide(source, cut, rows | proving | more, seed, folder)
     walk.run(track)
     by_length = certificate.gathered(asked, lambda label, _: reasons.get(label) or walk.predicted(label, track), seed)
-    found = Found(walk.compared("evaluation", track), walk.compared("rehearsal", track), by_length)
+    found = StreamedComparison(walk.compared("evaluation", track), walk.compared("rehearsal", track), by_length)
     walk.write_proof(proof)
-    walk.shelf.clear()
+    walk.store.clear()
     return found
 
 

@@ -1,10 +1,11 @@
-"""What flows between layers, kept on disk: a walk over the layers holds one batch in memory and can be gone on with."""
+"""What flows between layers, kept on disk: a walk over the layers holds one batch in memory and can be resumed."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from headwise.errors import PlanError
 from headwise.files import tensors as stored
 from headwise.files.disk import sync, write_file
+from headwise.progress import Track
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"
@@ -44,11 +46,11 @@ def checksum(rows: torch.Tensor) -> int:
     return zlib.crc32(rows.cpu().numpy().tobytes())
 
 
-class Shelf:
-    """Streams before every layer, in one folder for each; those before the last one that is complete are dropped.
+class StreamStore:
+    """Streams before every layer, in one folder for each; only those before the next layer are kept.
 
-    A walk writes the streams after a layer, then says that they are `complete`: whoever comes after a kill finds the
-    last complete ones at `position`. `key` says what is being walked: other work finds an empty shelf.
+    A walk writes the streams behind a layer and then marks them `complete`. After a kill it resumes at `position`, the
+    last complete layer. `key` stands for the work: other work starts with an empty store.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
@@ -62,6 +64,16 @@ class Shelf:
         found = [int(path.parent.name) for path in self.folder.glob(f"*/{DONE}") if path.parent.name.isdecimal()]
         return max(found, default=None)
 
+    def walk(self, layers: int, begin: Callable[[], None], track: Track, label: str) -> Iterator[int]:
+        """The layers that are not complete yet; `begin` puts the streams before the first one."""
+        start = self.position()
+        if start is None:
+            begin()
+            self.complete(start := 0)
+        for index in track(range(start, layers), label):
+            yield index
+            self.complete(index + 1)
+
     def _file(self, layer: int, name: str) -> Path:
         return self.folder / f"{layer:05d}" / f"{name}.safetensors"
 
@@ -74,7 +86,7 @@ class Shelf:
         return read_stream(self._file(layer, name), self.device)
 
     def complete(self, layer: int) -> None:
-        """All streams before a layer are there; those before earlier ones are no longer needed."""
+        """Mark that all streams before a layer are there, and delete those before earlier layers."""
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()
         sync(self.folder / f"{layer:05d}")
@@ -88,6 +100,6 @@ class Shelf:
         write_atomically(self.folder / KEY, self.key)
 
     def clear(self) -> None:
-        """The work is done; whoever comes after a kill in between finds no key, and with it an empty shelf."""
+        """Delete everything, the key first: what a kill leaves of the rest does not count."""
         (self.folder / KEY).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)

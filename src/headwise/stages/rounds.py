@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise import budgets as prices
+from headwise.stages.source import Fitted
 from headwise.types import Budget, LayerKeep, LayerShape, ModelShape, Plan
 
 
@@ -16,6 +17,12 @@ def budgets_of_round(budgets: tuple[Budget, ...], source: ModelShape, number: in
         share = min(1.0, budget.limit / full) ** (number / rounds)
         out.append(budget if number == rounds else replace(budget, limit=share * full))
     return tuple(out)
+
+
+def joined(earlier: Fitted, later: Fitted) -> Fitted:
+    """What two rounds made, one after the other: the later model, one plan for both, all healings."""
+    healings = [*earlier.healings, *later.healings]
+    return Fitted(later.model, compose(earlier.plan, later.plan), healings, later.rehearsed)
 
 
 def compose(first: Plan, second: Plan) -> Plan:

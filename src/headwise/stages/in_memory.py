@@ -1,0 +1,118 @@
+"""A source that is held in memory, as nearly every one is: how it is probed, reshaped and healed, saved and judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from headwise import families, heal, processes, strategies, tasks
+from headwise.checks import certificate, exactness, quality, speed
+from headwise.cuts import blind_moments, reshape
+from headwise.cuts import save as save_model
+from headwise.files import disk
+from headwise.memory import fits
+from headwise.progress import Track, silently, stage
+from headwise.runs.folder import RunFolder
+from headwise.runs.healing import rehearsed_damage
+from headwise.runs.settings import Settings
+from headwise.stages.probe import probe_in
+from headwise.stages.source import (
+    Compared,
+    Fitted,
+    Probed,
+    Source,
+    pooled_heads,
+    refuse_other_plan,
+    refuse_units,
+)
+from headwise.stages.texts import read_texts
+from headwise.types import Healing, Plan
+
+
+@dataclass(frozen=True)
+class InMemory(Source):
+    """A source whose model is an `nn.Module` on our modules."""
+
+    def probe(self, settings: Settings, folder: RunFolder, track: Track = silently, diagnose: bool = True) -> Probed:
+        """See `Source`."""
+        return probe_in(folder, settings, self, track, diagnose)
+
+    def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
+        """See `Source`."""
+        blind = strategies.blind(plan.strategy)
+        moments = blind_moments(self.family, self.current) if blind else probed.moments
+        model = reshape(self.family, self.current, plan, moments)
+        if settings.heal == "none":
+            return Fitted(model, plan, [], self.rehearse(model).expected_damage())
+        job = self.job(settings, model, track, None if folder is None else folder.healing)
+        model, healing = heal.healed(settings.heal, job, self.rehearse)
+        known = healing.rehearsed
+        return Fitted(model, plan, [healing], self.rehearse(model).expected_damage() if known is None else known)
+
+    def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
+        """See `Source`."""
+        last = fitted.healings[-1] if fitted.healings else Healing("none")
+        found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
+        folder.write_json(folder.heal_file, found.to_json())
+        with families.quietly():
+            rounded = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
+        if self.task.name == "embedding":
+            families.accompany(settings.model, folder.model)
+        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, self.evaluation, new))
+        folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
+        self.clear(settings, folder)
+
+    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
+        """See `Source`."""
+        model, shape, rows = self.model, self.shape, self.evaluation
+        with stage(track, "loading the new model"):
+            stock, _ = families.load(str(folder.model), str(model.device))
+        cut = self.family.tailor(stock)
+        refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
+        found = quality.compare(self.family, model, cut, rows, track, self.task, self.seed, self.truth)
+        checks = exactness.count_checks(cut, plan, shape)
+        with stage(track, "reloading in a fresh process"):
+            checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+        took, kept = speed.latencies(model, cut, plan)
+        runtime = speed.runtime(model, cut)
+        lengths = certificate.Found()
+        if self.task.has_past:  # else the model reads no growing text
+            asked = self.certificate_rows(settings)
+            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track)
+        return Compared(
+            quality=found,
+            lengths=lengths,
+            expected={"predicted": rehearsed_damage(folder.heal_file), "sum_of_prices": plan.predicted_damage},
+            size=exactness.sizes(cut, shape),
+            speed={**speed.measure(model, cut, runtime=runtime), **took},
+            checks=(*checks, *kept),
+            samples=quality.samples(model, cut, self.tokenizer, rows) if self.task.generates else (),
+            machine=speed.machine(model.device, runtime),
+        )
+
+    def clear(self, settings: Settings, folder: RunFolder) -> None:
+        """See `Source`."""
+        for number in range(1, settings.rounds + 1):
+            disk.remove(folder.round(number).healing)
+
+
+def load_source(settings: Settings, track: Track = silently) -> InMemory:
+    """Load the model and read the rows."""
+    device = processes.begin(settings.device)
+    with stage(track, "loading the model"):
+        model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
+    alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
+    large = alone and not fits(sum(parameter.numel() for parameter in model.parameters()), device)
+    model = model if large else model.to(device)  # a large one stays in host memory and borrows the GPUs
+    task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
+    refuse_units(settings, family)
+    texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
+    return InMemory(
+        family,
+        family.tailor(model, pooled_heads(settings, family, model)),
+        tokenizer,
+        *texts,
+        task=task,
+        context=settings.served(family.longest(model.config)),
+        seed=settings.seed,
+        spread=large,
+    )

@@ -1,0 +1,188 @@
+"""A source that is larger than memory: the same line and files, one layer at a time. And which runs are streamed."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise import families, processes
+from headwise.checks import speed
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families._folder import check_tokenizer
+from headwise.files import disk
+from headwise.memory import HELD, SHARE, available_bytes, fits
+from headwise.progress import Track, silently
+from headwise.runs.folder import RunFolder
+from headwise.runs.healing import read_healing
+from headwise.runs.settings import Settings
+from headwise.stages.source import Compared, Fitted, Probed, Source, refuse_other_plan
+from headwise.stages.texts import read_texts
+from headwise.stream._checkpoint import Checkpoint
+from headwise.stream._model import Streamed, refuse_config
+from headwise.stream.build import StreamedBuild
+from headwise.stream.probe import Wanted, probe
+from headwise.stream.verify import checks, compare, sizes
+from headwise.tasks.causal import Causal
+from headwise.types import Healing, Plan, Readings
+
+FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+log = logging.getLogger("headwise")
+
+
+@dataclass(frozen=True)
+class Streaming(Source):
+    """A source that is read from disk, one layer at a time; its `model` is a `Streamed`."""
+
+    def probe(self, settings: Settings, folder: RunFolder, track: Track = silently, diagnose: bool = True) -> Probed:
+        """See `Source`. Moments stay in the folder; there is nothing to diagnose without gradients."""
+        if not folder.finished("probe"):
+            mlp = not settings.only_kv and "mlp" in settings.allow
+            pairs = not settings.only_kv or settings.strategy == "published"
+            wanted = Wanted(settings.model, self.seed, mlp, pairs, settings.swap_tokens, self.context)
+            probe(self.model, self.calibration, wanted, folder.streaming, track).save(folder.readings_file)
+            folder.ledger.record("probe", ("readings.json", "streaming/moments"))
+        return Probed(Readings.read(folder.readings_file), [])
+
+    def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
+        """See `Source`. The new model lies in the folder's unfinished work until it is saved."""
+        assert folder is not None, "a streamed model is built on disk"
+        rows = self.calibration if settings.heal == "refit" else None
+        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed)
+        return Fitted(work, plan, [Healing.from_json(work.run(folder.model, track))], None)
+
+    def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
+        """See `Source`. When the model is verified, heal.json is completed and the proof written."""
+        fitted.model.finish(self.tokenizer, folder.model)
+        folder.write_json(folder.heal_file, fitted.healings[-1].to_json())
+        folder.record_model(settings, ("model",))
+        self.clear(settings, folder)
+
+    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
+        """See `Source`. Both models are walked side by side; nothing is timed."""
+        cut = Streamed(folder.model, self.model.device)
+        refuse_other_plan(folder, plan, cut.shape)
+        rows, asked = {"evaluation": self.evaluation, "rehearsal": self.rehearsal}, self.certificate_rows(settings)
+        found = compare(self.model, cut, rows, asked, self.seed, folder.streaming, folder.proof_file, track)
+        expected = found.rehearsal.expected_damage()
+        folder.write_json(folder.heal_file, replace(read_healing(folder.heal_file), rehearsed=expected).to_json())
+        priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
+        made, unchecked = checks(cut, plan, self.shape, folder.model, folder.proof_file)
+        unchecked += ["Speed: the models are read from disk, one layer at a time."]
+        return Compared(
+            quality=found.evaluation,
+            lengths=found.lengths._replace(not_measured=(*found.lengths.not_measured, *unchecked)),
+            expected={"predicted": expected, **priced},
+            size=sizes(cut, self.shape),
+            speed={},
+            checks=tuple(made),
+            samples=(),
+            machine=speed.machine(torch.device(self.model.device)),
+            files=("heal.json", "proof.safetensors"),
+        )
+
+    def clear(self, settings: Settings, folder: RunFolder) -> None:
+        """See `Source`."""
+        disk.remove(folder.streaming / "build")
+
+
+def is_streamed(settings: Settings, folder: RunFolder, warn: bool = True) -> bool:
+    """Whether a run is streamed: by its settings, as it began, or because the model needs more memory than is free."""
+    if settings.stream is not None:
+        return settings.stream
+    if folder.streaming.exists():
+        return True
+    begun = (folder.probing, folder.moments_file, folder.model)
+    if any(path.exists() for path in begun) or processes.count() > 1:
+        return False
+    numbers = _numbers(settings)
+    if numbers is None or _fits(numbers, settings.device):
+        return False
+    if warn:
+        log.warning(
+            "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one "
+            "layer at a time (--no-stream loads it all the same).",
+            settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
+        )  # fmt: skip
+    return True
+
+
+def _fits(numbers: int, device: str) -> bool:
+    """Whether a model can be loaded whole: it comes by way of host memory, and works there or on a GPU."""
+    if fits(numbers, "cpu"):
+        return True
+    gpu = device != "cpu" and torch.cuda.is_available() and fits(numbers, "cuda")
+    return gpu and 4 * numbers <= SHARE * available_bytes()
+
+
+def _numbers(settings: Settings) -> int | None:
+    """Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed."""
+    try:
+        where = _folder(settings.model, local=True)
+        config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
+        if families.task_of(config) != "causal":
+            return None
+        return sum(entry.numbers for entry in Checkpoint(where).entries.values())
+    except Exception:  # loading the model gives the reason
+        return None
+
+
+def _folder(model: str, local: bool = False) -> Path:
+    """The folder of a model, fetched from the hub where it is not one; `local` takes only what is here already."""
+    where, extra = families.locate(model)
+    if extra or model.startswith("timm:"):
+        raise ModelError(f"{model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+    if Path(where).is_dir():
+        return Path(where)
+    from huggingface_hub import snapshot_download
+
+    with families.explained(model):
+        return Path(snapshot_download(where, allow_patterns=FILES, local_files_only=local))
+
+
+def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
+    """Open the model and read the rows."""
+    from transformers import AutoTokenizer
+
+    device = processes.begin(settings.device)
+    _refuse(settings)
+    where = _folder(settings.model)
+    model = Streamed(where, device, settings.trust_remote_code)
+    if any(layer.pooled > 1 for layer in model.shape.layers):
+        raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
+    with families.explained(settings.model), families.quietly():
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
+        check_tokenizer(tokenizer, settings.model)
+    texts = read_texts(settings, model.family, model.config, tokenizer, Causal(), None, track)
+    context = settings.served(model.family.longest(model.config))
+    return Streaming(model.family, model, tokenizer, *texts, context=context, seed=settings.seed)
+
+
+def refuse_to_stream(settings: Settings, config: Any) -> None:
+    """What a streamed run cannot do, by its settings and the model's configuration."""
+    _refuse(settings)
+    refuse_config(config)
+    if families.locate(settings.model)[1] or settings.model.startswith("timm:"):
+        raise ModelError(f"{settings.model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+
+
+def _refuse(settings: Settings) -> None:
+    """What needs a whole model in memory, and what to do instead."""
+    if settings.heal not in ("none", "refit"):
+        raise HeadwiseError(f"--heal {settings.heal} needs both models in memory; streamed ones take refit or none.")
+    if settings.portable or "depth" in settings.allow or settings.rounds > 1:
+        raise HeadwiseError(
+            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow depth, "
+            "or use a machine with more memory."
+        )
+    if settings.pool != "none":
+        raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")
+    if any(text.strip().startswith("latency") for text in settings.budgets):
+        raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")
+    if settings.task not in (None, "causal"):
+        raise HeadwiseError(f"--task {settings.task} cannot be streamed: only decoders that write text can.")
+    if processes.count() > 1:
+        raise HeadwiseError("a streamed run has one process; start it without torchrun.")
