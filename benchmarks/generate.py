@@ -28,11 +28,11 @@ from torch import nn
 from transformers import StaticCache
 
 from headwise import families
+from headwise.families import CAUSAL
 from headwise.fast.cache import FastCache
 from headwise.fast.decode import replayed
 from headwise.fast.fused import joined
 from headwise.fast.model import optimise
-from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RESULT = Path(__file__).parent / "results" / "generate.json"
@@ -55,7 +55,7 @@ GRID = [(rows, context) for context in (2048, 8192, 32768) for rows in (1, 8, 16
 def stock_model(name: str) -> Any:
     """Random weights, made on the device."""
     kind, sizes = MODELS[name]
-    made = stock_classes(kind)
+    made = families.family_of_type(kind).kinds[kind].stock_classes()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(DEVICE):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
 
+from headwise import families
 from headwise.runtime import modeling_headwise as runtime
 
 SIZES = dict(query_heads=4, kv_heads=2, qk_width=16, qk_dim=16, v_dim=16, mlp_width=24)
@@ -26,7 +27,7 @@ READ = 12  # tokens before the first step
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    made = runtime.classes("llama")
+    made = families.family_of_type("llama").kinds["llama"].tailored_classes("llama")
     stock = dict(vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=len(LAYERS), head_dim=16)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
     assert issubclass(made["AutoConfig"], LlamaConfig)

@@ -50,7 +50,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
     "research": FIRST | MODEL | {"runs", "strategies", "cuts", "training", "report"},  # no stage needs it
     "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
-    "_autoregister": {"runtime"},
+    "_autoregister": {"families"},
     "_notebook": {"types", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},
     "__main__": {"cli"},

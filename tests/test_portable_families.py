@@ -17,7 +17,7 @@ from test_pipeline import SMALL, call
 from headwise import budgets, families, strategies
 from headwise.cuts import save
 from headwise.errors import BudgetError, ModelError, PlanError
-from headwise.families._plain import Plain
+from headwise.families._decoder import Plain
 from headwise.types import LayerKeep, ModelShape
 
 PLAIN = [family for family in families.known() if isinstance(family, Plain)]

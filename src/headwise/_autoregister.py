@@ -63,9 +63,9 @@ class _Counted(Loader):
 
 
 def _register() -> None:
-    if "headwise.runtime.modeling_headwise" in sys.modules:
+    if "headwise.families" in sys.modules or "headwise.runtime.modeling_headwise" in sys.modules:
         return  # our models are what is being imported: whoever imports them registers them
-    from headwise.runtime import register
+    from headwise.families import register
 
     register()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,15 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families._architecture import (
+    BARE,
+    CAUSAL,
+    CLASSIFIER,
+    IMAGE_CLASSIFIER,
+    MASKED,
+    SEQ2SEQ,
+    SPEECH,
+)
 from headwise.families._config import stored_dtype
 from headwise.families._family import Block, Family, repeated
 from headwise.families._folder import (
@@ -25,20 +35,17 @@ from headwise.families._folder import (
 )
 from headwise.files.json import read_json, shortened
 from headwise.registry import find, names
-from headwise.runtime import register
-from headwise.runtime.modeling_headwise import (
-    BARE,
-    CAUSAL,
-    CLASSIFIER,
-    IMAGE_CLASSIFIER,
-    MASKED,
-    SEQ2SEQ,
-    SPEECH,
-    stock_classes,
-)
+from headwise.runtime import modeling_headwise
 
 __all__ = [
+    "BARE",
+    "CAUSAL",
+    "CLASSIFIER",
     "EMBEDDED",
+    "IMAGE_CLASSIFIER",
+    "MASKED",
+    "SEQ2SEQ",
+    "SPEECH",
     "TASKS",
     "Block",
     "Family",
@@ -48,12 +55,14 @@ __all__ = [
     "configuration",
     "explained",
     "family_of",
+    "family_of_type",
     "known",
     "load",
     "locate",
     "no_processor",
     "quietly",
     "read_config",
+    "register",
     "repeated",
     "task_of",
 ]
@@ -73,33 +82,65 @@ TASKS = {  # -> Auto class
 
 def known() -> list[Family]:
     """All families; their tailored models are known to transformers from then on."""
-    register()
-    return [find("headwise.families", name).FAMILY for name in names("headwise.families")]
+    found = [find("headwise.families", name).FAMILY for name in names("headwise.families")]
+    for family in found:
+        for kind in family.kinds:
+            _register(family, kind)
+    return found
+
+
+def register() -> None:
+    """Make tailored models of all families known to transformers, so that plain `from_pretrained` loads them."""
+    known()
+
+
+@functools.cache
+def _register(family: Family, kind: str) -> None:
+    """Tell transformers' Auto classes about the tailored models of one kind."""
+    import transformers
+
+    try:
+        made = family.kinds[kind].tailored_classes(kind)
+    except (ImportError, RuntimeError):  # of a package that is installed but does not load
+        if not family.package:
+            raise
+        return
+    config = made.pop("AutoConfig")
+    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto, cls in made.items():
+        getattr(transformers, auto).register(config, cls, exist_ok=True)
 
 
 def family_of(config: Any) -> Family:
     """The family of a configuration; an unsupported one is refused with the list of what is supported."""
-    kind = str(config.model_type).removeprefix("headwise_")
+    return family_of_type(str(config.model_type).removeprefix("headwise_"))
+
+
+def family_of_type(kind: str) -> Family:
+    """The family of a model_type; an unsupported one is refused with the list of what is supported."""
     for family in known():
-        if kind in family.model_types:
+        if kind in family.kinds:
             return family
-    supported = ", ".join(kind for family in known() for kind in family.model_types)
+    supported = ", ".join(kind for family in known() for kind in family.kinds)
     raise ModelError(f"models of type '{kind}' are not supported. Supported types: {supported}.")
+
+
+modeling_headwise.describe = lambda config: family_of(config).anatomy(config)  # older models carry no anatomy
 
 
 def task_of(config: Any) -> str:
     """What a model is for, by the head that its configuration names; a bare encoder is for embeddings."""
     family = family_of(config)
-    head = family.class_name(config)
-    ends = {end: auto for auto, end in family.anatomy(config).heads.items()}
+    head, anatomy = family.class_name(config), family.anatomy(config)
+    ends = {end: auto for auto, end in anatomy.heads.items()}
     if MASKED in ends.values():
         ends["ForPreTraining"] = MASKED
     auto = next((auto for end, auto in ends.items() if head.endswith(end)), None)
-    if auto is None and family.anatomy(config).roles and head in ("", f"{family.anatomy(config).stem}Model"):
+    if auto is None and anatomy.roles and head in ("", f"{anatomy.stem}Model"):
         auto = next(iter(ends.values()))  # what a model of two stacks is for without a head, too
     if auto is None and family.shape_of(config).cached and CAUSAL in ends.values():
         auto = CAUSAL
-    if auto is None and (head.endswith("Model") or not head):
+    if auto is None and (head.endswith(anatomy.bare or "Model") or not head):
         auto = BARE
     if auto is None:
         raise ModelError(f"{head} is for none of the tasks {', '.join(TASKS)}. Choose one of them with --task.")
@@ -113,8 +154,7 @@ def _tasks_of(family: Family) -> dict[str, str]:
 
 def auto_class_of(model: nn.Module) -> str:
     """The name of the Auto class that loads a model like this one."""
-    kind = family_of(model.config).kind(model.config)
-    return next(auto for auto, cls in stock_classes(kind).items() if isinstance(model, cls))
+    return family_of(model.config).auto_class_of(model)
 
 
 def _auto_class(config: Any, task: str | None) -> str:
@@ -142,7 +182,7 @@ def configuration(model: str, trust_remote_code: bool = False, task: str | None 
             check_sizes(where, family_of(config).shape_of(config))
         auto = _auto_class(config, task)
     if task is not None:  # as a loaded model has it
-        config.architectures = [stock_classes(family_of(config).kind(config))[auto].__name__]
+        config.architectures = [family_of(config).anatomy(config).stock_classes()[auto].__name__]
     return config
 
 

@@ -11,8 +11,7 @@ from headwise.files.json import shortened
 from headwise.types import Grain, LayerShape
 from headwise.types.shape import MOST_LAYERS
 
-NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
-
+NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise", "headwise_anatomy")  # into another configuration
 STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may be gone; only backbones use them
 
 

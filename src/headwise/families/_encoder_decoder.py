@@ -19,23 +19,39 @@ from torch import nn
 
 from headwise.data import GIVEN, NOTHING, marks_of
 from headwise.errors import ModelError
+from headwise.families._architecture import SEQ2SEQ
 from headwise.families._block import Norm
 from headwise.families._config import element_bytes, grain_of
-from headwise.families._family import Block, Captured, Family, Tensors, unsettled
-from headwise.runtime.modeling_headwise import ANATOMY, stock_classes
+from headwise.families._family import Block, Captured, Family, Tensors
 from headwise.types import ROLES, LayerShape, ModelShape
 
+LAYER: dict[str, Any] = dict(  # the parts of our layers, and what all stacks have in common
+    heads={SEQ2SEQ: "ForConditionalGeneration"},
+    attention="attention",
+    mlp_in=("gate_proj", "up_proj"),
+    mlp_out="wo",
+)
 SMALL: dict[str, Any] = dict(
     vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0
+)
+MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
+BART: dict[str, Any] = dict(  # as BART names its parts, and Whisper
+    **LAYER,
+    names={"o": "out_proj", "dropout": "dropout"},
+    roles={
+        "encoder": {"attention": "self_attn", "attention_norm": "self_attn_layer_norm", **MLP},
+        "self": {"attention": "self_attn", "attention_norm": "self_attn_layer_norm"},
+        "cross": {"attention": "encoder_attn", "attention_norm": "encoder_attn_layer_norm", **MLP},
+    },
+    handed=("encoder_hidden_states",),
+    settings={"activation": "activation_function", "dropout": "dropout", "inner_dropout": "activation_dropout"},
 )
 
 
 class EncoderDecoder(Family):
     """A model that reads a text as a whole and writes another one token by token."""
 
-    renamed: ClassVar[dict[str, str]]  # what stock attention calls a part -> what ours does
     counts: ClassVar[tuple[str, str]]  # what the configuration calls the numbers of layers of encoder and decoder
-    small: ClassVar[dict[str, Any]]  # configuration of the tiny model
 
     # What every such family says.
 
@@ -139,7 +155,11 @@ class EncoderDecoder(Family):
             block = number if stack == "encoder" else number // 2
             root = f"{anatomy.body_at}.{stack}.{anatomy.layers}.{block}.".removeprefix(".")
             ours = self._prefix(config, index)
-            places |= {f"{root}{place}.": f"{ours}{part}." for part, place in anatomy.roles[layer.role].items()}
+            places |= {
+                f"{root}{place}.": f"{ours}{part}."
+                for part, path in anatomy.roles[layer.role].items()
+                for place in path.split("|")
+            }
         found: Tensors = {}
         for name, tensor in tensors.items():
             theirs = next((place for place in places if name.startswith(place)), "")
@@ -164,12 +184,9 @@ class EncoderDecoder(Family):
             **{f"{part}_{where}": norm for part, norm in norms.items()},
         )
 
-    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests."""
-        model_type = model_type or self.model_types[0]
-        made, head = stock_classes(model_type), next(iter(ANATOMY[model_type].heads))
-        torch.manual_seed(0)
-        return unsettled(made[head](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind."""
+        return made(**{**SMALL, **self.small, **changes})
 
     # Streams.
 

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.families._architecture import Architecture
 from headwise.families._block import Norm
-from headwise.families._encoder_decoder import EncoderDecoder
+from headwise.families._encoder_decoder import BART, EncoderDecoder
 
 UNUSED_POSITIONS = 2  # at the start of a table of positions
 
@@ -20,7 +21,7 @@ class Bart(EncoderDecoder):
     """BART and what shares its code."""
 
     name = "bart"
-    model_types = ("bart",)
+    kinds = {"bart": Architecture(stem="Bart", post_norm=True, **BART)}
     summary = "BART, DistilBART"
     counts = ("encoder_layers", "decoder_layers")
     renamed = {"out_proj": "o_proj"}

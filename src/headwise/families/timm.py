@@ -10,17 +10,19 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
 from headwise.families._block import Block, Norm
 from headwise.families._config import element_bytes, grain_of
 from headwise.families._family import Family, Tensors, unsettled
 from headwise.families._rows import ImageReader
-from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, Anatomy, fitting, stock_classes
+from headwise.families._vision import HEADS
 from headwise.types import Grain, LayerShape, ModelShape
 
 MODELS = ("VisionTransformer", "VisionTransformerDistilled", "Eva")
@@ -28,6 +30,29 @@ LAYERS = ("Block", "ResPostBlock", "EvaBlock", "EvaBlockPostNorm")
 ATTENTIONS = ("Attention", "AttentionRope", "EvaAttention")
 MLPS = ("Mlp", "GluMlp", "SwiGLU")
 SUPPORTED = "vit_*, deit_* and deit3_*, eva_* and eva02_* with plain layers"
+GATED = ("GluMlp", "SwiGLU", "GatedMLP")
+PLAIN = Architecture(
+    stem="TimmWrapper",
+    heads=HEADS,
+    body_at="",
+    layers="timm_model.blocks",
+    attention="attn",
+    names={
+        "q": "qkv|q_proj", "k": "qkv|k_proj", "v": "qkv|v_proj", "o": "proj", "bias": "q_bias",
+        "hidden": "proj.out_features", "scaling": "scale", "dropout": "attn_drop.p", "resid_dropout": "proj_drop",
+    },
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+    activation="mlp.act",
+    scales_queries=True,
+    patches=True,
+)  # fmt: skip
+WITH_GATE = replace(
+    PLAIN,
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+    fused_mlp={"at": "mlp", "inner": "fc1|fc1_g", "down": "fc2", "act": "act", "norm": "norm"},
+)
 INSTALL = "pip install 'headwise[vision]'"
 
 
@@ -35,7 +60,7 @@ class Timm(ImageReader, Family):
     """Vision Transformers of timm, as classifiers or bare."""
 
     name = "timm"
-    model_types = ("timm_wrapper",)
+    kinds = {"timm_wrapper": PLAIN}
     summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
     package = "timm"
     images = True
@@ -55,9 +80,9 @@ class Timm(ImageReader, Family):
         labels = 0 if self.head(config) == BARE else config.num_labels
         return outline(config.architecture, json.dumps(config.model_args or {}), labels)
 
-    def anatomy(self, config: Any) -> Anatomy:
-        """Where the parts are; MLPs may be gated."""
-        return fitting(super().anatomy(config), self.outline(config).blocks[0])
+    def anatomy(self, config: Any) -> Architecture:
+        """Where the parts are; MLPs may be gated, and are then kept with gate and up apart."""
+        return WITH_GATE if _gated(self.outline(config).blocks[0].mlp) else PLAIN
 
     def shape_of(self, config: Any) -> ModelShape:
         """The shape of a stock or tailored configuration."""
@@ -150,15 +175,11 @@ class Timm(ImageReader, Family):
         """
         return config_class.from_dict({**settings, "image_processor_type": "TimmWrapperImageProcessor"})
 
-    def _prefix(self, config: Any, index: int) -> str:
-        return f"{super().anatomy(config).layers}.{index}."
-
     def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
         """A tailored model with the head of `like`, and attention by the same kernel: timm chooses its own."""
         model = super().build(like, layers, tensors)
         if not self.is_tailored(like):
             model.config._attn_implementation = "sdpa" if self.layers(like)[0].attn.fused_attn else "eager"
-        model.config.architectures = [type(model).__name__]
         return model
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
@@ -198,7 +219,7 @@ class Timm(ImageReader, Family):
         self, model_type: str = "", head: str = IMAGE_CLASSIFIER, architecture: str = "", **changes: Any
     ) -> nn.Module:
         """A tiny random stock model for tests, computed by plain attention."""
-        made = stock_classes("timm_wrapper")
+        made = PLAIN.stock_classes()
         sizes = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)
         torch.manual_seed(0)
         config = made["AutoConfig"](
@@ -280,7 +301,7 @@ def _unsupported(model: nn.Module) -> str:
 
 
 def _gated(mlp: nn.Module) -> bool:
-    return type(mlp).__name__ in ("GluMlp", "SwiGLU", "GatedMLP")
+    return type(mlp).__name__ in GATED
 
 
 def _inner(mlp: Any) -> tuple[nn.Linear, int]:

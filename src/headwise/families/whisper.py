@@ -14,17 +14,20 @@ from torch import nn
 
 from headwise.data import GIVEN, marks_of
 from headwise.data.audio import FRAMES, features_of, sounding, with_tokens
+from headwise.families._architecture import SPEECH, Architecture
 from headwise.families._block import Norm
-from headwise.families._encoder_decoder import EncoderDecoder, inputs_of
+from headwise.families._encoder_decoder import BART, EncoderDecoder, inputs_of
 from headwise.families._family import Tensors
 from headwise.types import LayerShape
+
+HEADS = {SPEECH: "ForConditionalGeneration"}
 
 
 class Whisper(EncoderDecoder):
     """Whisper and Distil-Whisper."""
 
     name = "whisper"
-    model_types = ("whisper",)
+    kinds = {"whisper": Architecture(stem="Whisper", scales_queries=True, **{**BART, "heads": HEADS})}
     summary = "Whisper, Distil-Whisper"
     audio = True
     counts = ("encoder_layers", "decoder_layers")

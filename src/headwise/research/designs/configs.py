@@ -14,12 +14,12 @@ from headwise import families
 from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.errors import HeadwiseError, ModelError, OutputError, ShapeError
+from headwise.families import CAUSAL, IMAGE_CLASSIFIER, MASKED
 from headwise.registry import find
 from headwise.research.designs.shapes import Make, Rules, Sketch
-from headwise.runtime.modeling_headwise import CAUSAL, IMAGE_CLASSIFIER, MASKED, classes
 from headwise.types import LayerShape, ModelShape
 
-NOT_SIZES = ("architectures", "auto_map", "headwise", "transformers_version", "dtype")
+NOT_SIZES = ("architectures", "auto_map", "headwise", "headwise_anatomy", "transformers_version", "dtype")
 
 
 class Kind(NamedTuple):
@@ -176,7 +176,9 @@ class Maker:
         stock = self.stock(sketch)
         settings = {k: v for k, v in stock.to_dict().items() if k not in NOT_SIZES and k != "model_type"}
         sizes = {"version": 1, "layers": [layer.to_json() for layer in shape.layers], "kept": list(range(sketch.depth))}
-        config = classes(self.kind.stock)["AutoConfig"](**settings, headwise=sizes)
+        config = self.own.kinds[self.kind.stock].tailored_classes(self.kind.stock)["AutoConfig"](
+            **settings, headwise=sizes
+        )
         if stock.architectures:
             config.architectures = [f"Headwise{stock.architectures[0]}"]
         return config
@@ -184,7 +186,7 @@ class Maker:
 
 def _read(where: str) -> Any:
     """The configuration of a model by folder or hub id."""
-    from headwise.runtime import register
+    from headwise.families import register
 
     register()
     place, extra = families.locate(where)
@@ -206,7 +208,7 @@ def build(config: Any, auto: str, device: str = "cpu") -> nn.Module:
     """The model of a configuration, with random weights; on the device "meta" without any."""
     import transformers
 
-    from headwise.runtime import register
+    from headwise.families import register
 
     register()
     with families.quietly(), torch.device(device):

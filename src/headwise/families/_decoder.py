@@ -1,7 +1,4 @@
-"""Decoders of the first generations: every head has its own keys and values, and the MLP has no gate.
-
-Stock code ties the head dimension to the hidden size: a portable model can only have its MLP cut, alike in all layers.
-"""
+"""Decoders: what those with rotary positions share with those of the first generations."""
 
 from __future__ import annotations
 
@@ -10,34 +7,48 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._architecture import CAUSAL
 from headwise.families._config import NOT_COPIED, element_bytes, grain_of, layers_of
-from headwise.families._family import Family, Tensors, unsettled
-from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
+from headwise.families._family import Family, Tensors
 from headwise.types import LayerShape, ModelShape
 
-SMALL: dict[str, Any] = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+WORDS: dict[str, Any] = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # of tiny models
 
 
-class Plain(Family):
-    """What these families have in common."""
+class Decoder(Family):
+    """A model that reads and writes one text, and can leave as an ordinary architecture."""
 
     portable = True
+
+    def stock_of(self, model: nn.Module, changes: dict[str, Any], tensors: Tensors) -> Any:
+        """The stock model with changed settings that holds the tensors of a tailored one."""
+        made = self.anatomy(model.config).stock_classes()
+        settings = {k: v for k, v in model.config.to_dict().items() if k not in NOT_COPIED} | changes
+        stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
+        missing, unexpected = stock.load_state_dict(self.together(tensors, model.config), strict=False)
+        if unexpected or set(missing) - set(stock.all_tied_weights_keys):
+            raise ModelError(f"this plan is not portable: stock code has no place for {sorted(unexpected)[:1]}.")
+        stock.tie_weights()
+        stock.generation_config = copy.deepcopy(model.generation_config)
+        return stock.train(model.training)
+
+
+class Plain(Decoder):
+    """A decoder of the first generations: every head has its own keys and values, and the MLP has no gate.
+
+    Stock code ties the head dimension to the hidden size: a portable model can only have its MLPs cut, all alike.
+    """
+
     portable_units: ClassVar[tuple[str, ...]] = ("mlp",)  # stock code forces all other sizes
     folds: ClassVar[bool]  # no position lies between the weights of queries and keys and the softmax
     width_setting: ClassVar[str]  # what the configuration calls the MLP's width
-    small: ClassVar[dict[str, Any]]  # configuration of the tiny model
 
     @abstractmethod
     def counts(self, config: Any) -> dict[str, Any]:
         """Fields of `ModelShape` that only this family knows: biases, norms, other parameters."""
-
-    @abstractmethod
-    def together(self, tensors: Tensors, config: Any) -> Tensors:
-        """What `apart` took apart, as stock code has it."""
 
     def mlp_width(self, config: Any) -> int:
         """Of the stock layers."""
@@ -66,25 +77,10 @@ class Plain(Family):
 
     def to_stock(self, model: nn.Module) -> nn.Module:
         """The ordinary architecture that computes the same as a tailored model of which only the MLP was cut."""
-        config, layers = model.config, self.shape_of(model.config).layers
-        if any(layer != replace(self.stock_layer(config), mlp_width=layers[0].mlp_width) for layer in layers):
+        layers = self.shape_of(model.config).layers
+        if any(layer != replace(self.stock_layer(model.config), mlp_width=layers[0].mlp_width) for layer in layers):
             raise ModelError(
                 f"stock {self.name} code has one head dimension and one MLP width: a portable model can only have its "
                 "MLPs cut, all alike, and this plan cuts more; leave out --portable, or allocate with it."
             )
-        made = stock_classes(self.kind(config))
-        settings = {k: v for k, v in config.to_dict().items() if k not in NOT_COPIED}
-        settings[self.width_setting] = layers[0].mlp_width
-        stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
-        missing, unexpected = stock.load_state_dict(self.together(self.state_of(model), config), strict=False)
-        if unexpected or set(missing) - set(stock.all_tied_weights_keys):
-            raise ModelError(f"the portable model lacks {missing} or has no place for {unexpected}.")
-        stock.tie_weights()
-        stock.generation_config = copy.deepcopy(model.generation_config)
-        return stock.train(model.training)
-
-    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests."""
-        made = stock_classes(model_type or self.model_types[0])
-        torch.manual_seed(0)
-        return unsettled(made[CAUSAL](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
+        return self.stock_of(model, {self.width_setting: layers[0].mlp_width}, self.state_of(model))

@@ -1,0 +1,41 @@
+"""A stock architecture as data: its classes in transformers, and where its layers keep their parts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+
+from headwise.runtime.modeling_headwise import Anatomy, tailored
+
+CAUSAL, BARE, SEQ2SEQ = "AutoModelForCausalLM", "AutoModel", "AutoModelForSeq2SeqLM"
+MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
+IMAGE_CLASSIFIER, SPEECH = "AutoModelForImageClassification", "AutoModelForSpeechSeq2Seq"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Anatomy):
+    """What a family says about one model_type. A saved model carries the `Anatomy` in it, not the rest."""
+
+    stem: str  # of its class names: "Llama" of LlamaForCausalLM
+    heads: dict[str, str] = field(default_factory=lambda: {CAUSAL: "ForCausalLM"})  # Auto class -> end of a class name
+    bare: str = "Model"  # end of the class without a head; empty where that is another model
+    config: str = ""  # whole name of the configuration class, where it is not stem + Config
+    activation: str = "mlp.act_fn"  # from a layer
+
+    @property
+    def output_at(self) -> str:
+        """Where the output projection of attention is, from a layer."""
+        return self.output or f"{self.attention}.o_proj"
+
+    def stock_classes(self) -> dict[str, Any]:
+        """Auto class -> stock class of transformers: `AutoConfig`, `AutoModel` and one per head."""
+        ends = {**({BARE: self.bare} if self.bare else {}), **self.heads}
+        names = {"AutoConfig": self.config or f"{self.stem}Config"}
+        names |= {auto: self.stem + end for auto, end in ends.items()}
+        return {auto: getattr(transformers, name) for auto, name in names.items()}
+
+    def tailored_classes(self, kind: str) -> dict[str, Any]:
+        """Auto class -> our class, for the model_type `kind`."""
+        return {auto: tailored(stock, kind) for auto, stock in self.stock_classes().items()}
