@@ -75,6 +75,6 @@ def add_code(folder: Path, model: nn.Module) -> None:
     made = anatomy.tailored_classes(family.kind(model.config))
     settings = json.loads((folder / "config.json").read_text())
     settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in made.items()}
-    settings["architectures"] = [type(model).__name__]
+    settings["architectures"] = [next(cls for cls in made.values() if isinstance(model, cls)).__name__]
     settings["headwise_anatomy"] = anatomy.to_json()
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
