@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import transformers
@@ -28,6 +28,11 @@ class Architecture(Anatomy):
     def output_at(self) -> str:
         """Where the output projection of attention is, from a layer."""
         return self.output or f"{self.attention}.o_proj"
+
+    def to_json(self) -> dict[str, Any]:
+        """What a saved model carries: its `Anatomy`, as far as it differs from the defaults."""
+        found = {place.name: getattr(self, place.name) for place in fields(Anatomy)}
+        return {name: value for name, value in found.items() if value != getattr(Anatomy(), name)}
 
     def stock_classes(self) -> dict[str, Any]:
         """Auto class -> stock class of transformers: `AutoConfig`, `AutoModel` and one per head."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -54,13 +54,7 @@ class Anatomy:
     post_norm: bool = False  # its norms come after the sums
     position_bias: bool = False  # its positions are a bias on the logits
 
-    def to_json(self) -> dict[str, Any]:
-        """What differs from the defaults."""
-        found = {f.name: getattr(self, f.name) for f in fields(Anatomy)}
-        return {name: value for name, value in found.items() if value != getattr(PLAIN, name)}
 
-
-PLAIN = Anatomy()
 STOCK = {  # part of a stock attention -> its path; empty where most have none
     "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm", "bias": "",
     "config": "config", "hidden": "config.hidden_size", "head_dim": "head_dim", "layer_idx": "layer_idx",
@@ -72,11 +66,9 @@ OURS = {**{part: part for part in STOCK}, **{part: f"attend.{part}" for part in 
 OURS |= {**{part: f"{part}_proj" for part in "qkvo"}, "dropout": "attend.attention_dropout"}
 
 
-def _written(config: Any) -> Anatomy:
+def describe(config: Any) -> Anatomy:
+    """The anatomy of a configuration's model. In a process with headwise its families answer in place of this."""
     return Anatomy(**config.headwise_anatomy)
-
-
-describe: Callable[[Any], Anatomy] = _written  # of a configuration; in a process with headwise its families answer
 
 
 def part_at(module: nn.Module, path: str) -> Any:
@@ -115,7 +107,7 @@ def _eager(
 
 
 def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
-    """The mask that plain attention adds, for one made for sdpa: true where a key is seen, or none if that is plain."""
+    """The mask that plain attention adds, for a mask made for sdpa: true where a key is seen, or None if causal."""
     if mask is None and causal and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is None or mask.dtype != torch.bool:
@@ -133,14 +125,12 @@ def _only_appends() -> bool:
 
     Tried out once, on three tokens: a version whose layers also keep count of something is left to its own code.
     """
-    layer, one = DynamicLayer(), torch.zeros(1, 1, 1, 1)
-    seen = []
+    layer, one, kept = DynamicLayer(), torch.ones(1, 1, 1, 1, device="cpu"), []
     for value in range(3):
-        shown = layer.update(one + value, one - value)
-        other = {name: held for name, held in vars(layer).items() if name not in ("keys", "values")}
-        seen.append((other, shown[0] is layer.keys, shown[1] is layer.values, layer.keys.flatten().tolist()))
-    appended = [list(map(float, range(count + 1))) for count in range(3)]
-    return seen[1:] == [(seen[0][0], True, True, keys) for keys in appended[1:]]
+        layer.update(value * one, -value * one)
+        kept.append({name: held for name, held in vars(layer).items() if name not in ("keys", "values")})
+    appended = (layer.keys.flatten().tolist(), layer.values.flatten().tolist()) == ([0, 1, 2], [0, -1, -2])
+    return appended and kept[1:] == kept[:-1]
 
 
 def _append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
@@ -179,7 +169,7 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class SoftmaxAttention(nn.Module):
-    """Softmax attention by whatever kernel the configuration names. A module of its own, so that hooks can look in."""
+    """Softmax attention by whatever kernel the configuration names. A module of its own, for hooks."""
 
     def __init__(self, part: Callable[[str], Any], sharing: int, scales_queries: bool) -> None:
         super().__init__()
@@ -263,9 +253,10 @@ class TailoredAttention(nn.Module):
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
         if self.pooled > 1:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
-        self.rotary = part("rotary")  # coordinates that turn with the position
-        if self.rotary is None:
-            self.rotary = self._stock_rotary(part("config"), part("use_rope"))
+        turning = part("rotary")
+        self.rotary = (
+            self._stock_rotary(part) if turning is None else turning
+        )  # coordinates that turn with the position
         self.q_norm, self.k_norm, self.resid_dropout = part("q_norm"), part("k_norm"), part("resid_dropout")
         self.biased = biased
         self._set_own_tensors()
@@ -280,12 +271,11 @@ class TailoredAttention(nn.Module):
         if output is not None:  # some layers keep the output projection elsewhere
             self.o_proj = _linear(output, self.query_heads * self.out_dim, self.hidden, output.bias is not None)
 
-    def _stock_rotary(self, config: Any, use_rope: Any) -> int:
-        """Coordinates of a stock head that turn with the position."""
-        settings = getattr(config, "rope_parameters", None)
-        if settings is None or (use_rope is not None and not use_rope):
-            return 0
-        return int(self.head_dim * settings.get("partial_rotary_factor", 1.0))
+    def _stock_rotary(self, part: Callable[[str], Any]) -> int:
+        """Coordinates of a stock head that turn with the position; some layers turn none."""
+        settings = getattr(part("config"), "rope_parameters", None)
+        still = settings is None or part("use_rope") in (0, False)
+        return 0 if still else int(self.head_dim * settings.get("partial_rotary_factor", 1.0))
 
     def _set_own_tensors(self) -> None:
         """Tensors that no stock attention has: kept pairs, projections after rotary, columns of a position bias."""
@@ -314,7 +304,7 @@ class TailoredAttention(nn.Module):
         return q, k, v
 
     def _apart(self, hidden: torch.Tensor, position_embeddings: Any, seen: torch.Tensor) -> Any:
-        """The same with every head's keys apart."""
+        """Queries, keys and values with every head's keys apart, also those of pooled heads."""
         key_heads = self.kv_heads * self.pooled
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
         k_BGTW = self._normed(self.k_proj(seen), self.k_norm, key_heads)
@@ -364,13 +354,13 @@ class TailoredAttention(nn.Module):
         return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
 
     def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as `attended` takes them: keys as they are cached."""
+        """Queries and keys as `attended` takes them: keys in their cached form."""
         if not self._many(q):
             return self.project(q, k)
         return q, k if self.qk_dim == self.qk_width else k @ self.k_down_GWK
 
     def _many(self, q: torch.Tensor) -> bool:
-        """Whether it is less work to make every head's own keys and values of rows than to look at whole rows."""
+        """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
         return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
@@ -403,7 +393,7 @@ class TailoredAttention(nn.Module):
         return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
 
     def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
-        """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
+        """The mask, plus the bias of this layer's own heads where positions are a bias (1, all heads, T, T)."""
         if position_bias is None:
             return mask
         mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
@@ -438,10 +428,10 @@ class TailoredAttention(nn.Module):
 
 
 class PatchAttention(TailoredAttention):
-    """The same for timm: a layer wants the output alone, and positions turn patches but not the tokens before them."""
+    """Attention of timm: a layer takes the output alone, and positions turn patches but not the tokens before them."""
 
-    def __init__(self, stock: nn.Module, anatomy: Anatomy, sizes: dict[str, int], biased: bool = False) -> None:
-        super().__init__(stock, anatomy, sizes, biased)
+    def __init__(self, stock: nn.Module, *more: Any) -> None:
+        super().__init__(stock, *more)
         self.num_prefix_tokens = getattr(stock, "num_prefix_tokens", 0)
         self.rotate_half = getattr(stock, "rotate_half", False)
         if isinstance(self.q_norm, nn.Identity):
@@ -478,7 +468,7 @@ class CrossAttention(TailoredAttention):
 
 
 class RelativeBias(nn.Module):
-    """What a stack adds to its logits by how far apart two tokens are, for all heads that the source had."""
+    """The bias that a stack adds to its logits, by the distance of two tokens, for all heads that the source had."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -488,7 +478,7 @@ class RelativeBias(nn.Module):
         self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
 
     def forward(self, queries: int, keys: int, past: Any = 0) -> Any:
-        """The bias (1, H, queries, keys) of tokens that come behind `past` others."""
+        """The bias (1, H, queries, keys) of tokens that come after `past` others."""
         device = self.table.weight.device
         asking = torch.arange(queries, device=device)[:, None] + past
         apart = torch.arange(keys, device=device)[None, :] - asking
@@ -516,7 +506,7 @@ class StackLayer(GradientCheckpointingLayer):
         )
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
-        """As the stock layer's; what it is handed by position differs between architectures."""
+        """As the stock layer's; architectures differ in what they hand it by position."""
         given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
         names = ("encoder_hidden_states", "encoder_attention_mask", "position_bias")
         memory, seen, bias, *_ = [given.pop(n, None) for n in (*names, "encoder_decoder_position_bias", "use_cache")]
@@ -589,9 +579,9 @@ ATTENTIONS = {"encoder": StackAttention, "self": StackAttention, "cross": CrossA
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
     role = getattr(layer, "role", "")
-    tailored = PatchAttention if anatomy.patches else ATTENTIONS.get(role, TailoredAttention)
+    own = PatchAttention if anatomy.patches else ATTENTIONS.get(role, TailoredAttention)
     biased = anatomy.position_bias and role != "cross"
-    attention = tailored(layer.get_submodule(anatomy.attention), anatomy, sizes, biased)
+    attention = own(layer.get_submodule(anatomy.attention), anatomy, sizes, biased)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if anatomy.output:
         out = layer.get_submodule(anatomy.output)
@@ -694,7 +684,7 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
         _tailor(self, anatomy)
 
     def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
-        """As stock code draws its own: transformers leaves out some of the rules for code that it does not know."""
+        """By the rules of stock code: transformers skips some of them for code that it does not know."""
         stock._initialize_weights(self, module, *(False for _ in custom))
 
     config = tailored(stock.config_class, kind)
