@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_families import cut, random_plan, tiny
+from tiny_models import cut, random_plan, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from test_families import attending, random_plan
 from test_pipeline import RUN, call, refused
+from tiny_models import attending, random_plan
 
 from headwise import families, heal, pipeline, tasks
 from headwise.cuts import reshape

@@ -11,8 +11,8 @@ import pytest
 import torch
 import transformers
 from conftest import invent
-from test_families import MORE, FakeTokenizer, cut, logits, random_plan, tiny
 from test_pipeline import SMALL, call
+from tiny_models import MORE, FakeTokenizer, cut, logits, random_plan, tiny
 
 from headwise import budgets, families, strategies
 from headwise.cuts import save

@@ -15,7 +15,7 @@ try:
 except Exception as error:  # torchvision beside another torch raises more than ImportError
     pytest.skip(f"timm cannot be imported ({error})", allow_module_level=True)
 
-from test_families import load_elsewhere, logits, masked, random_plan
+from tiny_models import load_elsewhere, logits, masked, random_plan
 
 import headwise
 from headwise import families, tasks
