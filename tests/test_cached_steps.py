@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
+from transformers.cache_utils import DynamicLayer
 
 from headwise import families
 from headwise.runtime import modeling_headwise as runtime
@@ -102,6 +103,19 @@ def test_a_cache_goes_on_in_any_mode(model):
     last.sum().backward()
     assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters()), "gradients pass through"
     model.zero_grad()
+
+
+def test_a_cache_that_counts_something_is_left_to_its_own_code(monkeypatch):
+    class Counting(DynamicLayer):
+        seen = 0
+
+        def update(self, *args, **kwargs):
+            self.seen += 1
+            return super().update(*args, **kwargs)
+
+    assert runtime._only_appends(), "as this version of transformers does"
+    monkeypatch.setattr(runtime, "DynamicLayer", Counting)
+    assert not runtime._only_appends.__wrapped__()
 
 
 @pytest.mark.parametrize(

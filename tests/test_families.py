@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_models import KINDS, VARIANTS, attending, cut, logits, masked, random_plan, rows, tiny
+from tiny_models import KINDS, VARIANTS, attending, cut, logits, masked, random_plan, rows, tiny, written
 from transformers import MambaConfig
 
 from headwise import families, tasks
@@ -83,11 +83,6 @@ def test_generation_with_any_cache_equals_no_cache(family, kind, changes):
             do_sample=False, cache_implementation=cache, eos_token_id=None, disable_compile=True,
         )  # fmt: skip
         assert torch.equal(got[:, -6:], written(family, want)[:, -6:]), f"cache {cache}"
-
-
-def written(family, ids):
-    """The tokens of rows that the model writes, as `generate` returns them."""
-    return list(family.arguments(ids).values())[-1]
 
 
 @pytest.mark.parametrize(("family", "kind"), KINDS)

@@ -1,4 +1,4 @@
-"""Models of every family as others use them: saved and loaded elsewhere, trained, compiled; and a family added by a file."""
+"""Models of every family in use: saved and loaded elsewhere, trained, compiled. And: a family is added by one file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tiny_models import (
 )
 
 from headwise import families, registry
-from headwise.runtime import foreign_code, modeling_headwise
+from headwise.runtime import foreign_code
 from headwise.types import LayerKeep, Plan
 
 # One of each of our modules that a compiler sees: kept pairs, norms and windows, a cap, no positions, partly rotary
@@ -73,10 +73,9 @@ def test_the_order_of_imports_does_not_matter(saved):
 def test_the_runtime_is_one_file_for_all_and_a_model_carries_its_anatomy(saved):
     for kind in json.loads((saved / "kinds.json").read_text()):
         config = json.loads((saved / kind / "config.json").read_text())
-        family = families.family_of_type(kind)
-        anatomy = modeling_headwise.Anatomy(**config["headwise_anatomy"])
+        anatomy = families.family_of_type(kind).kinds[kind].to_json()
         assert foreign_code(saved / kind) is None, "the file beside the weights is the package's, byte for byte"
-        assert json.dumps(family.kinds[kind].to_json()) == json.dumps(config["headwise_anatomy"]) or anatomy, kind
+        assert config["headwise_anatomy"] == json.loads(json.dumps(anatomy)), "all that the family says, and no more"
 
 
 def test_models_that_were_saved_without_their_anatomy_load_with_headwise(saved, tmp_path):

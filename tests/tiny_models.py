@@ -22,8 +22,8 @@ from headwise.types import LayerKeep, Plan
 SHARING = {"gqa": {}, "mha": {"num_key_value_heads": 4}, "mqa": {"num_key_value_heads": 1}}
 FACTORS = [1.0, 1.1, 1.3, 1.7, 2.0, 2.5, 3.0, 4.0]
 LONGROPE = {"rope_type": "longrope", "short_factor": FACTORS, "long_factor": FACTORS[::-1], "rope_theta": 1e4}
-# model_type -> name -> changes to its tiny model. Only what can differ: head sharing and tied words are one code for all
-# rotary decoders, so Llama stands for them, with Phi-3 (fused heads) and OLMo 2 (a norm over all heads).
+# model_type -> name -> changes to its tiny model. Only what can differ: all rotary decoders share the code for head
+# sharing and tied words, so Llama stands for them, with Phi-3 (fused heads) and OLMo 2 (a norm over all heads).
 MORE: dict[str, dict[str, dict]] = {
     "llama": {**SHARING, "tied": {"tie_word_embeddings": True}, "biases": {"attention_bias": True, "mlp_bias": True}},
     "mistral": {"gqa": {}, "window": {"sliding_window": 6}},
@@ -148,6 +148,11 @@ def logits(model, ids=None):
     """What a model says; encoders may be bare."""
     with torch.no_grad():
         return families.family_of(model.config).run(model, rows(model) if ids is None else ids)
+
+
+def written(family, ids):
+    """The tokens of rows that the model writes, as `generate` returns them."""
+    return list(family.arguments(ids).values())[-1]
 
 
 def random_plan(family, model, seed, least=0.0):
