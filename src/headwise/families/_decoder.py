@@ -11,7 +11,7 @@ from torch import nn
 
 from headwise.errors import ModelError
 from headwise.families._architecture import CAUSAL
-from headwise.families._config import NOT_COPIED, element_bytes, grain_of, layers_of
+from headwise.families._config import NOT_COPIED, grain_of
 from headwise.families._family import Family, Tensors
 from headwise.types import LayerShape, ModelShape
 
@@ -58,17 +58,9 @@ class Plain(Decoder):
         """The shape of a stock or tailored configuration."""
         stock = self.stock_layer(config)
         grain = grain_of(stock.qk_dim, stock.mlp_width, pairs=False, folds=self.folds)
-        return ModelShape(
-            family=self.name,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
-            tied_embeddings=config.tie_word_embeddings,
-            layers=layers_of(config, stock, config.num_hidden_layers),
-            grain=replace(grain, portable=self.portable_units),
-            mlp_matrices=2,
-            element_bytes=element_bytes(config),
-            **self.counts(config),
-        )
+        more = dict(tied_embeddings=config.tie_word_embeddings, mlp_matrices=2, **self.counts(config))
+        layers = (stock,) * config.num_hidden_layers
+        return self.shape(config, layers, replace(grain, portable=self.portable_units), **more)
 
     def stock_layer(self, config: Any) -> LayerShape:
         """A layer before any cut."""

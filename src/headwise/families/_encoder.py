@@ -13,7 +13,7 @@ from torch import nn
 
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, CLASSIFIER, MASKED
-from headwise.families._config import element_bytes, grain_of, layers_of
+from headwise.families._config import grain_of
 from headwise.families._family import Family
 from headwise.types import LayerShape, ModelShape
 
@@ -46,13 +46,11 @@ class Encoder(Family):
         dim = hidden // heads
         stock = LayerShape(heads, heads, dim, dim, width, dim)
         bias = config.vocab_size if head == MASKED else 0  # of the output words
-        return ModelShape(
-            family=self.name,
-            hidden_size=hidden,
-            vocab_size=config.vocab_size,
+        return self.shape(
+            config,
+            (stock,) * count,
+            grain_of(dim, width, pairs=False, folds=True),
             tied_embeddings=head != MASKED or bool(config.tie_word_embeddings),
-            layers=layers_of(config, stock, count),
-            grain=grain_of(dim, width, pairs=False, folds=True),
             qkv_bias=True,
             o_bias=True,
             mlp_bias=True,
@@ -60,7 +58,6 @@ class Encoder(Family):
             cached=False,
             layer_norms=4 * hidden,
             other_parameters=self.embedding_parameters(config) + bias + self.head_parameters(config, head),
-            element_bytes=element_bytes(config),
         )
 
     def _prefix(self, config: Any, index: int) -> str:

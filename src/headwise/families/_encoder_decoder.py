@@ -3,7 +3,7 @@
 The layers are those of the encoder, then for every block of the decoder two: attention to itself, and attention to the
 encoder's output with the MLP. A row is the tokens of the input, a marker, and the tokens that the decoder reads. Its
 stream is that of the input followed by that of the output: layers of the encoder change the first, all others the
-second, and what the encoder made of the input is there for whoever looks at it.
+second, and cross layers read what the encoder made of the input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from headwise.data import GIVEN, NOTHING, marks_of
 from headwise.errors import ModelError
 from headwise.families._architecture import SEQ2SEQ
 from headwise.families._block import Norm
-from headwise.families._config import element_bytes, grain_of
+from headwise.families._config import grain_of
 from headwise.families._family import Block, Captured, Family, Tensors
 from headwise.types import ROLES, LayerShape, ModelShape
 
@@ -55,9 +55,12 @@ class EncoderDecoder(Family):
 
     # What every such family says.
 
-    @abstractmethod
     def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
         """Heads, their dimension and the width of the MLP in the stock layers of `encoder` and `decoder`."""
+        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
+        return {
+            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
+        }
 
     @abstractmethod
     def costs(self, config: Any) -> dict[str, Any]:
@@ -73,20 +76,10 @@ class EncoderDecoder(Family):
         """The shape of a stock or tailored configuration."""
         sizes = self.sizes(config)
         dims, widths = ([size[place] for size in sizes.values()] for place in (1, 2))
-        return ModelShape(
-            family=self.name,
-            hidden_size=config.d_model,
-            vocab_size=config.vocab_size,
-            layers=self._layers_of(config, sizes),
-            grain=replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=()),
-            element_bytes=element_bytes(config),
-            **self.costs(config),
-        )
+        grain = replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=())
+        return self.shape(config, self._stock_layers(config, sizes), grain, **self.costs(config))
 
-    def _layers_of(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
-        if tailored := getattr(config, "headwise", None):
-            return tuple(LayerShape(**layer) for layer in tailored["layers"])
-
+    def _stock_layers(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
         def layer(role: str) -> LayerShape:
             heads, dim, width = sizes["encoder" if role == "encoder" else "decoder"]
             return LayerShape(heads, heads, dim, dim, 0 if role == "self" else width, dim, role)
@@ -270,41 +263,41 @@ class EncoderDecoder(Family):
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """What layers are told about rows of these lengths: which tokens an output's may see, and where all are."""
+        """Arguments of layers for rows of these lengths: the mask of the output, and the positions of all tokens."""
         return self.contexts(model, [ids])[0]
 
     @torch.no_grad()
     def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
         """`layer_contexts` for batches of rows, each of its own lengths; what only depends on one is made once."""
-        tell = functools.cache(lambda role, length: self._told(model, role, length))
+        arguments = functools.cache(lambda role, length: self._layer_arguments(model, role, length))
         roles = [str(layer.role) for layer in self.layers(model)]
         found = []
         for part in parts:
             first = inputs_of(part)
             second = part.shape[1] - first - 1
             shared = {"inputs": first, "memory_norm": self.memory_norm(model)}
-            found.append([{**shared, **tell(role, first if role == "encoder" else second)} for role in roles])
+            found.append([{**shared, **arguments(role, first if role == "encoder" else second)} for role in roles])
         return found
 
-    def _told(self, model: nn.Module, role: str, length: int) -> dict[str, Any]:
+    def _layer_arguments(self, model: nn.Module, role: str, length: int) -> dict[str, Any]:
         """The mask and the position bias of layers with this role, for texts of this length."""
         stack = self._stack(model, "encoder" if role == "encoder" else "decoder")
-        told: dict[str, Any] = {"attention_mask": None}
+        given: dict[str, Any] = {"attention_mask": None}
         if role == "self":
             lowest = torch.full((length, length), torch.finfo(model.dtype).min, device=model.device)
-            told["attention_mask"] = lowest.triu(1)[None, None]
+            given["attention_mask"] = lowest.triu(1)[None, None]
         if role != "cross" and (positions := getattr(stack[0], "positions", None)) is not None:
-            told["position_bias"] = positions(length, length)
-        return told
+            given["position_bias"] = positions(length, length)
+        return given
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
         layer = self.layers(model)[index]
         block, memory = self.block(layer), stream[:, : context["inputs"]]
         norm = context["memory_norm"]
-        told = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
-        told |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
-        out = layer(block.own(stream, context), **told)
+        given = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
+        given |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
+        out = layer(block.own(stream, context), **given)
         return block.joined(stream, out[0] if isinstance(out, tuple) else out, context)
 
 

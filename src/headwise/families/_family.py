@@ -15,12 +15,12 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, Architecture
 from headwise.families._block import Block as Block
-from headwise.families._config import NOT_COPIED, without
+from headwise.families._config import NOT_COPIED, layers_of, stored_dtype, without
 from headwise.families._rows import Reader
 from headwise.families._tensors import Naming
 from headwise.families._tensors import Tensors as Tensors
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
-from headwise.types import LayerShape, ModelShape
+from headwise.types import Grain, LayerShape, ModelShape
 
 
 class Captured(Exception):
@@ -76,9 +76,9 @@ class Family(Reader, Naming, ABC):
 
     def head(self, config: Any) -> str:
         """The Auto class of the model that a configuration belongs to; empty where it does not say."""
-        name, anatomy = self.class_name(config), self.anatomy(config)
-        bare = BARE if anatomy.bare and name.endswith(anatomy.bare) else ""
-        return next((auto for auto, end in anatomy.heads.items() if name.endswith(end)), bare)
+        name, kind = self.class_name(config), self.kinds[self.kind(config)]
+        bare = BARE if kind.bare and name.endswith(kind.bare) else ""
+        return next((auto for auto, end in kind.heads.items() if name.endswith(end)), bare)
 
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
@@ -97,6 +97,16 @@ class Family(Reader, Naming, ABC):
     def anatomy(self, config: Any) -> Architecture:
         """Where the parts are."""
         return self.kinds[self.kind(config)]
+
+    def shape(self, config: Any, stock: tuple[LayerShape, ...], grain: Grain, **more: Any) -> ModelShape:
+        """The shape of a configuration whose layers are `stock` before any cut; fields of `ModelShape` by name."""
+        sizes: dict[str, Any] = dict(
+            hidden_size=getattr(config, "hidden_size", 0),
+            vocab_size=getattr(config, "vocab_size", 0),  # 0: it reads no words
+            layers=layers_of(config, stock),
+            element_bytes=stored_dtype(config).itemsize,
+        )
+        return ModelShape(**{"family": self.name, "grain": grain, **sizes, **more})
 
     def body(self, model: nn.Module) -> nn.Module:
         """The model without its head; a bare model is its own body."""
@@ -158,7 +168,7 @@ class Family(Reader, Naming, ABC):
             tensors = self._renumbered(like, tensors, kept)
         missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
         if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
-            raise ModelError(f"the reshaped model lacks {missing} or has no place for {unexpected}.")
+            raise ModelError(f"the reshaped model misses {missing} or has no place for {unexpected}.")
         model.tie_weights()
         self._copy_unsaved(like, model)
         model.config.architectures = [type(model).__name__]
@@ -222,7 +232,7 @@ class Family(Reader, Naming, ABC):
     def tailor(self, model: nn.Module, pooled: int = 1) -> nn.Module:
         """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is.
 
-        With so many key/value heads to a cached row, if any are pooled: that too loses nothing, but rounding.
+        `pooled` key/value heads share a row of the cache: above 1, results differ by rounding alone.
         """
         tensors = self.state_of(model)
         if not self.is_tailored(model):
@@ -268,7 +278,7 @@ class Family(Reader, Naming, ABC):
             hook.remove()
 
     def read(self, model: nn.Module, ids: torch.Tensor) -> None:
-        """Pass rows through all layers for those who watch them: nobody waits for logits."""
+        """Pass rows through all layers, for hooks that record them; no logits are computed."""
         self.call(self.body(model), ids)
 
     @torch.no_grad()
@@ -277,7 +287,7 @@ class Family(Reader, Naming, ABC):
         return self._handed(model, ids, 1)[0][0]
 
     def _handed(self, model: nn.Module, ids: torch.Tensor, count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """What the model hands its first `count` layers: the stream, and everything else by name."""
+        """The arguments of the first `count` layers: the stream, and everything else by name."""
         seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
         def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -325,7 +335,7 @@ class Family(Reader, Naming, ABC):
 
 
 def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
-    """What a layer is handed for rows, for so many copies of them one after the other."""
+    """The keyword arguments of a layer for rows, for `times` copies of these rows one after the other."""
     tables = context.get("position_embeddings")
     if tables is None or tables[0].shape[0] == 1:
         return context
@@ -333,7 +343,7 @@ def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
 
 
 def unsettled(model: nn.Module) -> nn.Module:
-    """A fresh model, its biases and norms moved off the zeros and ones that would hide a mistake with them."""
+    """A new model whose biases and norms differ from zeros and ones, which would hide a mistake with them."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter.data)

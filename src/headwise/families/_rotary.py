@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._config import element_bytes, grain_of, layers_of
+from headwise.families._config import grain_of
 from headwise.families._decoder import Decoder
 from headwise.types import LayerShape, ModelShape
 
@@ -33,7 +33,7 @@ class Rotary(Decoder):
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def pairs(self, config: Any) -> bool:
-        """Whether rotary pairs can be dropped: not where a norm lies between, or where some coordinates stand still."""
+        """Whether rotary pairs can be dropped: not if heads are normed, or if some coordinates do not turn."""
         return True
 
     def portable_cuts(self, config: Any) -> tuple[str, ...] | None:
@@ -54,27 +54,18 @@ class Rotary(Decoder):
         """The shape of a stock or tailored configuration."""
         head_dim = self.head_dim(config)
         grain = grain_of(head_dim, config.intermediate_size, pairs=self.pairs(config), folds=False)
-        stock = LayerShape(
-            query_heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            qk_dim=head_dim,
-            v_dim=head_dim,
-            mlp_width=config.intermediate_size,
-            qk_width=head_dim,
-        )
-        return ModelShape(
-            family=self.name,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        stock = LayerShape(heads, kv_heads, head_dim, head_dim, config.intermediate_size, head_dim)
+        return self.shape(
+            config,
+            (stock,) * config.num_hidden_layers,
+            replace(grain, portable=self.portable_cuts(config)),
             tied_embeddings=config.tie_word_embeddings,
-            layers=layers_of(config, stock, config.num_hidden_layers),
-            grain=replace(grain, portable=self.portable_cuts(config)),
             qkv_bias=self.qkv_bias(config),
             o_bias=bool(getattr(config, "attention_bias", False)),
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             layer_norms=self.layer_norms(config),
             other_parameters=config.hidden_size,
-            element_bytes=element_bytes(config),
         )
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:

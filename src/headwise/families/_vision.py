@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from headwise.families._architecture import IMAGE_CLASSIFIER
-from headwise.families._config import element_bytes, grain_of, layers_of
+from headwise.families._config import grain_of
 from headwise.families._encoder import Encoder
 from headwise.families._family import Family
 from headwise.families._rows import ImageReader
 from headwise.types import LayerShape, ModelShape
 
+IMAGES: dict[str, Any] = dict(vocab_size=0, tied_embeddings=True, cached=False)  # of every shape
 HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
 LAYER: dict[str, Any] = dict(  # as ViT names its parts
     heads=HEADS, attention="attention", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2", activation="mlp.activation_fn"
@@ -62,21 +63,18 @@ class Vision(ImageReader, Encoder):
         tower, head = self.tower(config), self.head(config) or IMAGE_CLASSIFIER
         heads, width, count = self.sizes(config)
         dim = int(getattr(tower, "head_dim", None) or tower.hidden_size // heads)
-        return ModelShape(
-            family=self.name,
+        return self.shape(
+            config,
+            (LayerShape(heads, heads, dim, dim, width, dim),) * count,
+            grain_of(dim, width, pairs=False, folds=True),
+            **IMAGES,
             hidden_size=tower.hidden_size,
-            vocab_size=0,
-            tied_embeddings=True,
-            layers=layers_of(config, LayerShape(heads, heads, dim, dim, width, dim), count),
-            grain=grain_of(dim, width, pairs=False, folds=True),
             qkv_bias=bool(getattr(tower, "qkv_bias", True)),
             o_bias=True,
             mlp_bias=True,
             mlp_matrices=3 if self.gated(config) else 2,
-            cached=False,
             layer_norms=self.layer_norms(config),
             other_parameters=self.embedding_parameters(config) + self.head_parameters(config, head),
-            element_bytes=element_bytes(config),
             row_tokens=self.longest(config),
         )
 

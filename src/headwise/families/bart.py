@@ -30,13 +30,6 @@ class Bart(EncoderDecoder):
         decoder_ffn_dim=64, max_position_embeddings=128, dropout=0.0, init_std=0.1, forced_eos_token_id=None,
     )  # fmt: skip
 
-    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
-        """Both stacks may differ in heads and MLPs."""
-        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
-        return {
-            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
-        }
-
     def costs(self, config: Any) -> dict[str, Any]:
         """Biases everywhere; beside the layers a table of positions and a norm for each stack.
 

@@ -59,11 +59,11 @@ class T5(EncoderDecoder):
     )  # fmt: skip
 
     def longest(self, config: Any) -> int:
-        """Tokens that it was made for; relative positions know no limit."""
+        """Tokens that it was made for; relative positions have no limit."""
         return int(getattr(config, "n_positions", 512))
 
     def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
-        """The same in both stacks."""
+        """Both stacks have layers of one size."""
         return dict.fromkeys(("encoder", "decoder"), (config.num_heads, config.d_kv, config.d_ff))
 
     def costs(self, config: Any) -> dict[str, Any]:

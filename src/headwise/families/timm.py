@@ -19,10 +19,10 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
 from headwise.families._block import Block, Norm
-from headwise.families._config import element_bytes, grain_of
+from headwise.families._config import grain_of
 from headwise.families._family import Family, Tensors, unsettled
 from headwise.families._rows import ImageReader
-from headwise.families._vision import HEADS
+from headwise.families._vision import HEADS, IMAGES
 from headwise.types import Grain, LayerShape, ModelShape
 
 MODELS = ("VisionTransformer", "VisionTransformerDistilled", "Eva")
@@ -64,16 +64,14 @@ class Timm(ImageReader, Family):
     summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
     package = "timm"
     images = True
+    fused = {".attn.qkv.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")}
+    renamed = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias", ".attn.proj.": ".attn.o_proj."}
     quiet: ClassVar[dict[str, Any]] = {}
 
     def class_name(self, config: Any) -> str:
         """Of the model that a configuration belongs to; where timm wrote it, the number of classes tells."""
         name = super().class_name(config)
         return name or f"TimmWrapper{'ForImageClassification' if config.num_labels else 'Model'}"
-
-    def head(self, config: Any) -> str:
-        """The Auto class of the model that a configuration belongs to."""
-        return BARE if self.class_name(config).endswith("Model") else IMAGE_CLASSIFIER
 
     def outline(self, config: Any) -> nn.Module:
         """The stock model without storage; one that cannot be reshaped is refused with the reason."""
@@ -89,27 +87,22 @@ class Timm(ImageReader, Family):
         model = self.outline(config)
         layer, inner = model.blocks[0], _inner(model.blocks[0].mlp)
         stock = tuple(_layer_shape(block) for block in model.blocks)
-        tailored = getattr(config, "headwise", None)
         every = [part for block in model.blocks for part in block.parameters()]
-        shape = ModelShape(
-            family=self.name,
+        return self.shape(
+            config,
+            stock,
+            _grain(model, stock[0]),
+            **IMAGES,
             hidden_size=model.embed_dim,
-            vocab_size=0,
-            tied_embeddings=True,
-            layers=stock,
-            grain=_grain(model, stock[0]),
             qkv_bias=_biased(layer.attn),
             k_bias=type(layer.attn).__name__ != "EvaAttention",
             o_bias=layer.attn.proj.bias is not None,
             mlp_bias=inner[0].bias is not None,
             mlp_matrices=3 if _gated(layer.mlp) else 2,
-            cached=False,
             layer_norms=sum(part.numel() for name, part in layer.named_parameters() if not _cuttable(name)),
             other_parameters=sum(p.numel() for p in model.parameters()) - sum(part.numel() for part in every),
-            element_bytes=element_bytes(config),
             row_tokens=self.longest(config),
         )
-        return shape.with_layers(tuple(LayerShape(**s) for s in tailored["layers"])) if tailored else shape
 
     def longest(self, config: Any) -> int:
         """Tokens of an image: its patches and what comes before them."""
@@ -150,22 +143,15 @@ class Timm(ImageReader, Family):
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary with queries, keys and values apart, and gate and up of a gated MLP."""
-        mlp = self.outline(config).blocks[0].mlp
+        found, mlp = super().apart(tensors, config), self.outline(config).blocks[0].mlp
+        if not _gated(mlp):
+            return found
         gates = ("up_proj", "gate_proj") if getattr(mlp, "gate_last", False) else ("gate_proj", "up_proj")
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if ".attn.qkv." in name:
-                parts = [name.replace("qkv", f"{part}_proj") for part in "qkv"]
-                found |= {part: piece.clone() for part, piece in zip(parts, tensor.chunk(3), strict=True)}
-            elif _gated(mlp) and ".mlp.fc1." in name:
-                parts = [name.replace("fc1", part) for part in gates]
-                found |= {part: piece.clone() for part, piece in zip(parts, tensor.chunk(2), strict=True)}
-            else:
-                for theirs, ours in RENAMED_GATED.items() if _gated(mlp) else ():
-                    name = name.replace(theirs, ours)
-                for theirs, ours in RENAMED.items():
-                    name = name.replace(theirs, ours) if ".blocks." in name else name
-                found[name] = tensor
+        for name in [name for name in found if ".mlp.fc1." in name]:
+            parts = zip(gates, found.pop(name).chunk(2), strict=True)
+            found |= {name.replace("fc1", part): piece.clone() for part, piece in parts}
+        for theirs, ours in RENAMED_GATED.items():
+            found = {name.replace(theirs, ours): tensor for name, tensor in found.items()}
         return found
 
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
@@ -234,7 +220,6 @@ class Timm(ImageReader, Family):
         return unsettled(model)
 
 
-RENAMED = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias", ".attn.proj.": ".attn.o_proj."}
 RENAMED_GATED = {".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
 
 

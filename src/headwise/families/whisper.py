@@ -42,13 +42,6 @@ class Whisper(EncoderDecoder):
         """Tokens that it writes at most."""
         return int(config.max_target_positions)
 
-    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
-        """Both stacks may differ in heads and MLPs."""
-        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
-        return {
-            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
-        }
-
     def costs(self, config: Any) -> dict[str, Any]:
         """Biases everywhere but on keys; beside the layers two convolutions, and per stack positions and a norm."""
         hidden = config.d_model
