@@ -29,6 +29,19 @@ class Architecture(Anatomy):
         """Where the output projection of attention is, from a layer."""
         return self.output or f"{self.attention}.o_proj"
 
+    def stock_places(self) -> dict[str, tuple[str, ...]]:
+        """Part of a stock tensor's name -> of ours: several where stock code fuses them."""
+        at, ways = f".{self.attention}.", {part: self.names.get(part, "").split("|") for part in "qkvo"}
+        found: dict[str, tuple[str, ...]] = {}
+        for part, places in ways.items():
+            for place in filter(lambda place: place not in ("", f"{part}_proj"), places):
+                found[f"{at}{place}."] = (*found.get(f"{at}{place}.", ()), f"{at}{part}_proj.")
+        if mlp := self.fused_mlp:
+            at = f".{mlp['at']}."
+            found[f"{at}{mlp['inner']}."] = (f"{at}gate_proj.", f"{at}up_proj.")
+            found[f"{at}{mlp['down']}."] = (f"{at}down_proj.",)
+        return {theirs: ours for theirs, ours in found.items() if ours != (theirs,)}
+
     def to_json(self) -> dict[str, Any]:
         """What a saved model carries: its `Anatomy`, as far as it differs from the defaults."""
         found = {place.name: getattr(self, place.name) for place in fields(Anatomy)}

@@ -153,11 +153,12 @@ class EncoderDecoder(Family):
                 for part, path in anatomy.roles[layer.role].items()
                 for place in path.split("|")
             }
+        renamed = {anatomy.names.get(part, f"{part}_proj"): f"{part}_proj" for part in "qkvo"}
         found: Tensors = {}
         for name, tensor in tensors.items():
             theirs = next((place for place in places if name.startswith(place)), "")
             part, dot, rest = name.removeprefix(theirs).partition(".")
-            inside = f"{self.renamed.get(part, part)}{dot}{rest}" if theirs else name
+            inside = f"{renamed.get(part, part)}{dot}{rest}" if theirs else name
             found[places.get(theirs, "") + inside] = tensor
         return found
 

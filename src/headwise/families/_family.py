@@ -30,7 +30,7 @@ class Captured(Exception):
 class Family(Reader, Naming, ABC):
     """Answers questions about the models of one family; holds no algorithm.
 
-    A family is one file: data (`kinds`, `norms`, `renamed`, `fused`, `small`) and what data cannot say.
+    A family is one file: data (`kinds`, `norms`, `small`) and what data cannot say.
     """
 
     name: ClassVar[str]

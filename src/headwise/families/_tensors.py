@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,43 +19,37 @@ OWN = {  # our name of a tensor that no stock attention has -> where it is below
 class Naming:
     """Translates state dictionaries between stock code, tailored models and cuts."""
 
-    renamed: ClassVar[dict[str, str]] = {}  # part of a stock tensor's name -> of ours
-    fused: ClassVar[dict[str, tuple[str, ...]]] = {}  # part of a fused stock tensor's name -> of ours, in their order
-
     def anatomy(self, config: Any) -> Architecture:
         """Where the parts are."""
         raise NotImplementedError
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary under the names of the tailored model, with fused tensors taken apart."""
-        found: Tensors = {}
+        places, found = self.anatomy(config).stock_places(), Tensors()
         for name, tensor in tensors.items():
-            fused = next((part for part in self.fused if part in name), None)
-            if fused is not None:
-                pieces = zip(self.fused[fused], self.split(tensor, fused, config), strict=True)
-                found |= {name.replace(fused, ours): piece.clone() for ours, piece in pieces}
+            stock = next((place for place in places if place in name), None)
+            if stock is None:
+                found[name] = tensor
                 continue
-            for theirs, ours in self.renamed.items():
-                name = name.replace(theirs, ours)
-            found[name] = tensor
+            ours = places[stock]
+            pieces = [tensor] if len(ours) == 1 else [piece.clone() for piece in self.split(tensor, ours, config)]
+            found |= {name.replace(stock, place): piece for place, piece in zip(ours, pieces, strict=True)}
         return found
 
     def together(self, tensors: Tensors, config: Any) -> Tensors:
         """A tailored state dictionary under stock names: what `apart` took apart, in one again."""
         found = dict(tensors)
-        for fused, ours in self.fused.items():
+        for stock, ours in self.anatomy(config).stock_places().items():
             for name in [name for name in found if ours[0] in name]:
-                pieces = [found.pop(name.replace(ours[0], part)) for part in ours]
-                found[name.replace(ours[0], fused)] = self.join(pieces, fused, config)
-        for theirs, part in self.renamed.items():
-            found = {name.replace(part, theirs): tensor for name, tensor in found.items()}
+                pieces = [found.pop(name.replace(ours[0], place)) for place in ours]
+                found[name.replace(ours[0], stock)] = pieces[0] if len(ours) == 1 else self.join(pieces, config)
         return found
 
-    def split(self, tensor: torch.Tensor, fused: str, config: Any) -> list[torch.Tensor]:
-        """The parts of a fused tensor: one after the other, of one size."""
-        return list(tensor.chunk(len(self.fused[fused])))
+    def split(self, tensor: torch.Tensor, ours: tuple[str, ...], config: Any) -> Sequence[torch.Tensor]:
+        """The parts of a fused tensor, under the names `ours`: one after the other, of one size."""
+        return tensor.chunk(len(ours))
 
-    def join(self, pieces: list[torch.Tensor], fused: str, config: Any) -> torch.Tensor:
+    def join(self, pieces: list[torch.Tensor], config: Any) -> torch.Tensor:
         """The opposite of `split`."""
         return torch.cat(pieces)
 

@@ -24,7 +24,6 @@ class Bart(EncoderDecoder):
     kinds = {"bart": Architecture(stem="Bart", post_norm=True, **BART)}
     summary = "BART, DistilBART"
     counts = ("encoder_layers", "decoder_layers")
-    renamed = {"out_proj": "o_proj"}
     small = dict(
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, max_position_embeddings=128, dropout=0.0, init_std=0.1, forced_eos_token_id=None,

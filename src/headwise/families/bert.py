@@ -33,7 +33,6 @@ class Bert(Encoder):
         "roberta": Architecture(stem="Roberta", body_at="roberta", **LAYER),
     }
     summary = "BERT, MiniLM, RoBERTa, and sentence embeddings made of them"
-    renamed = {f".self.{name}.": f".self.{name[0]}_proj." for name in ("query", "key", "value")}
 
     norms = {"attention_end": "attention.output.LayerNorm", "mlp_end": "output.LayerNorm"}
     small = dict(

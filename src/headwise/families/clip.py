@@ -38,7 +38,6 @@ class CLIP(Vision):
         "clip": replace(TOWER, body_at="vision_model", stem="CLIP", heads=HEADS, bare=""),
     }
     summary = "CLIP's vision tower: bare, projected, or as a classifier"
-    renamed = {".self_attn.out_proj.": ".self_attn.o_proj."}
     norms = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2"}
     small = {**SMALL, "projection_dim": 24, "initializer_factor": 3.0}
 

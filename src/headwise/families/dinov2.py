@@ -38,14 +38,6 @@ class DINOv2(Vision):
     name = "dinov2"
     kinds = {"dinov2": DINO, GATED: replace(DINO, **SWIGLU)}
     summary = "DINOv2 (small to giant)"
-    renamed = {  # as transformers before 5.20 has it
-        ".attention.attention.query.": ".attention.q_proj.",
-        ".attention.attention.key.": ".attention.k_proj.",
-        ".attention.attention.value.": ".attention.v_proj.",
-        ".attention.output.dense.": ".attention.o_proj.",
-        ".mlp.weights_out.": ".mlp.down_proj.",
-    }
-    fused = {".mlp.weights_in.": (".mlp.gate_proj.", ".mlp.up_proj.")}
     norms = {
         "attention_norm": "norm1", "mlp_norm": "norm2", "attention_scale": "layer_scale1", "mlp_scale": "layer_scale2",
     }  # fmt: skip

@@ -32,7 +32,6 @@ class DistilBert(Encoder):
         )
     }  # fmt: skip
     summary = "DistilBERT, and sentence embeddings made of it"
-    renamed = {f".attention.{name}_lin.": f".attention.{name[0]}_proj." for name in ("q", "k", "v", "out")}
 
     norms = {"attention_end": "sa_layer_norm", "mlp_end": "output_layer_norm"}
     small = dict(vocab_size=97, dim=32, hidden_dim=64, n_layers=3, n_heads=4, max_position_embeddings=128)

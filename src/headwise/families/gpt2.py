@@ -47,8 +47,6 @@ class GPT2(Plain):
     folds = True
     width_setting = "n_inner"
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
-    fused = {".attn.c_attn.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")}
-    renamed = {".attn.c_proj.": ".attn.o_proj."}
     small = dict(
         **WORDS,
         n_embd=64,

@@ -6,6 +6,7 @@ position, so queries and keys are projected after that and never lose pairs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,6 @@ class GPTNeoX(Plain):
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
         "parallel": "use_parallel_residual",
     }  # fmt: skip
-    fused = {".query_key_value.": (".q_proj.", ".k_proj.", ".v_proj.")}
-    renamed = {".attention.dense.": ".attention.o_proj."}
     small = dict(
         **WORDS,
         hidden_size=64,
@@ -55,12 +54,12 @@ class GPTNeoX(Plain):
         bias, norm = bool(config.attention_bias), 2 * config.hidden_size
         return dict(qkv_bias=bias, o_bias=bias, mlp_bias=True, layer_norms=2 * norm, other_parameters=norm)
 
-    def split(self, tensor: torch.Tensor, fused: str, config: Any) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, ours: tuple[str, ...], config: Any) -> Sequence[torch.Tensor]:
         """Queries, keys and values: stock rows are those of a head's query, its key, its value, head by head."""
         heads = tensor.view(config.num_attention_heads, 3, -1, *tensor.shape[1:])
         return [heads[:, index].flatten(0, 1) for index in range(3)]
 
-    def join(self, pieces: list[torch.Tensor], fused: str, config: Any) -> torch.Tensor:
+    def join(self, pieces: list[torch.Tensor], config: Any) -> torch.Tensor:
         """The opposite of `split`."""
         heads = [piece.view(config.num_attention_heads, -1, *piece.shape[1:]) for piece in pieces]
         return torch.stack(heads, 1).flatten(0, 2)

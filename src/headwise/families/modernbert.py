@@ -35,12 +35,7 @@ class ModernBert(Encoder):
     summary = "ModernBERT, and sentence embeddings made of it"
     keeps_first = True
     relative = True
-    renamed = {".attn.Wo.": ".attn.o_proj.", ".mlp.Wo.": ".mlp.down_proj."}
 
-    fused = {
-        ".attn.Wqkv.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj."),
-        ".mlp.Wi.": (".mlp.gate_proj.", ".mlp.up_proj."),
-    }
     norms = {"attention_norm": "attn_norm", "mlp_norm": "mlp_norm"}
     small = dict(  # with windows that are narrower than the texts of the tests
         vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,

@@ -35,7 +35,6 @@ class OPT(Plain):
     summary = "OPT, Galactica"
     folds = True
     width_setting = "ffn_dim"
-    renamed = {".self_attn.out_proj.": ".self_attn.o_proj."}
     small = dict(
         **WORDS,
         hidden_size=64,

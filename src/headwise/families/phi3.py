@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ class Phi3(Rotary):
         )
     }
     summary = "Phi-3, Phi-3.5, Phi-4"
-    fused = {".qkv_proj.": (".q_proj.", ".k_proj.", ".v_proj."), ".gate_up_proj.": (".gate_proj.", ".up_proj.")}
     small = {"hidden_size": 64, "head_dim": None, "initializer_range": 0.1}
 
     def pairs(self, config: Any) -> bool:
@@ -33,12 +33,12 @@ class Phi3(Rotary):
         """Stock code derives what its tables must look like from the number of heads."""
         return ("mlp",)
 
-    def split(self, tensor: torch.Tensor, fused: str, config: Any) -> list[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, ours: tuple[str, ...], config: Any) -> Sequence[torch.Tensor]:
         """The parts of a fused tensor; there may be fewer keys and values than queries."""
-        if fused != ".qkv_proj.":
-            return super().split(tensor, fused, config)
+        if len(ours) == 2:  # gate and up
+            return super().split(tensor, ours, config)
         heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        return list(tensor.split([count * self.head_dim(config) for count in heads]))
+        return tensor.split([count * self.head_dim(config) for count in heads])
 
 
 FAMILY = Phi3()

@@ -52,7 +52,6 @@ class T5(EncoderDecoder):
     }  # fmt: skip
     summary = "T5, T5 v1.1, Flan-T5"
     counts = ("num_layers", "num_decoder_layers")
-    renamed = {part: f"{part}_proj" for part in "qkvo"}
     small = dict(
         d_kv=16, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, relative_attention_num_buckets=8,
         relative_attention_max_distance=16,

@@ -64,8 +64,6 @@ class Timm(ImageReader, Family):
     summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
     package = "timm"
     images = True
-    fused = {".attn.qkv.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj.")}
-    renamed = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias", ".attn.proj.": ".attn.o_proj."}
     quiet: ClassVar[dict[str, Any]] = {}
 
     def class_name(self, config: Any) -> str:
@@ -143,16 +141,14 @@ class Timm(ImageReader, Family):
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary with queries, keys and values apart, and gate and up of a gated MLP."""
-        found, mlp = super().apart(tensors, config), self.outline(config).blocks[0].mlp
-        if not _gated(mlp):
-            return found
+        mlp, found = self.outline(config).blocks[0].mlp, dict(tensors)
         gates = ("up_proj", "gate_proj") if getattr(mlp, "gate_last", False) else ("gate_proj", "up_proj")
-        for name in [name for name in found if ".mlp.fc1." in name]:
+        for name in [name for name in found if _gated(mlp) and ".mlp.fc1." in name]:
             parts = zip(gates, found.pop(name).chunk(2), strict=True)
             found |= {name.replace("fc1", part): piece.clone() for part, piece in parts}
-        for theirs, ours in RENAMED_GATED.items():
+        for theirs, ours in (RENAMED | RENAMED_GATED if _gated(mlp) else RENAMED).items():
             found = {name.replace(theirs, ours): tensor for name, tensor in found.items()}
-        return found
+        return super().apart(found, config)
 
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
         """A configuration with the settings of another, whose labels only `from_dict` reads.
@@ -220,7 +216,8 @@ class Timm(ImageReader, Family):
         return unsettled(model)
 
 
-RENAMED_GATED = {".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
+RENAMED = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias"}
+RENAMED_GATED = {".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj."}
 
 
 @functools.lru_cache(maxsize=32)

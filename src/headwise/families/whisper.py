@@ -31,7 +31,6 @@ class Whisper(EncoderDecoder):
     summary = "Whisper, Distil-Whisper"
     audio = True
     counts = ("encoder_layers", "decoder_layers")
-    renamed = {"out_proj": "o_proj"}
     small = dict(
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, num_mel_bins=6, max_source_positions=10, max_target_positions=64, init_std=0.1,
