@@ -10,7 +10,8 @@ from headwise.families._architecture import (
     SPEECH,
     Architecture,
 )
-from headwise.families._family import Block, Family, repeated
+from headwise.families._block import Block, repeated
+from headwise.families._family import Family
 from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
 from headwise.families._loading import (
     EMBEDDED,

@@ -334,14 +334,6 @@ class Family(Reader, Naming, ABC):
         return first
 
 
-def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
-    """The keyword arguments of a layer for rows, for `times` copies of these rows one after the other."""
-    tables = context.get("position_embeddings")
-    if tables is None or tables[0].shape[0] == 1:
-        return context
-    return {**context, "position_embeddings": tuple(table.repeat(times, 1, 1) for table in tables)}
-
-
 def unsettled(model: nn.Module) -> nn.Module:
     """A new model whose biases and norms differ from zeros and ones, which would hide a mistake with them."""
     for parameter in model.parameters():

@@ -115,7 +115,7 @@ def load(
 def read_config(where: str, **options: Any) -> Any:
     """The configuration of a folder or hub id, once its numbers are known to be sane.
 
-    Nothing is asked on standard input: code that a repository brings is run if `trust_remote_code` is set, else not.
+    Never prompts: code that a repository brings is run if `trust_remote_code` is set, else not.
     """
     from transformers import AutoConfig
 
@@ -146,7 +146,7 @@ def no_processor(where: str, family: Family) -> ModelError:
 
 @torch.no_grad()
 def _without_pooler(model: nn.Module, missing: set[str]) -> set[str]:
-    """What else is missing: embeddings need no pooler, so one that the file lacks is set to zeros."""
+    """The other missing tensors. Embeddings need no pooler: one that the file does not hold is set to zeros."""
     pooler = {name for name in missing if name.startswith("pooler.")}
     for name in pooler:
         model.get_parameter(name).zero_()

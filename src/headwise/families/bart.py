@@ -1,6 +1,6 @@
 """BART: an encoder-decoder with learned positions and norms after the sums.
 
-Queries and keys know no rotation, so that their projection is folded into the weights.
+Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
 from __future__ import annotations

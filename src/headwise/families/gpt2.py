@@ -1,6 +1,6 @@
 """GPT-2: learned positions, queries, keys and values fused in one transposed matrix, an MLP without a gate.
 
-Queries and keys know no rotation, so that their projection is folded into the weights. Not supported: cross-attention
+Queries and keys are not rotated, so that their projection is folded into the weights. Not supported: cross-attention
 (`add_cross_attention`) and the upcast attention of mixed-precision training (`reorder_and_upcast_attn`).
 """
 

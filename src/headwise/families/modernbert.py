@@ -53,7 +53,7 @@ class ModernBert(Encoder):
         return int(config.hidden_size) * (2 if config.norm_bias else 1)
 
     def embedding_parameters(self, config: Any) -> int:
-        """A norm after the words and one at the end, less that which the first layer lacks."""
+        """A norm after the words and one at the end, less that which the first layer does not have."""
         return self._norm(config)
 
     def head_parameters(self, config: Any, head: str) -> int:

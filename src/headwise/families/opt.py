@@ -1,7 +1,7 @@
 """OPT: learned positions, separate projections, an MLP without a gate.
 
 Norms before the parts, or after the sums as in OPT-350m; word embeddings of another width than the layers; with or
-without biases. Queries and keys know no rotation, so that their projection is folded into the weights.
+without biases. Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ class Phi3(Rotary):
     small = {"hidden_size": 64, "head_dim": None, "initializer_range": 0.1}
 
     def pairs(self, config: Any) -> bool:
-        """Not where some coordinates stand still (Phi-4-mini)."""
+        """Not where some coordinates do not turn (Phi-4-mini)."""
         return bool(config.rope_parameters.get("partial_rotary_factor", 1.0) == 1.0)
 
     def portable_cuts(self, config: Any) -> tuple[str, ...]:

@@ -146,7 +146,7 @@ class Timm(ImageReader, Family):
         for name in [name for name in found if _gated(mlp) and ".mlp.fc1." in name]:
             parts = zip(gates, found.pop(name).chunk(2), strict=True)
             found |= {name.replace("fc1", part): piece.clone() for part, piece in parts}
-        for theirs, ours in (RENAMED | RENAMED_GATED if _gated(mlp) else RENAMED).items():
+        for theirs, ours in RENAMED.items():
             found = {name.replace(theirs, ours): tensor for name, tensor in found.items()}
         return super().apart(found, config)
 
@@ -216,8 +216,10 @@ class Timm(ImageReader, Family):
         return unsettled(model)
 
 
-RENAMED = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias"}
-RENAMED_GATED = {".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj."}
+RENAMED = {
+    ".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias",
+    ".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj.",
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=32)

@@ -1,4 +1,4 @@
-"""Whisper: hears a recording as a whole and writes what was said. An encoder-decoder with norms before its parts.
+"""Whisper: reads a recording as a whole and writes what was said. An encoder-decoder with norms before its parts.
 
 A recording is always the same number of tokens (30 seconds: 1,500), each made of two frames of its spectrogram by
 convolutions that stay as they are. Positions are added to the streams of both stacks, so that the projection of queries

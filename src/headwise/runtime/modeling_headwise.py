@@ -501,9 +501,8 @@ class StackLayer(GradientCheckpointingLayer):
         if first and anatomy.position_bias:
             self.positions = RelativeBias(self.attention)
         self.activation = ACT2FN[getattr(config, anatomy.settings["activation"])]
-        self.dropout, self.inner_dropout = (
-            float(getattr(config, anatomy.settings[name])) for name in ("dropout", "inner_dropout")
-        )
+        self.dropout = float(getattr(config, anatomy.settings["dropout"]))
+        self.inner_dropout = float(getattr(config, anatomy.settings["inner_dropout"]))
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
         """As the stock layer's; architectures differ in what they hand it by position."""
