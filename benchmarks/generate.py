@@ -29,11 +29,11 @@ from transformers import StaticCache
 
 from headwise import families
 from headwise.devices import timed
+from headwise.families import CAUSAL
 from headwise.fast.cache import FastCache
 from headwise.fast.fused import joined
 from headwise.fast.model import optimise
 from headwise.latency.measuring import replayed
-from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RESULT = Path(__file__).parent / "results" / "generate.json"
@@ -56,7 +56,7 @@ GRID = [(rows, context) for context in (2048, 8192, 32768) for rows in (1, 8, 16
 def stock_model(name: str) -> Any:
     """Random weights, made on the device."""
     kind, sizes = MODELS[name]
-    made = stock_classes(kind)
+    made = families.family_of_type(kind).kinds[kind].stock_classes()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(DEVICE):

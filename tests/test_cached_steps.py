@@ -9,7 +9,9 @@ import sys
 import pytest
 import torch
 from transformers import DynamicCache, LlamaConfig
+from transformers.cache_utils import DynamicLayer
 
+from headwise import families
 from headwise.runtime import modeling_headwise as runtime
 
 SIZES = dict(query_heads=4, kv_heads=2, qk_width=16, qk_dim=16, v_dim=16, mlp_width=24)
@@ -26,7 +28,7 @@ READ = 12  # tokens before the first step
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    made = runtime.classes("llama")
+    made = families.family_of_type("llama").kinds["llama"].tailored_classes("llama")
     stock = dict(vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=len(LAYERS), head_dim=16)
     heads = dict(num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)
     assert issubclass(made["AutoConfig"], LlamaConfig)
@@ -101,6 +103,19 @@ def test_a_cache_goes_on_in_any_mode(model):
     last.sum().backward()
     assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters()), "gradients pass through"
     model.zero_grad()
+
+
+def test_a_cache_that_counts_something_is_left_to_its_own_code(monkeypatch):
+    class Counting(DynamicLayer):
+        seen = 0
+
+        def update(self, *args, **kwargs):
+            self.seen += 1
+            return super().update(*args, **kwargs)
+
+    assert runtime._only_appends(), "as this version of transformers does"
+    monkeypatch.setattr(runtime, "DynamicLayer", Counting)
+    assert not runtime._only_appends.__wrapped__()
 
 
 def test_a_module_of_transformers_can_be_imported_right_after_headwise():

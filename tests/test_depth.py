@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_families import KINDS, logits, random_plan, rows, tiny
+from tiny_models import KINDS, logits, random_plan, rows, tiny
 
 from headwise.cost import parameters
 from headwise.cuts import reshape

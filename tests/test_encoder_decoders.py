@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_families import FakeTokenizer, attending, cut, logits, random_plan, rows, tiny, written
+from tiny_models import FakeTokenizer, attending, cut, logits, random_plan, rows, tiny, written
 from typer.testing import CliRunner
 
 from headwise import cost, data

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_families import cut, random_plan, tiny
+from tiny_models import cut, random_plan, tiny
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 

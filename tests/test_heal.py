@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_families import attending, random_plan
+from tiny_models import attending, random_plan
 from transformers import AutoTokenizer
 
 from headwise import families, heal, tasks

@@ -49,7 +49,7 @@ ALLOWED: dict[str, set[str]] = {
     "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
     "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
     "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
-    "_autoregister": {"runtime"},
+    "_autoregister": {"families"},
     "_notebook": {"types", "runs", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},
     "__main__": {"cli"},
@@ -160,7 +160,7 @@ def test_a_fresh_process_gets_by_without_torch(code: str) -> None:
 def test_files_stay_small_and_there_is_no_drawer() -> None:
     for path in MODULES:
         lines = len(path.read_text().splitlines())
-        most = 780 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: copied into models
+        most = 700 if dotted(path) == "headwise.runtime.modeling_headwise" else 350  # one file: copied into models
         assert lines < most, f"{dotted(path)} has {lines} lines; split it by idea"
         assert path.stem.lstrip("_") not in NO_DRAWERS, f"{path.stem} says nothing about what lives there"
         assert not NO_DRAWERS & set(path.relative_to(PACKAGE).parts), "nor does such a folder"

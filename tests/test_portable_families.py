@@ -11,13 +11,13 @@ import pytest
 import torch
 import transformers
 from conftest import invent
-from test_families import MORE, FakeTokenizer, cut, logits, random_plan, tiny
 from test_pipeline import SMALL, call
+from tiny_models import MORE, FakeTokenizer, cut, logits, random_plan, tiny
 
 from headwise import budgets, families, strategies
 from headwise.cuts import save
 from headwise.errors import BudgetError, ModelError, PlanError
-from headwise.families._plain import Plain
+from headwise.families._decoder import Plain
 from headwise.types import LayerKeep
 
 PLAIN = [family for family in families.known() if isinstance(family, Plain)]

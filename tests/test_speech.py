@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from test_encoder_decoders import tokenizer
-from test_families import cut, logits, random_plan, rows, tiny
 from test_pipeline import refused
+from tiny_models import cut, logits, random_plan, rows, tiny
 from typer.testing import CliRunner
 
 from headwise import data, families, tasks

@@ -16,13 +16,13 @@ from headwise.checks import quality
 from headwise.cuts import reshape_layer
 from headwise.data import own_text
 from headwise.errors import DataError, ModelError
+from headwise.families import BARE, CLASSIFIER, MASKED
 from headwise.families.bert import FAMILY as bert
 from headwise.families.distilbert import FAMILY as distilbert
 from headwise.families.llama import FAMILY as llama
 from headwise.families.modernbert import FAMILY as modernbert
 from headwise.heal.refit import refit
 from headwise.probes import gram, sensitivity, swap
-from headwise.runtime.modeling_headwise import BARE, CLASSIFIER, MASKED
 from headwise.tasks.causal import Causal
 from headwise.tasks.classification import Classification
 from headwise.tasks.embedding import Embedding

@@ -15,7 +15,7 @@ try:
 except Exception as error:  # torchvision beside another torch raises more than ImportError
     pytest.skip(f"timm cannot be imported ({error})", allow_module_level=True)
 
-from test_families import load_elsewhere, logits, masked, random_plan
+from tiny_models import load_elsewhere, logits, masked, random_plan, save_all
 
 import headwise
 from headwise import families, tasks
@@ -185,7 +185,8 @@ def test_a_cut_model_compiles_without_a_break():
 
 def test_a_saved_model_loads_in_a_fresh_process(tmp_path):
     model = tiny(EVA02)
-    load_elsewhere("without headwise", tmp_path, {"eva02": (family, cut(model, random_plan(family, model, 5)))})
+    save_all(tmp_path, {"eva02": (family, cut(model, random_plan(family, model, 5)))})
+    load_elsewhere("without headwise", tmp_path)
 
 
 SIZES = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)

@@ -1,7 +1,9 @@
-"""Makes plain `AutoModelForCausalLM.from_pretrained(folder)` work wherever headwise was imported, before or after.
+"""Makes plain `AutoModelForCausalLM.from_pretrained(folder)` load tailored models in any process that imports headwise.
 
-Registration needs transformers and torch, which `import headwise` must not pull in; so it waits until transformers
-has loaded its Auto classes.
+Why implicit: whoever loads a model by its Auto class calls no function of ours, and the order of imports must not
+matter. Transformers has no entry point for that; `headwise.families.register()` is the same step, made explicit.
+Why an import hook: registering needs transformers and torch, which take seconds and which `import headwise` must not
+load. So it waits until transformers has loaded its Auto classes, registers, and removes itself.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ AUTO = "transformers.models.auto.modeling_auto"
 
 
 class _WaitForAuto(MetaPathFinder):
-    """Sees modules of transformers being imported until the Auto classes are among them.
+    """Watches imports of transformers until the Auto classes are among them.
 
     These may be imported by one that our models need and that is itself half done; so it waits for the outermost.
     """
@@ -42,7 +44,7 @@ class _WaitForAuto(MetaPathFinder):
 
 
 class _Counted(Loader):
-    """Runs another loader, and lets whoever waits know when it begins and ends."""
+    """Runs another loader and counts how many imports are unfinished."""
 
     def __init__(self, inner: Loader, waiting: _WaitForAuto) -> None:
         self.inner, self.waiting = inner, waiting
@@ -51,7 +53,7 @@ class _Counted(Loader):
         return self.inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self.inner  # nobody need know that we looked on
+        module.__loader__ = self.inner  # the module keeps its usual loader
         if module.__spec__ is not None:
             module.__spec__.loader = self.inner
         self.waiting.depth += 1
@@ -63,9 +65,9 @@ class _Counted(Loader):
 
 
 def _register() -> None:
-    if "headwise.runtime.modeling_headwise" in sys.modules:
+    if "headwise.families" in sys.modules or "headwise.runtime.modeling_headwise" in sys.modules:
         return  # our models are what is being imported: whoever imports them registers them
-    from headwise.runtime import register
+    from headwise.families import register
 
     register()
 

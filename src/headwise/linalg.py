@@ -31,12 +31,12 @@ def _products(precision: str) -> Iterator[None]:
 
 
 def fast_products(device: torch.device) -> AbstractContextManager[None]:
-    """TF32 for what is in float32 on CUDA; as it was afterwards."""
+    """TF32 for products in float32 on CUDA, within a block."""
     return _products("high") if device.type == "cuda" else nullcontext()
 
 
 def exact_products() -> AbstractContextManager[None]:
-    """Products in full single precision, within a loop that does with less."""
+    """Products in full single precision, inside a block of fast ones."""
     return _products("highest")
 
 
@@ -89,7 +89,7 @@ def balanced(gram_q: torch.Tensor, gram_k: torch.Tensor, core: torch.Tensor | No
 def value_directions(gram: torch.Tensor, metric: torch.Tensor) -> Decomposition:
     """Directions of head outputs by how much they matter: `z P[:, :r] R[:r]` is the best rank-r copy of z.
 
-    `gram` is the second moment of z, `metric` says how much the model minds an error. Returns P, R, singular values.
+    `gram` is the second moment of z, `metric` weighs errors by their effect. Returns P, R, singular values.
     """
     (forward, back), (weighed, _) = roots(gram), roots(metric)
     u, s, _ = torch.linalg.svd(forward @ weighed)

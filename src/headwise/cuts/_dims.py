@@ -16,7 +16,7 @@ def pair_columns(pairs: tuple[tuple[int, ...], ...], width: int) -> torch.Tensor
 
 
 def keep_pairs(tensors: Tensors, shape: LayerShape, pairs: tuple[tuple[int, ...], ...]) -> Tensors:
-    """The same layer with only the named rotary pairs of each key/value head, for its queries and its key."""
+    """A layer with only the named rotary pairs of each key/value head, for its queries and its key."""
     out, columns = dict(tensors), pair_columns(pairs, shape.qk_width)
     for name, heads in (("q", shape.query_heads), ("k", shape.kv_heads)):
         chosen = columns.repeat_interleave(heads // shape.kv_heads, dim=0)
@@ -32,7 +32,7 @@ def keep_pairs(tensors: Tensors, shape: LayerShape, pairs: tuple[tuple[int, ...]
 
 
 def project(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim: int) -> Tensors:
-    """The same layer with queries and keys projected to their `qk_dim` best directions after rotary."""
+    """A layer with queries and keys projected to their `qk_dim` best directions after rotary."""
     p_q, p_k, _ = balanced(gram_q, gram_k)
     like = tensors["q.weight"]
     out = dict(tensors)
@@ -45,7 +45,7 @@ def project(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim
 
 
 def fold(tensors: Tensors, gram_q: torch.Tensor, gram_k: torch.Tensor, qk_dim: int) -> Tensors:
-    """The same with the projection in the weights: for queries and keys that no position turns."""
+    """A layer with that projection inside its weights: for queries and keys that no position turns."""
     p_q, p_k, _ = balanced(gram_q, gram_k)
     out, groups = dict(tensors), len(p_q)
     for name, down in (("q", p_q), ("k", p_k)):
@@ -65,7 +65,7 @@ def _through(down: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
-    """The same layer with `v_dim` value directions per head; every head's output projection is refitted to them."""
+    """A layer with `v_dim` value directions per head; every head's output projection is refitted to them."""
     if shape.pooled > 1:
         return _cut_rows(tensors, shape, gram_z, v_dim)
     out, like = dict(tensors), tensors["o.weight"]
@@ -79,7 +79,7 @@ def cut_values(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim:
 
 
 def _cut_rows(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: int) -> Tensors:
-    """The same where heads are pooled: directions of a whole row, and the way back to each head's own values."""
+    """`cut_values` of pooled heads: directions of a whole row, and the way back to each head's own values."""
     out, like, heads = dict(tensors), tensors["o.weight"], shape.query_heads
     key_heads = shape.kv_heads * shape.pooled
     up = tensors["v_up"].double() if "v_up" in tensors else _places(shape, like.device)

@@ -19,7 +19,7 @@ def keep_heads(
     query_heads: tuple[int, ...] | None,
     kv_heads: tuple[int, ...] | None,
 ) -> Tensors:
-    """The same layer with only the named heads; `heads` is how many query and key/value heads it has."""
+    """A layer with only the named heads; `heads` is how many query and key/value heads it had."""
     out = dict(tensors)
     for name, total, kept in (("q", heads[0], query_heads), ("k", heads[1], kv_heads), ("v", heads[1], kv_heads)):
         if kept is not None:

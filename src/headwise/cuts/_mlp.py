@@ -11,7 +11,7 @@ from headwise.linalg import ridge_step
 def keep_channels(
     tensors: Tensors, channels: tuple[int, ...], gram: torch.Tensor | None, strength: float = 1e-3
 ) -> Tensors:
-    """The same layer with only the named channels; with their second moments the down projection absorbs the rest."""
+    """A layer with only the named channels; with their second moments the down projection makes up for the others."""
     out, kept = dict(tensors), list(channels)
     for name in ("gate", "up"):
         for kind in ("weight", "bias"):

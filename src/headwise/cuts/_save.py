@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families import Family
+from headwise.families import Family, family_of
 from headwise.families._config import stored_dtype
 from headwise.files.disk import write_folder as write_folder
 from headwise.runtime import modeling_headwise
@@ -65,11 +65,16 @@ def _refuse_other_answers(family: Family, own: nn.Module, stock: nn.Module) -> N
 
 
 def add_code(folder: Path, model: nn.Module) -> None:
-    """Put the runtime beside the weights and name every class, so that the folder loads without headwise."""
-    source = Path(modeling_headwise.__file__)
+    """Make a folder load without headwise: the runtime beside the weights, every class named, the anatomy written down.
+
+    The runtime is the same file for all models. Where a model's parts are is data, which only its family knows.
+    """
+    source, family = Path(modeling_headwise.__file__), family_of(model.config)
     shutil.copyfile(source, folder / source.name)
-    made = modeling_headwise.classes(model.config.model_type.removeprefix("headwise_"))
+    anatomy = family.anatomy(model.config)
+    made = anatomy.tailored_classes(family.kind(model.config))
     settings = json.loads((folder / "config.json").read_text())
     settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in made.items()}
-    settings["architectures"] = [next(c for c in made.values() if isinstance(model, c)).__name__]
+    settings["architectures"] = [next(cls for cls in made.values() if isinstance(model, cls)).__name__]
+    settings["headwise_anatomy"] = anatomy.to_json()
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -111,9 +111,17 @@ class Block:
 
     def end(self, middle: torch.Tensor, channels: torch.Tensor) -> torch.Tensor:
         """The stream after the MLP."""
-        assert self.down is not None, "only layers that have an MLP are asked"
+        assert self.down is not None, "a layer without an MLP has no channels"
         return _maybe(self.mlp_end, middle + _maybe(self.mlp_scale, self.down(channels)))
 
 
 def _maybe(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm(x)
+
+
+def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
+    """The keyword arguments of a layer for rows, for `times` copies of these rows one after the other."""
+    tables = context.get("position_embeddings")
+    if tables is None or tables[0].shape[0] == 1:
+        return context
+    return {**context, "position_embeddings": tuple(table.repeat(times, 1, 1) for table in tables)}

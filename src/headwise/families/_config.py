@@ -11,8 +11,7 @@ from headwise.files.json import shortened
 from headwise.types import Grain, LayerShape
 from headwise.types.shape import MOST_LAYERS
 
-NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise")  # of a configuration, when another is made
-
+NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise", "headwise_anatomy")  # into another configuration
 STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may be gone; only backbones use them
 
 
@@ -24,7 +23,7 @@ def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, 
     }
     if isinstance(inner := found.get("vision_config"), dict):
         found["vision_config"] = without(inner, kept, count)
-    if "model_args" in found:  # timm is told the number
+    if "model_args" in found:  # timm reads the number here
         found["model_args"] = {**(found["model_args"] or {}), "depth": len(kept)}
     lists = [k for k, v in found.items() if isinstance(v, list) and len(v) == count and k != "label_names"]
     return {k: [v[i] for i in kept] if k in lists else v for k, v in found.items()}
@@ -62,13 +61,8 @@ def stored_dtype(config: Any) -> torch.dtype:
     return found
 
 
-def element_bytes(config: Any) -> int:
-    """Of one number as the model is stored."""
-    return stored_dtype(config).itemsize
-
-
-def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, ...]:
-    """All layers: those that a tailored configuration names, or so many alike."""
+def layers_of(config: Any, stock: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
+    """All layers: those that a tailored configuration names, or those of stock code."""
     if tailored := getattr(config, "headwise", None):
         layers = tailored.get("layers") if isinstance(tailored, dict) else None
         if not isinstance(layers, list) or not 1 <= len(layers) <= MOST_LAYERS:
@@ -79,7 +73,7 @@ def layers_of(config: Any, stock: LayerShape, count: int) -> tuple[LayerShape, .
         if kept and not (isinstance(kept, list) and len(kept) == len(layers) and all(map(_is_index, kept))):
             raise ModelError("the configuration's field headwise does not name the layers kept; restore config.json.")
         return tuple(LayerShape.from_json(sizes, "headwise.layers") for sizes in layers)
-    return (stock,) * count
+    return stock
 
 
 def _is_index(value: Any) -> bool:

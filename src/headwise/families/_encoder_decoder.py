@@ -3,7 +3,7 @@
 The layers are those of the encoder, then for every block of the decoder two: attention to itself, and attention to the
 encoder's output with the MLP. A row is the tokens of the input, a marker, and the tokens that the decoder reads. Its
 stream is that of the input followed by that of the output: layers of the encoder change the first, all others the
-second, and what the encoder made of the input is there for whoever looks at it.
+second, and cross layers read what the encoder made of the input.
 """
 
 from __future__ import annotations
@@ -19,29 +19,48 @@ from torch import nn
 
 from headwise.data import GIVEN, NOTHING, marks_of
 from headwise.errors import ModelError
+from headwise.families._architecture import SEQ2SEQ
 from headwise.families._block import Norm
-from headwise.families._config import element_bytes, grain_of
-from headwise.families._family import Block, Captured, Family, Tensors, unsettled
-from headwise.runtime.modeling_headwise import ANATOMY, stock_classes
+from headwise.families._config import grain_of
+from headwise.families._family import Block, Captured, Family, Tensors
 from headwise.types import ROLES, LayerShape, ModelShape
 
+LAYER: dict[str, Any] = dict(  # the parts of our layers, and what all stacks have in common
+    heads={SEQ2SEQ: "ForConditionalGeneration"},
+    attention="attention",
+    mlp_in=("gate_proj", "up_proj"),
+    mlp_out="wo",
+)
 SMALL: dict[str, Any] = dict(
     vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0
+)
+MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
+BART: dict[str, Any] = dict(  # as BART names its parts, and Whisper
+    **LAYER,
+    names={"o": "out_proj", "dropout": "dropout"},
+    roles={
+        "encoder": {"attention": "self_attn", "attention_norm": "self_attn_layer_norm", **MLP},
+        "self": {"attention": "self_attn", "attention_norm": "self_attn_layer_norm"},
+        "cross": {"attention": "encoder_attn", "attention_norm": "encoder_attn_layer_norm", **MLP},
+    },
+    handed=("encoder_hidden_states",),
+    settings={"activation": "activation_function", "dropout": "dropout", "inner_dropout": "activation_dropout"},
 )
 
 
 class EncoderDecoder(Family):
     """A model that reads a text as a whole and writes another one token by token."""
 
-    renamed: ClassVar[dict[str, str]]  # what stock attention calls a part -> what ours does
     counts: ClassVar[tuple[str, str]]  # what the configuration calls the numbers of layers of encoder and decoder
-    small: ClassVar[dict[str, Any]]  # configuration of the tiny model
 
     # What every such family says.
 
-    @abstractmethod
     def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
         """Heads, their dimension and the width of the MLP in the stock layers of `encoder` and `decoder`."""
+        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
+        return {
+            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
+        }
 
     @abstractmethod
     def costs(self, config: Any) -> dict[str, Any]:
@@ -57,20 +76,10 @@ class EncoderDecoder(Family):
         """The shape of a stock or tailored configuration."""
         sizes = self.sizes(config)
         dims, widths = ([size[place] for size in sizes.values()] for place in (1, 2))
-        return ModelShape(
-            family=self.name,
-            hidden_size=config.d_model,
-            vocab_size=config.vocab_size,
-            layers=self._layers_of(config, sizes),
-            grain=replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=()),
-            element_bytes=element_bytes(config),
-            **self.costs(config),
-        )
+        grain = replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=())
+        return self.shape(config, self._stock_layers(config, sizes), grain, **self.costs(config))
 
-    def _layers_of(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
-        if tailored := getattr(config, "headwise", None):
-            return tuple(LayerShape(**layer) for layer in tailored["layers"])
-
+    def _stock_layers(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
         def layer(role: str) -> LayerShape:
             heads, dim, width = sizes["encoder" if role == "encoder" else "decoder"]
             return LayerShape(heads, heads, dim, dim, 0 if role == "self" else width, dim, role)
@@ -139,12 +148,17 @@ class EncoderDecoder(Family):
             block = number if stack == "encoder" else number // 2
             root = f"{anatomy.body_at}.{stack}.{anatomy.layers}.{block}.".removeprefix(".")
             ours = self._prefix(config, index)
-            places |= {f"{root}{place}.": f"{ours}{part}." for part, place in anatomy.roles[layer.role].items()}
+            places |= {
+                f"{root}{place}.": f"{ours}{part}."
+                for part, path in anatomy.roles[layer.role].items()
+                for place in path.split("|")
+            }
+        renamed = {anatomy.names.get(part, f"{part}_proj"): f"{part}_proj" for part in "qkvo"}
         found: Tensors = {}
         for name, tensor in tensors.items():
             theirs = next((place for place in places if name.startswith(place)), "")
             part, dot, rest = name.removeprefix(theirs).partition(".")
-            inside = f"{self.renamed.get(part, part)}{dot}{rest}" if theirs else name
+            inside = f"{renamed.get(part, part)}{dot}{rest}" if theirs else name
             found[places.get(theirs, "") + inside] = tensor
         return found
 
@@ -164,12 +178,9 @@ class EncoderDecoder(Family):
             **{f"{part}_{where}": norm for part, norm in norms.items()},
         )
 
-    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests."""
-        model_type = model_type or self.model_types[0]
-        made, head = stock_classes(model_type), next(iter(ANATOMY[model_type].heads))
-        torch.manual_seed(0)
-        return unsettled(made[head](made["AutoConfig"](**{**SMALL, **self.small, **changes})))
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind."""
+        return made(**{**SMALL, **self.small, **changes})
 
     # Streams.
 
@@ -253,41 +264,41 @@ class EncoderDecoder(Family):
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """What layers are told about rows of these lengths: which tokens an output's may see, and where all are."""
+        """Arguments of layers for rows of these lengths: the mask of the output, and the positions of all tokens."""
         return self.contexts(model, [ids])[0]
 
     @torch.no_grad()
     def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
         """`layer_contexts` for batches of rows, each of its own lengths; what only depends on one is made once."""
-        tell = functools.cache(lambda role, length: self._told(model, role, length))
+        arguments = functools.cache(lambda role, length: self._layer_arguments(model, role, length))
         roles = [str(layer.role) for layer in self.layers(model)]
         found = []
         for part in parts:
             first = inputs_of(part)
             second = part.shape[1] - first - 1
             shared = {"inputs": first, "memory_norm": self.memory_norm(model)}
-            found.append([{**shared, **tell(role, first if role == "encoder" else second)} for role in roles])
+            found.append([{**shared, **arguments(role, first if role == "encoder" else second)} for role in roles])
         return found
 
-    def _told(self, model: nn.Module, role: str, length: int) -> dict[str, Any]:
+    def _layer_arguments(self, model: nn.Module, role: str, length: int) -> dict[str, Any]:
         """The mask and the position bias of layers with this role, for texts of this length."""
         stack = self._stack(model, "encoder" if role == "encoder" else "decoder")
-        told: dict[str, Any] = {"attention_mask": None}
+        given: dict[str, Any] = {"attention_mask": None}
         if role == "self":
             lowest = torch.full((length, length), torch.finfo(model.dtype).min, device=model.device)
-            told["attention_mask"] = lowest.triu(1)[None, None]
+            given["attention_mask"] = lowest.triu(1)[None, None]
         if role != "cross" and (positions := getattr(stack[0], "positions", None)) is not None:
-            told["position_bias"] = positions(length, length)
-        return told
+            given["position_bias"] = positions(length, length)
+        return given
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
         layer = self.layers(model)[index]
         block, memory = self.block(layer), stream[:, : context["inputs"]]
         norm = context["memory_norm"]
-        told = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
-        told |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
-        out = layer(block.own(stream, context), **told)
+        given = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
+        given |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
+        out = layer(block.own(stream, context), **given)
         return block.joined(stream, out[0] if isinstance(out, tuple) else out, context)
 
 

@@ -1,4 +1,4 @@
-"""What a family must say about its models, and what follows for all of them: tailoring, layers, streams."""
+"""What a family says about its models, and what follows for all of them: building, tailoring, layers, streams."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._architecture import BARE, Architecture
 from headwise.families._block import Block as Block
-from headwise.families._config import NOT_COPIED, without
+from headwise.families._config import NOT_COPIED, layers_of, stored_dtype, without
 from headwise.families._rows import Reader
-from headwise.runtime.modeling_headwise import ANATOMY, Anatomy, classes, stock_classes, tailor_layer
-from headwise.types import LayerShape, ModelShape
-
-Tensors = dict[str, torch.Tensor]
+from headwise.families._tensors import Naming
+from headwise.families._tensors import Tensors as Tensors
+from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
+from headwise.types import Grain, LayerShape, ModelShape
 
 
 class Captured(Exception):
     """Raised to end a forward pass once what was wanted has been seen."""
 
 
-class Family(Reader, ABC):
-    """Answers questions about the models of one kind; holds no algorithm."""
+class Family(Reader, Naming, ABC):
+    """Answers questions about the models of one family; holds no algorithm.
+
+    A family is one file: data (`kinds`, `norms`, `small`) and what data cannot say.
+    """
 
     name: ClassVar[str]
-    model_types: ClassVar[tuple[str, ...]]
+    kinds: ClassVar[dict[str, Architecture]]  # model_type -> where its parts are
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
     portable: ClassVar[bool] = False
@@ -38,6 +42,8 @@ class Family(Reader, ABC):
     images: ClassVar[bool] = False  # whether its models read images, not tokens
     audio: ClassVar[bool] = False  # whether they read sound
     keeps_first: ClassVar[bool] = False  # whether the first layer has to stay
+    norms: ClassVar[dict[str, str]] = {}  # field of `Block` -> path of the norm or scale, from a layer
+    small: ClassVar[dict[str, Any]] = {}  # settings of the tiny model
 
     # What every family says.
 
@@ -46,26 +52,19 @@ class Family(Reader, ABC):
         """The shape of a stock or tailored configuration."""
 
     @abstractmethod
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-
-    @abstractmethod
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""
-
-    @abstractmethod
-    def tiny(self, model_type: str, **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests."""
-
-    def apart(self, tensors: Tensors, config: Any) -> Tensors:
-        """A stock state dictionary with fused tensors taken apart, under the names of the tailored model."""
-        return tensors
 
     def to_stock(self, model: nn.Module) -> nn.Module:
         """The ordinary architecture that computes the same as a portable tailored model."""
         raise ModelError(f"a reshaped {self.name} model has no stock form; leave out --portable.")
 
     # What follows.
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        """Stock model types of the family, and the names of our own kinds that share one of them."""
+        return tuple(self.kinds)
 
     def kind(self, config: Any) -> str:
         """The model_type of the stock architecture behind a stock or tailored configuration."""
@@ -74,6 +73,12 @@ class Family(Reader, ABC):
     def class_name(self, config: Any) -> str:
         """Of the model that a configuration belongs to; empty where it does not say."""
         return str((getattr(config, "architectures", None) or [""])[0])
+
+    def head(self, config: Any) -> str:
+        """The Auto class of the model that a configuration belongs to; empty where it does not say."""
+        name, kind = self.class_name(config), self.kinds[self.kind(config)]
+        bare = BARE if kind.bare and name.endswith(kind.bare) else ""
+        return next((auto for auto, end in kind.heads.items() if name.endswith(end)), bare)
 
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once."""
@@ -89,13 +94,23 @@ class Family(Reader, ABC):
 
         return getattr(transformers, auto)
 
-    def anatomy(self, config: Any) -> Anatomy:
+    def anatomy(self, config: Any) -> Architecture:
         """Where the parts are."""
-        return ANATOMY[self.kind(config)]
+        return self.kinds[self.kind(config)]
+
+    def shape(self, config: Any, stock: tuple[LayerShape, ...], grain: Grain, **more: Any) -> ModelShape:
+        """The shape of a configuration whose layers are `stock` before any cut; fields of `ModelShape` by name."""
+        sizes: dict[str, Any] = dict(
+            hidden_size=getattr(config, "hidden_size", 0),
+            vocab_size=getattr(config, "vocab_size", 0),  # 0: it reads no words
+            layers=layers_of(config, stock),
+            element_bytes=stored_dtype(config).itemsize,
+        )
+        return ModelShape(**{"family": self.name, "grain": grain, **sizes, **more})
 
     def body(self, model: nn.Module) -> nn.Module:
-        """The model without its head."""
-        return model.get_submodule(self.anatomy(model.config).body_at)
+        """The model without its head; a bare model is its own body."""
+        return body_of(model, self.anatomy(model.config))
 
     def layers(self, model: nn.Module) -> list[nn.Module]:
         """All layers."""
@@ -105,6 +120,22 @@ class Family(Reader, ABC):
         """The list of the model that holds a layer."""
         return cast(nn.ModuleList, self.body(model).get_submodule(self.anatomy(model.config).layers))
 
+    def block(self, layer: nn.Module) -> Block:
+        """The parts of one layer of a tailored model."""
+        anatomy = next(kind for kind in self.kinds.values() if part_at(layer, kind.mlp_out) is not None)
+        return Block(
+            attention=layer.get_submodule(anatomy.attention),
+            output=layer.get_submodule(anatomy.output_at),
+            inner=tuple(part_at(layer, path) for path in anatomy.mlp_in),
+            down=layer.get_submodule(anatomy.mlp_out),
+            activation=part_at(layer, anatomy.activation),
+            **self.norms_of(layer),
+        )
+
+    def norms_of(self, layer: nn.Module) -> dict[str, Any]:
+        """The norms of a layer, and what else is its own, by their field of a `Block`."""
+        return {place: part_at(layer, path) for place, path in self.norms.items()}
+
     def blocks(self, model: nn.Module) -> list[Block]:
         """The layers of a tailored model."""
         return [self.block(layer) for layer in self.layers(model)]
@@ -112,6 +143,19 @@ class Family(Reader, ABC):
     def is_tailored(self, model: nn.Module) -> bool:
         """Whether a model runs on our modules."""
         return str(model.config.model_type).startswith("headwise_")
+
+    def tiny(self, model_type: str = "", head: str = "", **changes: Any) -> nn.Module:
+        """A tiny random stock model for tests, with its first head unless another is named."""
+        kind = self.kinds[model_type or self.model_types[0]]
+        made = kind.stock_classes()
+        torch.manual_seed(0)
+        model = made[head or next(iter(kind.heads), BARE)](self.tiny_config(made["AutoConfig"], model_type, changes))
+        model.config.architectures = [type(model).__name__]
+        return unsettled(model)
+
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind."""
+        return made(**{**self.small, **changes})
 
     def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
         """A tailored model with the given layers and tensors; everything else as in `like`, which stays as it is.
@@ -124,17 +168,18 @@ class Family(Reader, ABC):
             tensors = self._renumbered(like, tensors, kept)
         missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
         if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
-            raise ModelError(f"the reshaped model lacks {missing} or has no place for {unexpected}.")
+            raise ModelError(f"the reshaped model misses {missing} or has no place for {unexpected}.")
         model.tie_weights()
         self._copy_unsaved(like, model)
+        model.config.architectures = [type(model).__name__]
         return model.train(like.training)
 
     def frame(self, like: nn.Module, layers: tuple[LayerShape, ...]) -> nn.Module:
-        """The same on the meta device: without numbers."""
+        """A tailored model with the given layers, on the meta device: without numbers."""
         if self.keeps_first and layers[0].gone:
             raise ModelError(f"the first layer of {self.name} models is unlike the others and has to stay.")
-        made = classes(self.kind(like.config))
-        auto = next(auto for auto, cls in stock_classes(self.kind(like.config)).items() if isinstance(like, cls))
+        auto = self.auto_class_of(like)
+        made = self.anatomy(like.config).tailored_classes(self.kind(like.config))
         settings = {k: v for k, v in like.config.to_dict().items() if k not in NOT_COPIED}
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
@@ -155,6 +200,11 @@ class Family(Reader, ABC):
             model.generation_config = copy.deepcopy(like.generation_config)
         return model.train(like.training)
 
+    def auto_class_of(self, model: nn.Module) -> str:
+        """The name of the Auto class that loads a model like this one."""
+        stock = self.anatomy(model.config).stock_classes()
+        return next(auto for auto, cls in stock.items() if isinstance(model, cls))
+
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
         """A configuration with the settings of another."""
         return config_class(**settings)
@@ -171,20 +221,6 @@ class Family(Reader, ABC):
         """A configuration for the layers that are not gone."""
         return without(settings, [index for index, layer in enumerate(layers) if not layer.gone], len(layers))
 
-    def _renumbered(self, like: nn.Module, tensors: Tensors, kept: list[int]) -> Tensors:
-        """The state dictionary without the layers that are gone."""
-        places = {self._prefix(like.config, old): self._prefix(like.config, new) for new, old in enumerate(kept)}
-        every = self._prefix(like.config, 0).removesuffix("0.")
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if not name.startswith(every):
-                found[name] = tensor
-                continue
-            prefix = every + name.removeprefix(every).partition(".")[0] + "."
-            if prefix in places:
-                found[places[prefix] + name.removeprefix(prefix)] = tensor
-        return found
-
     def _copy_unsaved(self, like: nn.Module, model: nn.Module) -> None:
         """Buffers that no state dictionary holds, such as rotary frequencies."""
         theirs = dict(like.named_buffers())
@@ -196,46 +232,13 @@ class Family(Reader, ABC):
     def tailor(self, model: nn.Module, pooled: int = 1) -> nn.Module:
         """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is.
 
-        With so many key/value heads to a cached row, if any are pooled: that too loses nothing, but rounding.
+        `pooled` key/value heads share a row of the cache: above 1, results differ by rounding alone.
         """
         tensors = self.state_of(model)
         if not self.is_tailored(model):
             tensors = self.apart(tensors, model.config)
         layers = self.shape_of(model.config).layers
         return self.build(model, tuple(layer.pooling(pooled) for layer in layers), tensors)
-
-    def tensors(self, config: Any) -> dict[str, str]:
-        """Our name of a layer's tensor -> where it is below the layer."""
-        anatomy = self.anatomy(config)
-        places = {name: f"{anatomy.attention}.{name}_proj" for name in "qkv"} | {"o": anatomy.output}
-        places |= dict(zip(("gate", "up") if len(anatomy.mlp_in) > 1 else ("up",), anatomy.mlp_in, strict=True))
-        places["down"] = anatomy.mlp_out
-        found = {f"{ours}.{kind}": f"{place}.{kind}" for ours, place in places.items() for kind in ("weight", "bias")}
-        more = {"q_down": "q_down_GWK", "k_down": "k_down_GWK", "v_up": "v_up_NVO"}
-        more |= {"pairs": "pairs_GP", "columns": "heads_H"}
-        return found | {ours: f"{anatomy.attention}.{place}" for ours, place in more.items()}
-
-    def _prefix(self, config: Any, index: int) -> str:
-        anatomy = self.anatomy(config)
-        return f"{anatomy.body_at}.{anatomy.layers}.{index}."
-
-    def take_layer(self, tensors: Tensors, index: int, config: Any) -> Tensors:
-        """Remove the tensors of a layer that cuts concern from a state dictionary and return them by our names."""
-        places = {name: self._prefix(config, index) + place for name, place in self.tensors(config).items()}
-        return {name: tensors.pop(place) for name, place in places.items() if place in tensors}
-
-    def put_layer(self, tensors: Tensors, index: int, layer: Tensors, config: Any) -> None:
-        """Add the tensors of a layer to a state dictionary."""
-        places = self.tensors(config)
-        for name, tensor in layer.items():
-            tensors[self._prefix(config, index) + places[name]] = tensor
-
-    def state_of(self, model: nn.Module, clone: bool = True) -> Tensors:
-        """A model's tensors, copied unless said, tied ones once."""
-        tensors = {name: tensor.clone() if clone else tensor for name, tensor in model.state_dict().items()}
-        for tied in getattr(model, "all_tied_weights_keys", None) or ():
-            tensors.pop(tied, None)
-        return tensors
 
     def build_layer(self, model: nn.Module, index: int, shape: LayerShape, tensors: Tensors) -> nn.Module:
         """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
@@ -275,7 +278,7 @@ class Family(Reader, ABC):
             hook.remove()
 
     def read(self, model: nn.Module, ids: torch.Tensor) -> None:
-        """Pass rows through all layers for those who watch them: nobody waits for logits."""
+        """Pass rows through all layers, for hooks that record them; no logits are computed."""
         self.call(self.body(model), ids)
 
     @torch.no_grad()
@@ -284,7 +287,7 @@ class Family(Reader, ABC):
         return self._handed(model, ids, 1)[0][0]
 
     def _handed(self, model: nn.Module, ids: torch.Tensor, count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """What the model hands its first `count` layers: the stream, and everything else by name."""
+        """The arguments of the first `count` layers: the stream, and everything else by name."""
         seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
 
         def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -331,16 +334,8 @@ class Family(Reader, ABC):
         return first
 
 
-def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
-    """What a layer is handed for rows, for so many copies of them one after the other."""
-    tables = context.get("position_embeddings")
-    if tables is None or tables[0].shape[0] == 1:
-        return context
-    return {**context, "position_embeddings": tuple(table.repeat(times, 1, 1) for table in tables)}
-
-
 def unsettled(model: nn.Module) -> nn.Module:
-    """A fresh model, its biases and norms moved off the zeros and ones that would hide a mistake with them."""
+    """A new model whose biases and norms differ from zeros and ones, which would hide a mistake with them."""
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter.data)

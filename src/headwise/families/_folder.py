@@ -1,4 +1,4 @@
-"""What is looked at in a model's files before a library opens them: their kind, their sizes, and code they bring."""
+"""Checks of a model's files before a library opens them: their kind, their sizes, and code that they bring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_folder(where: str) -> None:
 def check_config(config: dict[str, Any], where: str) -> None:
     """Refuse numbers of layers, heads and widths that would only fill the memory, and kernels that are fetched."""
     for name, value in config.items():
-        if isinstance(value, dict) and name not in ("id2label", "label2id"):
+        if isinstance(value, dict) and name not in ("id2label", "label2id", "headwise_anatomy"):
             check_config(value, f"{where}, {name}")
         elif isinstance(value, int) and abs(value) >= INTEGER:
             raise ModelError(f"{where}: {name} is {shortened(value)}, a number that nothing can hold; restore it.")

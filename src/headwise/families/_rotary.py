@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,41 +9,31 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._config import NOT_COPIED, element_bytes, grain_of, layers_of
-from headwise.families._family import Block, Family, Tensors, unsettled
-from headwise.runtime.modeling_headwise import CAUSAL, stock_classes
+from headwise.families._config import grain_of
+from headwise.families._decoder import Decoder
 from headwise.types import LayerShape, ModelShape
 
 SMALL: dict[str, Any] = dict(
-    vocab_size=97,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    max_position_embeddings=128,
-    tie_word_embeddings=False,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
+    vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=128, tie_word_embeddings=False, pad_token_id=0,
+    bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 MOVING = ("dynamic", "longrope")  # rope types whose frequencies change with the length
 
 
-class Rotary(Family):
+class Rotary(Decoder):
     """Answers as Llama does; a family says where its models differ."""
 
-    portable = True
     relative = True
-    small: ClassVar[dict[str, Any]] = {}  # its tiny model, where not as `SMALL`; none: its stock default
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    small: ClassVar[dict[str, Any]] = {}  # its tiny model, where not as `SMALL`; None: its stock default
 
     def head_dim(self, config: Any) -> int:
         """Of a stock head."""
         return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
     def pairs(self, config: Any) -> bool:
-        """Whether rotary pairs can be dropped: not where a norm lies between, or where some coordinates stand still."""
+        """Whether rotary pairs can be dropped: not if heads are normed, or if some coordinates do not turn."""
         return True
 
     def portable_cuts(self, config: Any) -> tuple[str, ...] | None:
@@ -52,10 +41,6 @@ class Rotary(Family):
         if self.pairs(config) and (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in MOVING:
             return None
         return tuple(unit for unit in self.units if unit not in ("qk", "v"))
-
-    def together(self, tensors: Tensors, config: Any) -> Tensors:
-        """What `apart` took apart, as stock code has it."""
-        return tensors
 
     def qkv_bias(self, config: Any) -> bool:
         """Whether queries, keys and values have biases."""
@@ -69,43 +54,19 @@ class Rotary(Family):
         """The shape of a stock or tailored configuration."""
         head_dim = self.head_dim(config)
         grain = grain_of(head_dim, config.intermediate_size, pairs=self.pairs(config), folds=False)
-        stock = LayerShape(
-            query_heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            qk_dim=head_dim,
-            v_dim=head_dim,
-            mlp_width=config.intermediate_size,
-            qk_width=head_dim,
-        )
-        return ModelShape(
-            family=self.name,
-            hidden_size=config.hidden_size,
-            vocab_size=config.vocab_size,
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        stock = LayerShape(heads, kv_heads, head_dim, head_dim, config.intermediate_size, head_dim)
+        return self.shape(
+            config,
+            (stock,) * config.num_hidden_layers,
+            replace(grain, portable=self.portable_cuts(config)),
             tied_embeddings=config.tie_word_embeddings,
-            layers=layers_of(config, stock, config.num_hidden_layers),
-            grain=replace(grain, portable=self.portable_cuts(config)),
             qkv_bias=self.qkv_bias(config),
             o_bias=bool(getattr(config, "attention_bias", False)),
             mlp_bias=bool(getattr(config, "mlp_bias", False)),
             layer_norms=self.layer_norms(config),
             other_parameters=config.hidden_size,
-            element_bytes=element_bytes(config),
         )
-
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.self_attn,
-            output=layer.self_attn.o_proj,
-            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=layer.mlp.down_proj,
-            activation=layer.mlp.act_fn,
-            **self.norms(layer),
-        )
-
-    def norms(self, layer: nn.Module) -> dict[str, Any]:
-        """The norms of a layer by their place in a `Block`."""
-        return {"attention_norm": layer.input_layernorm, "mlp_norm": layer.post_attention_layernorm}
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""
@@ -119,29 +80,21 @@ class Rotary(Family):
         scales by the new head dimension, the queries make up for that.
         """
         layer, attention = self.shape_of(model.config).layers[0], self.blocks(model)[0].attention
-        made = stock_classes(self.kind(model.config))
-        settings = {k: v for k, v in model.config.to_dict().items() if k not in NOT_COPIED}
-        settings |= {
+        changes: dict[str, Any] = {
             "num_attention_heads": layer.query_heads,
             "num_key_value_heads": layer.kv_heads,
             "head_dim": layer.qk_dim,
             "intermediate_size": layer.mlp_width,
         }
         if layer.qk_dim < attention.head_dim:
-            settings["rope_parameters"] = self._kept_frequencies(model, layer.qk_dim)
-        stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
+            changes["rope_parameters"] = self._kept_frequencies(model, layer.qk_dim)
+        tensors = {name: tensor for name, tensor in self.state_of(model).items() if not name.endswith("pairs_GP")}
+        stock = self.stock_of(model, changes, tensors)
         scale = attention.attend.scaling / stock.model.layers[0].self_attn.scaling
-        tensors = {
-            name: tensor * scale if ".q_proj." in name and scale != 1.0 else tensor
-            for name, tensor in self.state_of(model).items()
-            if not name.endswith("pairs_GP")
-        }
-        missing, unexpected = stock.load_state_dict(self.together(tensors, stock.config), strict=False)
-        if unexpected or set(missing) - {"lm_head.weight"}:
-            raise ModelError(f"this plan is not portable: stock code has no place for {sorted(unexpected)[:1]}.")
-        stock.tie_weights()
-        stock.generation_config = copy.deepcopy(model.generation_config)
-        return stock.train(model.training)
+        for name, parameter in stock.named_parameters():
+            if ".q_proj." in name and scale != 1.0:
+                parameter.data *= scale
+        return stock
 
     def _kept_frequencies(self, model: nn.Module, width: int) -> dict[str, Any]:
         """A longrope table whose frequencies are exactly those of the kept pairs."""
@@ -171,9 +124,7 @@ class Rotary(Family):
             "original_max_position_embeddings": model.config.max_position_embeddings,
         }
 
-    def tiny(self, model_type: str = "", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests."""
-        made = stock_classes(model_type or self.model_types[0])
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind."""
         sizes = {name: size for name, size in {**SMALL, **self.small}.items() if size is not None}
-        torch.manual_seed(0)
-        return unsettled(made[CAUSAL](made["AutoConfig"](**{**sizes, **changes})))
+        return made(**{**sizes, **changes})

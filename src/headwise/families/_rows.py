@@ -12,13 +12,13 @@ from torch import nn
 class Reader:
     """What a family says about the rows that its models read."""
 
-    quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # what a plain forward pass is told
+    quiet: ClassVar[dict[str, Any]] = {"use_cache": False}  # arguments of a plain forward pass
     relative: ClassVar[bool] = False  # whether positions are rotary alone, so that a row may begin anywhere
     context = 0  # tokens of context over which rows begin; 0: every row begins at the first position
     seed = 0  # random seed of where rows begin
 
     def offset(self, context: int, seed: int = 0) -> Self:
-        """The same family, whose rows begin at random positions of a context.
+        """This family with rows that begin at random positions of a context.
 
         Rotary attention sees differences of positions alone, so a model's answers stay the same. But queries and keys
         after rotary depend on the position: whatever is fitted to them must see all positions that will be served.
@@ -93,7 +93,7 @@ class Reader:
 
 
 class ImageReader(Reader):
-    """The same for models of images."""
+    """Rows of models that read images."""
 
     def row_length(self, length: int, served: int) -> int:
         """Images have the length that they have."""

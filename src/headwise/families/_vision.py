@@ -7,42 +7,31 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from headwise.families._config import element_bytes, grain_of, layers_of
+from headwise.families._architecture import IMAGE_CLASSIFIER
+from headwise.families._config import grain_of
 from headwise.families._encoder import Encoder
-from headwise.families._family import Block, Family, unsettled
+from headwise.families._family import Family
 from headwise.families._rows import ImageReader
-from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, stock_classes
 from headwise.types import LayerShape, ModelShape
 
-SMALL: dict[str, Any] = dict(
-    image_size=16,
-    patch_size=4,
-    hidden_size=32,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    initializer_range=0.1,
+IMAGES: dict[str, Any] = dict(vocab_size=0, tied_embeddings=True, cached=False)  # of every shape
+HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
+LAYER: dict[str, Any] = dict(  # as ViT names its parts
+    heads=HEADS, attention="attention", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2", activation="mlp.activation_fn"
 )
+SMALL: dict[str, Any] = dict(
+    image_size=16, patch_size=4, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+    initializer_range=0.1,
+)  # fmt: skip
 
 
 class Vision(ImageReader, Encoder):
     """A pre-norm encoder that reads an image as patches, with a class token before them."""
 
     images = True
-    renamed: ClassVar[dict[str, str]] = {}
     before_patches: ClassVar[int] = 1  # tokens
-    small: ClassVar[dict[str, dict[str, Any]]] = {}  # kind -> its tiny model, where not as `SMALL`
-
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model, as ViT names them."""
-        return Block(
-            attention=layer.attention,
-            output=layer.attention.o_proj,
-            inner=(layer.mlp.fc1,),
-            down=layer.mlp.fc2,
-            activation=layer.mlp.activation_fn,
-            attention_norm=layer.layernorm_before,
-            mlp_norm=layer.layernorm_after,
-        )
+    norms = {"attention_norm": "layernorm_before", "mlp_norm": "layernorm_after"}
+    small = SMALL
 
     def pooled(self, config: Any, out: Any) -> torch.Tensor:
         """The embedding of an image (B, D), out of what a model without a head puts out: its class token."""
@@ -74,21 +63,18 @@ class Vision(ImageReader, Encoder):
         tower, head = self.tower(config), self.head(config) or IMAGE_CLASSIFIER
         heads, width, count = self.sizes(config)
         dim = int(getattr(tower, "head_dim", None) or tower.hidden_size // heads)
-        return ModelShape(
-            family=self.name,
+        return self.shape(
+            config,
+            (LayerShape(heads, heads, dim, dim, width, dim),) * count,
+            grain_of(dim, width, pairs=False, folds=True),
+            **IMAGES,
             hidden_size=tower.hidden_size,
-            vocab_size=0,
-            tied_embeddings=True,
-            layers=layers_of(config, LayerShape(heads, heads, dim, dim, width, dim), count),
-            grain=grain_of(dim, width, pairs=False, folds=True),
             qkv_bias=bool(getattr(tower, "qkv_bias", True)),
             o_bias=True,
             mlp_bias=True,
             mlp_matrices=3 if self.gated(config) else 2,
-            cached=False,
             layer_norms=self.layer_norms(config),
             other_parameters=self.embedding_parameters(config) + self.head_parameters(config, head),
-            element_bytes=element_bytes(config),
             row_tokens=self.longest(config),
         )
 
@@ -125,23 +111,6 @@ class Vision(ImageReader, Encoder):
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments that the model hands each layer: the same for all images."""
         return Family.layer_contexts(self, model, ids)
-
-    def tiny(self, model_type: str, head: str = "", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests, with a classifier unless said, or none where there is no such class."""
-        made = stock_classes(model_type)
-        head = head or (IMAGE_CLASSIFIER if IMAGE_CLASSIFIER in made else BARE)
-        torch.manual_seed(0)
-        model = made[head](self.tiny_config(made["AutoConfig"], {**self.small.get(model_type, {}), **changes}))
-        model.config.architectures = [type(model).__name__]
-        return unsettled(model)
-
-    def tiny_config(self, made: Any, changes: dict[str, Any]) -> Any:
-        """The configuration of a tiny model."""
-        return made(**{**SMALL, **self.tiny_settings(), **changes})
-
-    def tiny_settings(self) -> dict[str, Any]:
-        """What the tiny model of the family needs beside `SMALL`."""
-        return dict(intermediate_size=64)
 
 
 def _pair(size: Any) -> tuple[int, int]:

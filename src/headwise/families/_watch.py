@@ -20,7 +20,7 @@ def watching(
 ) -> Iterator[None]:
     """Call `attention(layer, q, k, v, z)` after every softmax and `channels(layer, h)` before every down projection.
 
-    Keys and values are those that are cached: pooled heads look at whole rows meanwhile.
+    Keys and values are those of the cache: meanwhile pooled heads attend to whole rows.
     """
     hooks: list[Any] = []
 

@@ -1,6 +1,6 @@
 """BART: an encoder-decoder with learned positions and norms after the sums.
 
-Queries and keys know no rotation, so that their projection is folded into the weights.
+Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.families._architecture import Architecture
 from headwise.families._block import Norm
-from headwise.families._encoder_decoder import EncoderDecoder
+from headwise.families._encoder_decoder import BART, EncoderDecoder
 
 UNUSED_POSITIONS = 2  # at the start of a table of positions
 
@@ -20,21 +21,13 @@ class Bart(EncoderDecoder):
     """BART and what shares its code."""
 
     name = "bart"
-    model_types = ("bart",)
+    kinds = {"bart": Architecture(stem="Bart", post_norm=True, **BART)}
     summary = "BART, DistilBART"
     counts = ("encoder_layers", "decoder_layers")
-    renamed = {"out_proj": "o_proj"}
     small = dict(
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, max_position_embeddings=128, dropout=0.0, init_std=0.1, forced_eos_token_id=None,
     )  # fmt: skip
-
-    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
-        """Both stacks may differ in heads and MLPs."""
-        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
-        return {
-            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
-        }
 
     def costs(self, config: Any) -> dict[str, Any]:
         """Biases everywhere; beside the layers a table of positions and a norm for each stack.

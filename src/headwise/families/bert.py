@@ -7,17 +7,38 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families._encoder import BARE, CLASSIFIER, MASKED, Encoder
-from headwise.families._family import Block
+from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
+from headwise.families._encoder import HEADS, Encoder
+
+LAYER: dict[str, Any] = dict(
+    heads=HEADS,
+    layers="encoder.layer",
+    attention="attention.self",
+    output="attention.output.dense",
+    names={
+        "q": "query", "k": "key", "v": "value", "o": "", "head_dim": "attention_head_size", "dropout": "dropout.p",
+    },
+    mlp_in=("intermediate.dense",),
+    mlp_out="output.dense",
+    activation="intermediate.intermediate_act_fn",
+)  # fmt: skip
 
 
 class Bert(Encoder):
     """BERT and RoBERTa, bare or with a masked-language or classification head."""
 
     name = "bert"
-    model_types = ("bert", "roberta")
+    kinds = {
+        "bert": Architecture(stem="Bert", body_at="bert", **LAYER),
+        "roberta": Architecture(stem="Roberta", body_at="roberta", **LAYER),
+    }
     summary = "BERT, MiniLM, RoBERTa, and sentence embeddings made of them"
-    renamed = {f".self.{name}.": f".self.{name[0]}_proj." for name in ("query", "key", "value")}
+
+    norms = {"attention_end": "attention.output.LayerNorm", "mlp_end": "output.LayerNorm"}
+    small = dict(
+        vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128,
+    )  # fmt: skip
 
     def sizes(self, config: Any) -> tuple[int, int, int]:
         """Attention heads, MLP width, layers."""
@@ -39,18 +60,6 @@ class Bert(Encoder):
             return int(dense + 2 * hidden + (0 if config.tie_word_embeddings else config.vocab_size))
         return int(dense + (config.num_labels * (hidden + 1) if head == CLASSIFIER else 0))
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.attention.self,
-            output=layer.attention.output.dense,
-            inner=(layer.intermediate.dense,),
-            down=layer.output.dense,
-            activation=layer.intermediate.intermediate_act_fn,
-            attention_end=layer.attention.output.LayerNorm,
-            mlp_end=layer.output.LayerNorm,
-        )
-
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the model's head makes of the stream after the last layer; the stream itself without one."""
         head = self.head(model.config)
@@ -60,17 +69,6 @@ class Bert(Encoder):
         if head == MASKED:
             return (model.lm_head if roberta else model.cls)(stream)
         return model.classifier(stream if roberta else model.dropout(model.bert.pooler(stream)))
-
-    def tiny_settings(self) -> dict[str, Any]:
-        """The configuration of a tiny model."""
-        return dict(
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-        )
 
 
 FAMILY = Bert()

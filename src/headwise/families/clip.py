@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._family import Block
-from headwise.families._vision import SMALL, Vision
-from headwise.runtime.modeling_headwise import BARE, stock_classes
+from headwise.families._architecture import BARE, Architecture
+from headwise.families._family import Family
+from headwise.families._vision import HEADS, SMALL, Vision
 from headwise.types import ModelShape
 
 PROJECTED = "clip_vision_projected"  # what we call a tower with its projection
+TOWER = Architecture(
+    stem="CLIPVision",
+    heads={},
+    body_at="",
+    layers="encoder.layers",
+    names={"o": "out_proj", "scaling": "scale", "dropout": "dropout"},
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+    activation="mlp.activation_fn",
+)
 TEXT = dict(vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 
 
@@ -21,13 +32,18 @@ class CLIP(Vision):
     """CLIPVisionModel, CLIPVisionModelWithProjection and CLIPForImageClassification."""
 
     name = "clip"
-    model_types = ("clip_vision_model", PROJECTED, "clip")
+    kinds = {
+        "clip_vision_model": TOWER,
+        PROJECTED: replace(TOWER, body_at="vision_model", bare="ModelWithProjection"),
+        "clip": replace(TOWER, body_at="vision_model", stem="CLIP", heads=HEADS, bare=""),
+    }
     summary = "CLIP's vision tower: bare, projected, or as a classifier"
+    norms = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2"}
+    small = {**SMALL, "projection_dim": 24, "initializer_factor": 3.0}
 
     def kind(self, config: Any) -> str:
         """By the class, as one stock model_type stands for a tower with and without its projection."""
-        projected = (getattr(config, "architectures", None) or [""])[0].endswith("WithProjection")
-        return PROJECTED if projected else super().kind(config)
+        return PROJECTED if self.class_name(config).endswith("WithProjection") else super().kind(config)
 
     def tower(self, config: Any) -> Any:
         """A classifier's configuration holds that of its tower."""
@@ -36,12 +52,12 @@ class CLIP(Vision):
     def stock_loader(self, config: Any, auto: str) -> Any:
         """No Auto class knows a stock tower with its projection."""
         if config.model_type == "clip_vision_model" and self.kind(config) == PROJECTED:
-            return stock_classes(PROJECTED)[BARE]
+            return self.kinds[PROJECTED].stock_classes()[BARE]
         return super().stock_loader(config, auto)
 
     def shape_of(self, config: Any) -> ModelShape:
         """The shape of a stock or tailored configuration; the text tower has none."""
-        if (getattr(config, "architectures", None) or [""])[0].endswith("CLIPModel"):
+        if self.class_name(config).endswith("CLIPModel"):
             raise ModelError(
                 "CLIPModel has two towers, and only that for images can be reshaped. Save it alone first: "
                 "CLIPVisionModelWithProjection.from_pretrained(MODEL).save_pretrained(FOLDER), its image processor too."
@@ -63,27 +79,8 @@ class CLIP(Vision):
         """Of the projection where there is one."""
         return int(config.projection_dim if self.kind(config) == PROJECTED else config.hidden_size)
 
-    def body(self, model: nn.Module) -> nn.Module:
-        """The tower."""
-        return model.get_submodule("vision_model") if hasattr(model, "vision_model") else model
-
     def _prefix(self, config: Any, index: int) -> str:
-        inside = "" if self.kind(config) == "clip_vision_model" else "vision_model."
-        return f"{inside}{self.anatomy(config).layers}.{index}."
-
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.self_attn,
-            output=layer.self_attn.o_proj,
-            inner=(layer.mlp.fc1,),
-            down=layer.mlp.fc2,
-            activation=layer.mlp.activation_fn,
-            attention_norm=layer.layer_norm1,
-            mlp_norm=layer.layer_norm2,
-        )
-
-    renamed = {".self_attn.out_proj.": ".self_attn.o_proj."}
+        return Family._prefix(self, config, index)  # a tower with its projection has no head, but a body
 
     def pooled(self, config: Any, out: Any) -> torch.Tensor:
         """The projected image, or the class token as the tower pools it."""
@@ -96,14 +93,13 @@ class CLIP(Vision):
         found = self.body(model).post_layernorm(stream[:, 0])
         return model.visual_projection(found) if self.kind(model.config) == PROJECTED else found
 
-    def tiny_config(self, made: Any, changes: dict[str, Any]) -> Any:
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
         """The configuration of a tiny model, with that of its tower inside where there is a classifier."""
-        tower = {**SMALL, "intermediate_size": 64, "projection_dim": 24, "initializer_factor": 3.0}
         if "vision_config" not in made.sub_configs:
-            return made(**{**tower, **changes})
+            return super().tiny_config(made, kind, changes)
         outer = {name: value for name, value in changes.items() if name == "num_labels"}
         inner = {name: value for name, value in changes.items() if name not in outer}
-        return made(vision_config={**tower, **inner}, text_config=TEXT, **outer)
+        return made(vision_config={**self.small, **inner}, text_config=TEXT, **outer)
 
 
 FAMILY = CLIP()

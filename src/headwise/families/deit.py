@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.families._vision import Vision
-from headwise.runtime.modeling_headwise import BARE
+from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
+from headwise.families._vision import LAYER, Vision
 
 TAUGHT = "deit_with_teacher"  # what we call models whose two classifiers answer together
+DEIT = Architecture(stem="DeiT", body_at="deit", **LAYER)
 
 
 class DeiT(Vision):
     """DeiT, bare or with one or both of its classifiers."""
 
     name = "deit"
-    model_types = ("deit", TAUGHT)
+    kinds = {"deit": DEIT, TAUGHT: replace(DEIT, heads={IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"})}
     summary = "DeiT, with and without its teacher's classifier"
     before_patches = 2
 
     def kind(self, config: Any) -> str:
         """By the head, as one stock model_type stands for both."""
         kind = super().kind(config)
-        return TAUGHT if (getattr(config, "architectures", None) or [""])[0].endswith("WithTeacher") else kind
+        return TAUGHT if self.class_name(config).endswith("WithTeacher") else kind
 
     def head_parameters(self, config: Any, head: str) -> int:
         """The pooler of a bare model, or one or two classifiers."""

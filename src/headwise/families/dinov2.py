@@ -2,32 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.families._family import Block, Tensors
-from headwise.families._vision import Vision
-from headwise.runtime.modeling_headwise import BARE
+from headwise.families._architecture import BARE, Architecture
+from headwise.families._vision import LAYER, SMALL, Vision
 
 GATED = "dinov2_swiglu"  # what we call models with a gated MLP
+DINO = Architecture(
+    stem="Dinov2",
+    body_at="dinov2",
+    **{**LAYER, "layers": "encoder.layer", "activation": "mlp.activation_fn|mlp.activation"},
+    names={  # second alternatives: transformers before 5.20
+        "q": "q_proj|attention.query", "k": "k_proj|attention.key", "v": "v_proj|attention.value",
+        "o": "o_proj|output.dense", "config": "config|attention.config",
+        "hidden": "config.hidden_size|attention.config.hidden_size", "is_causal": "is_causal|attention.is_causal",
+        "head_dim": "head_dim|attention.attention_head_size", "scaling": "scaling|attention.scaling",
+        "dropout": "attention_dropout|attention.dropout_prob",
+    },
+)  # fmt: skip
+SWIGLU: dict[str, Any] = dict(
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+    activation="mlp.act_fn",
+    fused_mlp={"at": "mlp", "inner": "weights_in", "down": "weights_out"},
+)
 
 
 class DINOv2(Vision):
     """DINOv2, bare or with an image classifier, with a plain or a gated MLP."""
 
     name = "dinov2"
-    model_types = ("dinov2", GATED)
+    kinds = {"dinov2": DINO, GATED: replace(DINO, **SWIGLU)}
     summary = "DINOv2 (small to giant)"
-    renamed = {  # as transformers before 5.20 has it
-        ".attention.attention.query.": ".attention.q_proj.",
-        ".attention.attention.key.": ".attention.k_proj.",
-        ".attention.attention.value.": ".attention.v_proj.",
-        ".attention.output.dense.": ".attention.o_proj.",
-        ".mlp.weights_out.": ".mlp.down_proj.",
-    }
-    small = {GATED: dict(use_swiglu_ffn=True)}
+    norms = {
+        "attention_norm": "norm1", "mlp_norm": "norm2", "attention_scale": "layer_scale1", "mlp_scale": "layer_scale2",
+    }  # fmt: skip
+    small = {name: size for name, size in SMALL.items() if name != "intermediate_size"}
+    small |= dict(mlp_ratio=2, use_mask_token=False)
 
     def kind(self, config: Any) -> str:
         """By the MLP, as one stock model_type stands for both."""
@@ -50,31 +65,13 @@ class DINOv2(Vision):
         """The classifier reads the class token and the mean of all others."""
         return 0 if head == BARE else int(config.num_labels * (2 * config.hidden_size + 1))
 
-    def apart(self, tensors: Tensors, config: Any) -> Tensors:
-        """A stock state dictionary under the names of the tailored model, gate and up apart."""
-        found = super().apart(tensors, config)
-        for name in [name for name in found if ".mlp.weights_in." in name]:
-            gate, up = found.pop(name).chunk(2)
-            for part, ours in ((gate, "gate_proj"), (up, "up_proj")):
-                found[name.replace("weights_in", ours)] = part.clone()
-        return found
+    def norms_of(self, layer: nn.Module) -> dict[str, Any]:
+        """Scales are factors of channels."""
+        return {**super().norms_of(layer), "by_channel": True}
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        mlp = layer.mlp
-        gated = hasattr(mlp, "gate_proj")
-        return Block(
-            attention=layer.attention,
-            output=layer.attention.o_proj,
-            inner=(mlp.gate_proj, mlp.up_proj) if gated else (mlp.fc1,),
-            down=mlp.down_proj if gated else mlp.fc2,
-            activation=mlp.act_fn if gated else getattr(mlp, "activation_fn", None) or mlp.activation,
-            attention_norm=layer.norm1,
-            mlp_norm=layer.norm2,
-            attention_scale=layer.layer_scale1,
-            mlp_scale=layer.layer_scale2,
-            by_channel=True,
-        )
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind."""
+        return super().tiny_config(made, kind, {"use_swiglu_ffn": kind == GATED, **changes})
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the classifier makes of the stream after the last layer; the class token without one."""
@@ -82,10 +79,6 @@ class DINOv2(Vision):
         if self.head(model.config) == BARE:
             return found[:, 0]
         return model.classifier(torch.cat((found[:, 0], found[:, 1:].mean(1)), 1))
-
-    def tiny_settings(self) -> dict[str, Any]:
-        """The configuration of a tiny model."""
-        return dict(mlp_ratio=2, use_mask_token=False)
 
 
 FAMILY = DINOv2()

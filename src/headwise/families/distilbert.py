@@ -7,17 +7,34 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families._encoder import BARE, CLASSIFIER, MASKED, Encoder
-from headwise.families._family import Block
+from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
+from headwise.families._encoder import HEADS, Encoder
 
 
 class DistilBert(Encoder):
     """DistilBERT, bare or with a masked-language or classification head."""
 
     name = "distilbert"
-    model_types = ("distilbert",)
+    kinds = {
+        "distilbert": Architecture(
+            stem="DistilBert",
+            heads=HEADS,
+            body_at="distilbert",
+            layers="transformer.layer",
+            attention="attention",
+            names={
+                "q": "q_lin", "k": "k_lin", "v": "v_lin", "o": "out_lin", "head_dim": "attention_head_size",
+                "dropout": "dropout.p",
+            },
+            mlp_in=("ffn.lin1",),
+            mlp_out="ffn.lin2",
+            activation="ffn.activation",
+        )
+    }  # fmt: skip
     summary = "DistilBERT, and sentence embeddings made of it"
-    renamed = {f".attention.{name}_lin.": f".attention.{name[0]}_proj." for name in ("q", "k", "v", "out")}
+
+    norms = {"attention_end": "sa_layer_norm", "mlp_end": "output_layer_norm"}
+    small = dict(vocab_size=97, dim=32, hidden_dim=64, n_layers=3, n_heads=4, max_position_embeddings=128)
 
     def sizes(self, config: Any) -> tuple[int, int, int]:
         """Attention heads, MLP width, layers."""
@@ -34,18 +51,6 @@ class DistilBert(Encoder):
         more = config.num_labels * (config.dim + 1) if head == CLASSIFIER else 2 * config.dim
         return int(config.dim * (config.dim + 1) + more)
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.attention,
-            output=layer.attention.o_proj,
-            inner=(layer.ffn.lin1,),
-            down=layer.ffn.lin2,
-            activation=layer.ffn.activation,
-            attention_end=layer.sa_layer_norm,
-            mlp_end=layer.output_layer_norm,
-        )
-
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the model's head makes of the stream after the last layer; the stream itself without one."""
         head = self.head(model.config)
@@ -54,10 +59,6 @@ class DistilBert(Encoder):
         if head == MASKED:
             return model.vocab_projector(model.vocab_layer_norm(model.activation(model.vocab_transform(stream))))
         return model.classifier(model.dropout(model.pre_classifier(stream[:, 0]).relu()))
-
-    def tiny_settings(self) -> dict[str, Any]:
-        """The configuration of a tiny model."""
-        return dict(vocab_size=97, dim=32, hidden_dim=64, n_layers=3, n_heads=4, max_position_embeddings=128)
 
 
 FAMILY = DistilBert()

@@ -11,14 +11,24 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
+
+SANDWICH = {
+    "attention_norm": "input_layernorm", "attention_scale": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm", "mlp_scale": "post_feedforward_layernorm",
+}  # fmt: skip
 
 
 class Gemma(Rotary):
     """Norms multiply by one plus their weight, and attention has a scale of its own: both are stock code's to do."""
 
     name = "gemma"
-    model_types = ("gemma", "gemma2", "gemma3_text")
+    kinds = {
+        "gemma": Architecture(stem="Gemma"),
+        "gemma2": Architecture(stem="Gemma2", names={"softcap": "attn_logit_softcapping"}),
+        "gemma3_text": Architecture(stem="Gemma3", bare="TextModel", config="Gemma3TextConfig"),
+    }
     summary = "Gemma 1, 2 and 3 (text)"
     small = {"tie_word_embeddings": True, "initializer_range": 0.1}
 
@@ -32,16 +42,13 @@ class Gemma(Rotary):
         stream = super().layer_norms(config) * (1 if kind == "gemma" else 2)
         return stream + (2 * self.head_dim(config) if kind == "gemma3_text" else 0)
 
-    def norms(self, layer: nn.Module) -> dict[str, Any]:
+    def norms_of(self, layer: nn.Module) -> dict[str, Any]:
         """Before and after each part, but for the first Gemma."""
-        if not hasattr(layer, "pre_feedforward_layernorm"):
-            return super().norms(layer)
-        return {
-            "attention_norm": layer.input_layernorm,
-            "attention_scale": layer.post_attention_layernorm,
-            "mlp_norm": layer.pre_feedforward_layernorm,
-            "mlp_scale": layer.post_feedforward_layernorm,
-        }
+        return (
+            super().norms_of(layer)
+            if not hasattr(layer, "pre_feedforward_layernorm")
+            else {place: getattr(layer, name) for place, name in SANDWICH.items()}
+        )
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""
@@ -49,10 +56,10 @@ class Gemma(Rotary):
         cap = getattr(model.config, "final_logit_softcapping", None)
         return out if cap is None else torch.tanh(out / cap) * cap
 
-    def tiny(self, model_type: str = "gemma", **changes: Any) -> nn.Module:
-        """A tiny random stock model for tests; where there are windows, every other layer has one."""
-        windows = {} if model_type == "gemma" else {"sliding_window": 6, "sliding_window_pattern": 2}
-        return super().tiny(model_type, **{**windows, **changes})
+    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
+        """The configuration of a tiny model of a kind; where there are windows, every other layer has one."""
+        windows = {} if kind in ("", "gemma") else {"sliding_window": 6, "sliding_window_pattern": 2}
+        return super().tiny_config(made, kind, {**windows, **changes})
 
 
 FAMILY = Gemma()

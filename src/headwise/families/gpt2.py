@@ -1,6 +1,6 @@
 """GPT-2: learned positions, queries, keys and values fused in one transposed matrix, an MLP without a gate.
 
-Queries and keys know no rotation, so that their projection is folded into the weights. Not supported: cross-attention
+Queries and keys are not rotated, so that their projection is folded into the weights. Not supported: cross-attention
 (`add_cross_attention`) and the upcast attention of mixed-precision training (`reorder_and_upcast_attn`).
 """
 
@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from headwise.errors import ModelError
-from headwise.families._family import Block, Tensors
-from headwise.families._plain import Plain
+from headwise.families._architecture import CAUSAL, Architecture
+from headwise.families._decoder import WORDS, Plain
+from headwise.families._family import Tensors
 from headwise.types import ModelShape
 
 REFUSED = {
@@ -26,11 +27,28 @@ class GPT2(Plain):
     """GPT-2 and what shares its code."""
 
     name = "gpt2"
-    model_types = ("gpt2",)
+    kinds = {
+        "gpt2": Architecture(
+            stem="GPT2",
+            heads={CAUSAL: "LMHeadModel"},
+            body_at="transformer",
+            layers="h",
+            attention="attn",
+            names={
+                **dict.fromkeys("qkv", "c_attn"), "o": "c_proj", "dropout": "attn_dropout.p",
+                "resid_dropout": "resid_dropout",
+            },
+            mlp_in=("mlp.c_fc",),
+            mlp_out="mlp.c_proj",
+            activation="mlp.act",
+        )
+    }  # fmt: skip
     summary = "GPT-2, DistilGPT-2, DialoGPT"
     folds = True
     width_setting = "n_inner"
+    norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
     small = dict(
+        **WORDS,
         n_embd=64,
         n_layer=3,
         n_head=4,
@@ -58,49 +76,19 @@ class GPT2(Plain):
         other = (config.max_position_embeddings + 2) * hidden
         return dict(qkv_bias=True, o_bias=True, mlp_bias=True, layer_norms=4 * hidden, other_parameters=other)
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.attn,
-            output=layer.attn.o_proj,
-            inner=(layer.mlp.c_fc,),
-            down=layer.mlp.c_proj,
-            activation=layer.mlp.act,
-            attention_norm=layer.ln_1,
-            mlp_norm=layer.ln_2,
-        )
-
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
-        """Queries, keys and values apart, and every matrix turned: stock code keeps (inputs, outputs)."""
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if ".attn.c_attn." in name:
-                for ours, part in zip("qkv", tensor.chunk(3, dim=-1), strict=True):
-                    found[name.replace("c_attn", f"{ours}_proj")] = _turned(part)
-            elif ".attn.c_proj." in name:
-                found[name.replace("c_proj", "o_proj")] = _turned(tensor)
-            else:
-                found[name] = _turned(tensor) if ".mlp." in name else tensor
-        return found
+        """A stock state dictionary under our names. Stock code keeps matrices as (inputs, outputs)."""
+        return super().apart(_turned(tensors), config)
 
     def together(self, tensors: Tensors, config: Any) -> Tensors:
-        """What `apart` took apart, as stock code has it."""
+        """A tailored state dictionary under stock names, with matrices as (inputs, outputs)."""
         kept = config.headwise.get("kept", [])
         if config.scale_attn_by_inverse_layer_idx and kept != list(range(len(kept))):
             raise ModelError(
                 "layers of this gpt2 model scale attention by their number, and some of them are gone: "
                 "it has no stock form; leave out --portable."
             )
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if ".attn.q_proj." in name:
-                parts = [tensors[name.replace("q_proj", f"{ours}_proj")] for ours in "qkv"]
-                found[name.replace("q_proj", "c_attn")] = torch.cat([_turned(part) for part in parts], dim=-1)
-            elif ".attn.o_proj." in name:
-                found[name.replace("o_proj", "c_proj")] = _turned(tensor)
-            elif ".attn." not in name:
-                found[name] = _turned(tensor) if ".mlp." in name else tensor
-        return found
+        return _turned(super().together(tensors, config))
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""
@@ -108,9 +96,13 @@ class GPT2(Plain):
         return out
 
 
-def _turned(tensor: torch.Tensor) -> torch.Tensor:
-    """A matrix with its sides exchanged; a bias as it is."""
-    return tensor.mT.contiguous() if tensor.dim() == 2 else tensor.contiguous()
+def _turned(tensors: Tensors) -> Tensors:
+    """The matrices of layers with their sides exchanged."""
+    inside = {name: ".attn." in name or ".mlp." in name for name in tensors}
+    return {
+        name: tensor.mT.contiguous() if inside[name] and tensor.dim() == 2 else tensor
+        for name, tensor in tensors.items()
+    }
 
 
 FAMILY = GPT2()

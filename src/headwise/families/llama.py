@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 
 
@@ -14,7 +15,11 @@ class Llama(Rotary):
     """Llama and what is built like it."""
 
     name = "llama"
-    model_types = ("llama", "mistral", "qwen2")
+    kinds = {
+        "llama": Architecture(stem="Llama"),
+        "mistral": Architecture(stem="Mistral", names={"sliding_window": "config.sliding_window"}),
+        "qwen2": Architecture(stem="Qwen2"),
+    }
     summary = "Llama 2/3, SmolLM, Mistral, Qwen2"
 
     def qkv_bias(self, config: Any) -> bool:

@@ -12,26 +12,37 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
 from headwise.families._config import grain_of
-from headwise.families._encoder import BARE, CLASSIFIER, MASKED, Encoder
-from headwise.families._family import Block, Family, Tensors
+from headwise.families._encoder import HEADS, Encoder
+from headwise.families._family import Family
 from headwise.types import ModelShape
-
-FUSED = {
-    ".attn.Wqkv.": (".attn.q_proj.", ".attn.k_proj.", ".attn.v_proj."),
-    ".mlp.Wi.": (".mlp.gate_proj.", ".mlp.up_proj."),
-}
 
 
 class ModernBert(Encoder):
     """ModernBERT, bare or with a masked-language or classification head."""
 
     name = "modernbert"
-    model_types = ("modernbert",)
+    kinds = {
+        "modernbert": Architecture(
+            stem="ModernBert",
+            heads=HEADS,
+            attention="attn",
+            names={**dict.fromkeys("qkv", "Wqkv"), "o": "Wo", "scaling": "", "resid_dropout": "out_drop"},
+            fused_mlp={"at": "mlp", "inner": "Wi", "down": "Wo", "act": "act", "drop": "drop"},
+        )
+    }
     summary = "ModernBERT, and sentence embeddings made of it"
     keeps_first = True
     relative = True
-    renamed = {".attn.Wo.": ".attn.o_proj.", ".mlp.Wo.": ".mlp.down_proj."}
+
+    norms = {"attention_norm": "attn_norm", "mlp_norm": "mlp_norm"}
+    small = dict(  # with windows that are narrower than the texts of the tests
+        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128, local_attention=8, initializer_range=0.1, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+    )  # fmt: skip
 
     def sizes(self, config: Any) -> tuple[int, int, int]:
         """Attention heads, MLP width, layers."""
@@ -42,7 +53,7 @@ class ModernBert(Encoder):
         return int(config.hidden_size) * (2 if config.norm_bias else 1)
 
     def embedding_parameters(self, config: Any) -> int:
-        """A norm after the words and one at the end, less that which the first layer lacks."""
+        """A norm after the words and one at the end, less that which the first layer does not have."""
         return self._norm(config)
 
     def head_parameters(self, config: Any, head: str) -> int:
@@ -67,27 +78,6 @@ class ModernBert(Encoder):
             layer_norms=2 * self._norm(config),
         )
 
-    def apart(self, tensors: Tensors, config: Any) -> Tensors:
-        """A stock state dictionary under the names of the tailored model, with its fused tensors taken apart."""
-        found = super().apart(tensors, config)
-        for fused, ours in FUSED.items():
-            for name in [name for name in found if fused in name]:
-                for part, place in zip(found.pop(name).chunk(len(ours)), ours, strict=True):
-                    found[name.replace(fused, place)] = part.clone()
-        return found
-
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model."""
-        return Block(
-            attention=layer.attn,
-            output=layer.attn.o_proj,
-            inner=(layer.mlp.gate_proj, layer.mlp.up_proj),
-            down=layer.mlp.down_proj,
-            activation=layer.mlp.act_fn,
-            attention_norm=layer.attn_norm,
-            mlp_norm=layer.mlp_norm,
-        )
-
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments that the model hands each layer for rows as long as these; shorter ones use a part."""
@@ -102,25 +92,6 @@ class ModernBert(Encoder):
             return model.decoder(model.head(found))
         pooled = found[:, 0] if model.config.classifier_pooling == "cls" else found.mean(1)
         return model.classifier(model.drop(model.head(pooled)))
-
-    def tiny_settings(self) -> dict[str, Any]:
-        """The configuration of a tiny model, with windows that are narrower than the texts of the tests."""
-        return dict(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            max_position_embeddings=128,
-            local_attention=8,
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-            initializer_range=0.1,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            cls_token_id=1,
-            sep_token_id=2,
-        )
 
 
 FAMILY = ModernBert()

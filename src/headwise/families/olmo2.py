@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-
+from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 
 
@@ -13,9 +12,10 @@ class Olmo2(Rotary):
     """No head can go without changing the norm of the others, so heads stay."""
 
     name = "olmo2"
-    model_types = ("olmo2",)
+    kinds = {"olmo2": Architecture(stem="Olmo2")}
     summary = "OLMo 2"
     units = ("qk", "v", "mlp")
+    norms = {"attention_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}  # none before
     small = {"hidden_size": 64, "head_dim": None, "initializer_range": 0.1}
 
     def pairs(self, config: Any) -> bool:
@@ -26,10 +26,6 @@ class Olmo2(Rotary):
         """Two on the stream, one of all queries, one of all keys."""
         heads = config.num_attention_heads + config.num_key_value_heads
         return super().layer_norms(config) + int(heads * self.head_dim(config))
-
-    def norms(self, layer: nn.Module) -> dict[str, Any]:
-        """After each part, none before."""
-        return {"attention_scale": layer.post_attention_layernorm, "mlp_scale": layer.post_feedforward_layernorm}
 
 
 FAMILY = Olmo2()

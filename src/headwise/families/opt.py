@@ -1,7 +1,7 @@
 """OPT: learned positions, separate projections, an MLP without a gate.
 
 Norms before the parts, or after the sums as in OPT-350m; word embeddings of another width than the layers; with or
-without biases. Queries and keys know no rotation, so that their projection is folded into the weights.
+without biases. Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families._family import Block, Tensors
-from headwise.families._plain import Plain
+from headwise.families._architecture import Architecture
+from headwise.families._decoder import WORDS, Plain
 
 UNUSED_POSITIONS = 2  # at the start of the position table
 
@@ -21,11 +21,22 @@ class OPT(Plain):
     """OPT and what shares its code."""
 
     name = "opt"
-    model_types = ("opt",)
+    kinds = {
+        "opt": Architecture(
+            stem="OPT",
+            layers="decoder.layers",
+            names={"o": "out_proj", "dropout": "dropout"},
+            mlp_in=("fc1",),
+            mlp_out="fc2",
+            activation="activation_fn",
+            scales_queries=True,
+        )
+    }
     summary = "OPT, Galactica"
     folds = True
     width_setting = "ffn_dim"
     small = dict(
+        **WORDS,
         hidden_size=64,
         ffn_dim=128,
         num_hidden_layers=3,
@@ -47,26 +58,10 @@ class OPT(Plain):
             other += tables * config.vocab_size * (words - hidden) + 2 * words * hidden
         return dict(qkv_bias=bias, o_bias=bias, mlp_bias=bias, layer_norms=2 * norm, other_parameters=other)
 
-    def block(self, layer: nn.Module) -> Block:
-        """The parts of one layer of a tailored model; its norms come before the parts or after the sums."""
+    def norms_of(self, layer: nn.Module) -> dict[str, Any]:
+        """Norms come before the parts or after the sums."""
         names = ("attention_norm", "mlp_norm") if layer.do_layer_norm_before else ("attention_end", "mlp_end")
-        norms = dict(zip(names, (layer.self_attn_layer_norm, layer.final_layer_norm), strict=True))
-        return Block(
-            attention=layer.self_attn,
-            output=layer.self_attn.o_proj,
-            inner=(layer.fc1,),
-            down=layer.fc2,
-            activation=layer.activation_fn,
-            **norms,
-        )
-
-    def apart(self, tensors: Tensors, config: Any) -> Tensors:
-        """The output projection under our name."""
-        return {name.replace(".self_attn.out_proj.", ".self_attn.o_proj."): t for name, t in tensors.items()}
-
-    def together(self, tensors: Tensors, config: Any) -> Tensors:
-        """The output projection under its stock name."""
-        return {name.replace(".self_attn.o_proj.", ".self_attn.out_proj."): t for name, t in tensors.items()}
+        return dict(zip(names, (layer.self_attn_layer_norm, layer.final_layer_norm), strict=True))
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""

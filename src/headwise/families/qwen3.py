@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 
 
@@ -11,7 +12,7 @@ class Qwen3(Rotary):
     """Queries and keys are normed and rotated at full width and projected after."""
 
     name = "qwen3"
-    model_types = ("qwen3",)
+    kinds = {"qwen3": Architecture(stem="Qwen3")}
     summary = "Qwen3 (dense)"
     small = {"initializer_range": 0.1, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from headwise.families._architecture import Architecture
 from headwise.families._family import Tensors
 from headwise.families._rotary import Rotary
 
@@ -12,7 +13,7 @@ class SmolLM3(Rotary):
     """Pairs can be dropped in every layer; where nothing turns, a pair is just two coordinates."""
 
     name = "smollm3"
-    model_types = ("smollm3",)
+    kinds = {"smollm3": Architecture(stem="SmolLM3")}
     summary = "SmolLM3"
     small = {
         "hidden_size": 64,

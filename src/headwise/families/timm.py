@@ -10,17 +10,19 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from headwise.errors import ModelError
+from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
 from headwise.families._block import Block, Norm
-from headwise.families._config import element_bytes, grain_of
+from headwise.families._config import grain_of
 from headwise.families._family import Family, Tensors, unsettled
 from headwise.families._rows import ImageReader
-from headwise.runtime.modeling_headwise import BARE, IMAGE_CLASSIFIER, Anatomy, fitting, stock_classes
+from headwise.families._vision import HEADS, IMAGES
 from headwise.types import Grain, LayerShape, ModelShape
 
 MODELS = ("VisionTransformer", "VisionTransformerDistilled", "Eva")
@@ -28,6 +30,29 @@ LAYERS = ("Block", "ResPostBlock", "EvaBlock", "EvaBlockPostNorm")
 ATTENTIONS = ("Attention", "AttentionRope", "EvaAttention")
 MLPS = ("Mlp", "GluMlp", "SwiGLU")
 SUPPORTED = "vit_*, deit_* and deit3_*, eva_* and eva02_* with plain layers"
+GATED = ("GluMlp", "SwiGLU", "GatedMLP")
+PLAIN = Architecture(
+    stem="TimmWrapper",
+    heads=HEADS,
+    body_at="",
+    layers="timm_model.blocks",
+    attention="attn",
+    names={
+        "q": "qkv|q_proj", "k": "qkv|k_proj", "v": "qkv|v_proj", "o": "proj", "bias": "q_bias",
+        "hidden": "proj.out_features", "scaling": "scale", "dropout": "attn_drop.p", "resid_dropout": "proj_drop",
+    },
+    mlp_in=("mlp.fc1",),
+    mlp_out="mlp.fc2",
+    activation="mlp.act",
+    scales_queries=True,
+    patches=True,
+)  # fmt: skip
+WITH_GATE = replace(
+    PLAIN,
+    mlp_in=("mlp.gate_proj", "mlp.up_proj"),
+    mlp_out="mlp.down_proj",
+    fused_mlp={"at": "mlp", "inner": "fc1|fc1_g", "down": "fc2", "act": "act", "norm": "norm"},
+)
 INSTALL = "pip install 'headwise[vision]'"
 
 
@@ -35,7 +60,7 @@ class Timm(ImageReader, Family):
     """Vision Transformers of timm, as classifiers or bare."""
 
     name = "timm"
-    model_types = ("timm_wrapper",)
+    kinds = {"timm_wrapper": PLAIN}
     summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
     package = "timm"
     images = True
@@ -46,45 +71,36 @@ class Timm(ImageReader, Family):
         name = super().class_name(config)
         return name or f"TimmWrapper{'ForImageClassification' if config.num_labels else 'Model'}"
 
-    def head(self, config: Any) -> str:
-        """The Auto class of the model that a configuration belongs to."""
-        return BARE if self.class_name(config).endswith("Model") else IMAGE_CLASSIFIER
-
     def outline(self, config: Any) -> nn.Module:
         """The stock model without storage; one that cannot be reshaped is refused with the reason."""
         labels = 0 if self.head(config) == BARE else config.num_labels
         return outline(config.architecture, json.dumps(config.model_args or {}), labels)
 
-    def anatomy(self, config: Any) -> Anatomy:
-        """Where the parts are; MLPs may be gated."""
-        return fitting(super().anatomy(config), self.outline(config).blocks[0])
+    def anatomy(self, config: Any) -> Architecture:
+        """Where the parts are; MLPs may be gated, and are then kept with gate and up apart."""
+        return WITH_GATE if _gated(self.outline(config).blocks[0].mlp) else PLAIN
 
     def shape_of(self, config: Any) -> ModelShape:
         """The shape of a stock or tailored configuration."""
         model = self.outline(config)
         layer, inner = model.blocks[0], _inner(model.blocks[0].mlp)
         stock = tuple(_layer_shape(block) for block in model.blocks)
-        tailored = getattr(config, "headwise", None)
         every = [part for block in model.blocks for part in block.parameters()]
-        shape = ModelShape(
-            family=self.name,
+        return self.shape(
+            config,
+            stock,
+            _grain(model, stock[0]),
+            **IMAGES,
             hidden_size=model.embed_dim,
-            vocab_size=0,
-            tied_embeddings=True,
-            layers=stock,
-            grain=_grain(model, stock[0]),
             qkv_bias=_biased(layer.attn),
             k_bias=type(layer.attn).__name__ != "EvaAttention",
             o_bias=layer.attn.proj.bias is not None,
             mlp_bias=inner[0].bias is not None,
             mlp_matrices=3 if _gated(layer.mlp) else 2,
-            cached=False,
             layer_norms=sum(part.numel() for name, part in layer.named_parameters() if not _cuttable(name)),
             other_parameters=sum(p.numel() for p in model.parameters()) - sum(part.numel() for part in every),
-            element_bytes=element_bytes(config),
             row_tokens=self.longest(config),
         )
-        return shape.with_layers(tuple(LayerShape(**s) for s in tailored["layers"])) if tailored else shape
 
     def longest(self, config: Any) -> int:
         """Tokens of an image: its patches and what comes before them."""
@@ -125,23 +141,14 @@ class Timm(ImageReader, Family):
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary with queries, keys and values apart, and gate and up of a gated MLP."""
-        mlp = self.outline(config).blocks[0].mlp
+        mlp, found = self.outline(config).blocks[0].mlp, dict(tensors)
         gates = ("up_proj", "gate_proj") if getattr(mlp, "gate_last", False) else ("gate_proj", "up_proj")
-        found: Tensors = {}
-        for name, tensor in tensors.items():
-            if ".attn.qkv." in name:
-                parts = [name.replace("qkv", f"{part}_proj") for part in "qkv"]
-                found |= {part: piece.clone() for part, piece in zip(parts, tensor.chunk(3), strict=True)}
-            elif _gated(mlp) and ".mlp.fc1." in name:
-                parts = [name.replace("fc1", part) for part in gates]
-                found |= {part: piece.clone() for part, piece in zip(parts, tensor.chunk(2), strict=True)}
-            else:
-                for theirs, ours in RENAMED_GATED.items() if _gated(mlp) else ():
-                    name = name.replace(theirs, ours)
-                for theirs, ours in RENAMED.items():
-                    name = name.replace(theirs, ours) if ".blocks." in name else name
-                found[name] = tensor
-        return found
+        for name in [name for name in found if _gated(mlp) and ".mlp.fc1." in name]:
+            parts = zip(gates, found.pop(name).chunk(2), strict=True)
+            found |= {name.replace("fc1", part): piece.clone() for part, piece in parts}
+        for theirs, ours in RENAMED.items():
+            found = {name.replace(theirs, ours): tensor for name, tensor in found.items()}
+        return super().apart(found, config)
 
     def configured(self, config_class: Any, settings: dict[str, Any]) -> Any:
         """A configuration with the settings of another, whose labels only `from_dict` reads.
@@ -150,15 +157,11 @@ class Timm(ImageReader, Family):
         """
         return config_class.from_dict({**settings, "image_processor_type": "TimmWrapperImageProcessor"})
 
-    def _prefix(self, config: Any, index: int) -> str:
-        return f"{super().anatomy(config).layers}.{index}."
-
     def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
         """A tailored model with the head of `like`, and attention by the same kernel: timm chooses its own."""
         model = super().build(like, layers, tensors)
         if not self.is_tailored(like):
             model.config._attn_implementation = "sdpa" if self.layers(like)[0].attn.fused_attn else "eager"
-        model.config.architectures = [type(model).__name__]
         return model
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
@@ -198,7 +201,7 @@ class Timm(ImageReader, Family):
         self, model_type: str = "", head: str = IMAGE_CLASSIFIER, architecture: str = "", **changes: Any
     ) -> nn.Module:
         """A tiny random stock model for tests, computed by plain attention."""
-        made = stock_classes("timm_wrapper")
+        made = PLAIN.stock_classes()
         sizes = dict(embed_dim=32, depth=3, num_heads=4, img_size=16, patch_size=4)
         torch.manual_seed(0)
         config = made["AutoConfig"](
@@ -213,8 +216,10 @@ class Timm(ImageReader, Family):
         return unsettled(model)
 
 
-RENAMED = {".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias", ".attn.proj.": ".attn.o_proj."}
-RENAMED_GATED = {".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj.", ".mlp.fc2.": ".mlp.down_proj."}
+RENAMED = {
+    ".attn.q_bias": ".attn.q_proj.bias", ".attn.v_bias": ".attn.v_proj.bias",
+    ".mlp.fc1_g.": ".mlp.gate_proj.", ".mlp.fc1_x.": ".mlp.up_proj.",
+}  # fmt: skip
 
 
 @functools.lru_cache(maxsize=32)
@@ -280,7 +285,7 @@ def _unsupported(model: nn.Module) -> str:
 
 
 def _gated(mlp: nn.Module) -> bool:
-    return type(mlp).__name__ in ("GluMlp", "SwiGLU", "GatedMLP")
+    return type(mlp).__name__ in GATED
 
 
 def _inner(mlp: Any) -> tuple[nn.Linear, int]:

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families._vision import Vision
-from headwise.runtime.modeling_headwise import BARE
+from headwise.families._architecture import BARE, Architecture
+from headwise.families._vision import LAYER, Vision
 
 
 class ViT(Vision):
     """ViT, bare or with an image classifier."""
 
     name = "vit"
-    model_types = ("vit",)
+    kinds = {"vit": Architecture(stem="ViT", body_at="vit", **LAYER)}
     summary = "ViT, and DeiT without distillation"
 
     def head_parameters(self, config: Any, head: str) -> int:

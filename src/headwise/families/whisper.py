@@ -1,4 +1,4 @@
-"""Whisper: hears a recording as a whole and writes what was said. An encoder-decoder with norms before its parts.
+"""Whisper: reads a recording as a whole and writes what was said. An encoder-decoder with norms before its parts.
 
 A recording is always the same number of tokens (30 seconds: 1,500), each made of two frames of its spectrogram by
 convolutions that stay as they are. Positions are added to the streams of both stacks, so that the projection of queries
@@ -14,21 +14,23 @@ from torch import nn
 
 from headwise.data import GIVEN, marks_of
 from headwise.data.audio import FRAMES, features_of, sounding, with_tokens
+from headwise.families._architecture import SPEECH, Architecture
 from headwise.families._block import Norm
-from headwise.families._encoder_decoder import EncoderDecoder, inputs_of
+from headwise.families._encoder_decoder import BART, EncoderDecoder, inputs_of
 from headwise.families._family import Tensors
 from headwise.types import LayerShape
+
+HEADS = {SPEECH: "ForConditionalGeneration"}
 
 
 class Whisper(EncoderDecoder):
     """Whisper and Distil-Whisper."""
 
     name = "whisper"
-    model_types = ("whisper",)
+    kinds = {"whisper": Architecture(stem="Whisper", scales_queries=True, **{**BART, "heads": HEADS})}
     summary = "Whisper, Distil-Whisper"
     audio = True
     counts = ("encoder_layers", "decoder_layers")
-    renamed = {"out_proj": "o_proj"}
     small = dict(
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, num_mel_bins=6, max_source_positions=10, max_target_positions=64, init_std=0.1,
@@ -38,13 +40,6 @@ class Whisper(EncoderDecoder):
     def longest(self, config: Any) -> int:
         """Tokens that it writes at most."""
         return int(config.max_target_positions)
-
-    def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
-        """Both stacks may differ in heads and MLPs."""
-        heads = {name: getattr(config, f"{name}_attention_heads") for name in ("encoder", "decoder")}
-        return {
-            name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
-        }
 
     def costs(self, config: Any) -> dict[str, Any]:
         """Biases everywhere but on keys; beside the layers two convolutions, and per stack positions and a norm."""

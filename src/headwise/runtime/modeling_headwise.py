@@ -1,138 +1,92 @@
 """Transformers whose layers have their own sizes. Needs transformers and torch only; lies beside every tailored model.
 
 A layer may have its own number of query and key/value heads, its own query/key and value dimensions, its own kept
-rotary pairs for every key/value head, a projection of queries and keys after rotary, and its own MLP width.
+rotary pairs for every key/value head, a projection of queries and keys after rotary, and its own MLP width. Where a
+stock architecture keeps its parts is data (`Anatomy`) in the model's `config.json`: this file knows no architecture.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, T tokens, H query heads, G key/value heads,
 W width of queries and keys before projection, K after it, V width of values, P rotary pairs.
 """
 
 from __future__ import annotations
 
-import importlib
+import functools
 import weakref
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, modeling_utils
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
-CAUSAL, BARE, SEQ2SEQ = "AutoModelForCausalLM", "AutoModel", "AutoModelForSeq2SeqLM"
-MASKED, CLASSIFIER = "AutoModelForMaskedLM", "AutoModelForSequenceClassification"
-IMAGE_CLASSIFIER, SPEECH = "AutoModelForImageClassification", "AutoModelForSpeechSeq2Seq"
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """Where a stock architecture keeps its parts; paths of parts are below a layer.
+    """Where a stock architecture keeps its parts. The model's family writes it into `config.json`.
 
-    Whatever a stock layer fuses (queries with keys and values, gate with up) is kept apart here, under our names.
+    Paths of modules lead from a layer, paths in `names` from its attention. A path may list alternatives
+    ("q_proj|attention.query"), because versions of transformers differ. Whatever a stock layer fuses (queries with keys
+    and values, gate with up) is kept apart in a tailored model, under our names.
     """
 
-    module: str  # of transformers.models
-    stem: str  # of its class names
-    heads: dict[str, str]  # Auto class -> end of the class with that head
-    body_at: str = "model"  # where the body is in a class with a head
-    layers: str = "layers"  # below the body
+    body_at: str = "model"  # from a model with a head to its body
+    layers: str = "layers"  # from the body
     attention: str = "self_attn"
-    output: str = "self_attn.o_proj"  # output projection of attention
+    output: str = ""  # output projection of attention, where it lies outside the attention
     mlp_in: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     mlp_out: str = "mlp.down_proj"
-    fused_mlp: str = ""  # where an MLP is whose own code wants gate and up in one
-    config: str = ""  # where its name is not stem + Config
-    bare: str = "Model"  # end of the class without a head; empty where that is nothing of ours
-    variant: str = ""  # tells our class names apart where stock classes serve several of our kinds
-    roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: our part -> where it is
-    handed: tuple[str, ...] = ()  # what its stacks hand a layer by position, behind stream and mask
-    post_norm: bool = False  # norms come after the sums
-    depth: str = ""  # where a cache would not find out how many layers the decoder has: what the configuration calls it
+    names: dict[str, str] = field(default_factory=dict)  # part of attention -> its path, where not as in `STOCK`
+    fused_mlp: dict[str, str] = field(default_factory=dict)  # an MLP that fuses gate and up: part -> its path
+    scales_queries: bool = False  # scales queries before the product with keys, not the product
+    patches: bool = False  # a model of timm: a layer takes the attention's output alone
+    roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: role -> our part -> path
+    handed: tuple[str, ...] = ()  # arguments that its stacks hand a layer by position, after stream and mask
+    settings: dict[str, str] = field(
+        default_factory=dict
+    )  # its activation and dropouts: their names in a configuration
+    post_norm: bool = False  # its norms come after the sums
+    position_bias: bool = False  # its positions are a bias on the logits
 
 
-ANATOMY: dict[str, Anatomy] = {  # stock model_type -> anatomy
-    name: Anatomy(name, stem, {CAUSAL: "ForCausalLM"})
-    for name, stem in {
-        "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "smollm3": "SmolLM3",
-        "olmo2": "Olmo2", "gemma": "Gemma", "gemma2": "Gemma2",
-    }.items()
+STOCK = {  # part of a stock attention -> its path; empty where most have none
+    "q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "q_norm": "q_norm", "k_norm": "k_norm", "bias": "",
+    "config": "config", "hidden": "config.hidden_size", "head_dim": "head_dim", "layer_idx": "layer_idx",
+    "scaling": "scaling", "dropout": "attention_dropout", "is_causal": "is_causal", "sliding_window": "sliding_window",
+    "softcap": "", "resid_dropout": "", "use_rope": "use_rope", "rotary": "",
 }  # fmt: skip
-ANATOMY["phi3"] = Anatomy("phi3", "Phi3", {CAUSAL: "ForCausalLM"}, fused_mlp="mlp")
-ANATOMY["gemma3_text"] = Anatomy(
-    "gemma3", "Gemma3", {"AutoModel": "TextModel", CAUSAL: "ForCausalLM"}, config="Gemma3TextConfig"
-)
-ANATOMY["gpt2"] = Anatomy(
-    "gpt2", "GPT2", {CAUSAL: "LMHeadModel"}, "transformer", "h", "attn", "attn.o_proj", ("mlp.c_fc",), "mlp.c_proj"
-)
-ANATOMY["opt"] = Anatomy("opt", "OPT", {CAUSAL: "ForCausalLM"}, layers="decoder.layers", mlp_in=("fc1",), mlp_out="fc2")
-ANATOMY["gpt_neox"] = Anatomy(
-    "gpt_neox", "GPTNeoX", {CAUSAL: "ForCausalLM"}, "gpt_neox", "layers", "attention", "attention.o_proj",
-    ("mlp.dense_h_to_4h",), "mlp.dense_4h_to_h",
-)  # fmt: skip
-ENCODER_HEADS = {MASKED: "ForMaskedLM", CLASSIFIER: "ForSequenceClassification"}
-for _name, _stem in {"bert": "Bert", "roberta": "Roberta"}.items():
-    ANATOMY[_name] = Anatomy(
-        _name, _stem, ENCODER_HEADS, _name, "encoder.layer", "attention.self", "attention.output.dense",
-        ("intermediate.dense",), "output.dense",
-    )  # fmt: skip
-ANATOMY["distilbert"] = Anatomy(
-    "distilbert", "DistilBert", ENCODER_HEADS, "distilbert", "transformer.layer", "attention", "attention.o_proj",
-    ("ffn.lin1",), "ffn.lin2",
-)  # fmt: skip
-ANATOMY["modernbert"] = Anatomy(
-    "modernbert", "ModernBert", ENCODER_HEADS, attention="attn", output="attn.o_proj", fused_mlp="mlp"
-)
-IMAGE_HEADS = {IMAGE_CLASSIFIER: "ForImageClassification"}
-_o, _mlp, _gated = "attention.o_proj", (("mlp.fc1",), "mlp.fc2"), (("mlp.gate_proj", "mlp.up_proj"), "mlp.down_proj")
-ANATOMY["vit"] = Anatomy("vit", "ViT", IMAGE_HEADS, "vit", "layers", "attention", _o, *_mlp)
-ANATOMY["deit"] = Anatomy("deit", "DeiT", IMAGE_HEADS, "deit", "layers", "attention", _o, *_mlp)
-_taught = {IMAGE_CLASSIFIER: "ForImageClassificationWithTeacher"}
-ANATOMY["deit_with_teacher"] = replace(ANATOMY["deit"], heads=_taught, variant="Taught")
-_dino = ("dinov2", "Dinov2", IMAGE_HEADS, "dinov2", "encoder.layer", "attention", _o)
-ANATOMY["dinov2"] = Anatomy(*_dino, *_mlp)
-ANATOMY["dinov2_swiglu"] = Anatomy(*_dino, *_gated, "mlp", variant="SwiGLU")
-_clip = Anatomy("clip", "CLIPVision", {}, "vision_model", "encoder.layers", mlp_in=("mlp.fc1",), mlp_out="mlp.fc2")
-ANATOMY["clip_vision_model"], ANATOMY["clip"] = _clip, replace(_clip, stem="CLIP", heads=IMAGE_HEADS, bare="")
-ANATOMY["clip_vision_projected"] = replace(_clip, heads={BARE: "ModelWithProjection"}, variant="Projected")
-ANATOMY["timm_wrapper"] = Anatomy(
-    "timm_wrapper", "TimmWrapper", IMAGE_HEADS, "", "timm_model.blocks", "attn", "attn.o_proj", *_mlp
-)
-STACK_PARTS = ("attention", "attention.o_proj", ("gate_proj", "up_proj"), "wo")  # of our layers of two stacks
-_T5_MLP = {"mlp_norm": "layer_norm", "gate_proj": "DenseReluDense.wi_0", "up_proj": "DenseReluDense.wi_1"}
-_T5_MLP["wo"] = "DenseReluDense.wo"
-ANATOMY["t5"] = Anatomy(
-    "t5", "T5", {SEQ2SEQ: "ForConditionalGeneration"}, "", "block", *STACK_PARTS,
-    roles={
-        role: {
-            "attention": f"layer.{own}.{name}", "attention_norm": f"layer.{own}.layer_norm",
-            **{ours: f"layer.{mlp}.{theirs}" for ours, theirs in _T5_MLP.items() if mlp},
-        }
-        for role, own, name, mlp in (
-            ("encoder", 0, "SelfAttention", 1), ("self", 0, "SelfAttention", 0), ("cross", 1, "EncDecAttention", 2)
-        )
-    },
-    handed=("position_bias", "encoder_hidden_states", "encoder_attention_mask", "encoder_decoder_position_bias"),
-    depth="num_decoder_layers",
-)  # fmt: skip
-_BART_MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
-ANATOMY["bart"] = Anatomy(
-    "bart", "Bart", {SEQ2SEQ: "ForConditionalGeneration"}, "model", "layers", *STACK_PARTS,
-    roles={
-        role: {"attention": name, "attention_norm": f"{name}_layer_norm", **mlp}
-        for role, name, mlp in (
-            ("encoder", "self_attn", _BART_MLP), ("self", "self_attn", {}), ("cross", "encoder_attn", _BART_MLP)
-        )
-    },
-    handed=("encoder_hidden_states",), post_norm=True,
-)  # fmt: skip
-ANATOMY["whisper"] = replace(
-    ANATOMY["bart"], module="whisper", stem="Whisper", heads={SPEECH: "ForConditionalGeneration"}, post_norm=False,
-    depth="decoder_layers",
-)  # fmt: skip
-SCALE_QUERIES = ("opt", "timm_wrapper", "whisper")  # these scale queries before the product with keys, not the product
+INNER = ("config", "scaling", "is_causal", "sliding_window", "softcap")  # held by the softmax inside our attention
+OURS = {**{part: part for part in STOCK}, **{part: f"attend.{part}" for part in INNER}}
+OURS |= {**{part: f"{part}_proj" for part in "qkvo"}, "dropout": "attend.attention_dropout"}
+
+
+def describe(config: Any) -> Anatomy:
+    """The anatomy of a configuration's model. In a process with headwise its families answer in place of this."""
+    return Anatomy(**config.headwise_anatomy)
+
+
+def part_at(module: nn.Module, path: str) -> Any:
+    """What lies at a path below a module: the first of its alternatives that is there, else None."""
+    for way in filter(None, path.split("|")):
+        try:
+            found = attrgetter(way)(module)
+        except AttributeError:
+            continue
+        if found is not None:
+            return found
+    return None
+
+
+def body_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
+    """The model without its head; a model that has none is its own body."""
+    found = part_at(model, anatomy.body_at)
+    return model if found is None else found
 
 
 def _eager(
@@ -153,7 +107,7 @@ def _eager(
 
 
 def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
-    """The mask that plain attention adds, for one made for sdpa: true where a key is seen, or none if that is plain."""
+    """The mask that plain attention adds, for a mask made for sdpa: true where a key is seen, or None if causal."""
     if mask is None and causal and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is None or mask.dtype != torch.bool:
@@ -163,16 +117,28 @@ def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
-_known = {"is_initialized", "lazy_initialization", "torch", "cat", "keys", "values"}.issuperset
-_plain = _known(DynamicLayer.update.__code__.co_names)  # whether a layer of this version keeps nothing else in mind
+
+
+@functools.cache
+def _only_appends() -> bool:
+    """Whether a layer of this version's cache does nothing but append keys and values, as `_append` does in its place.
+
+    Tried out once, on three tokens: a version whose layers also keep count of something is left to its own code.
+    """
+    layer, one, kept = DynamicLayer(), torch.ones(1, 1, 1, 1, device="cpu"), []
+    for value in range(3):
+        layer.update(value * one, -value * one)
+        kept.append({name: held for name, held in vars(layer).items() if name not in ("keys", "values")})
+    appended = (layer.keys.flatten().tolist(), layer.values.flatten().tolist()) == ([0, 1, 2], [0, -1, -2])
+    return appended and kept[1:] == kept[:-1]
 
 
 def _append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
     layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
-    known = _plain and type(layer) is DynamicLayer and layer.get_seq_length() and layer.keys.dtype == k.dtype
+    known = type(layer) is DynamicLayer and layer.get_seq_length() and layer.keys.dtype == k.dtype
     known = known and not cache.offloading and k.device.type == "cpu"
-    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
         return cache.update(k, v, index)
     past, new = layer.keys.shape[2], k.shape[2]
     shown, room = _room.get(layer, (None, (layer.keys,)))
@@ -203,19 +169,16 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 
 class SoftmaxAttention(nn.Module):
-    """Softmax attention by whatever kernel the configuration names. A module of its own, so that hooks can look in."""
+    """Softmax attention by whatever kernel the configuration names. A module of its own, for hooks."""
 
-    def __init__(self, stock: nn.Module, sharing: int) -> None:
+    def __init__(self, part: Callable[[str], Any], sharing: int, scales_queries: bool) -> None:
         super().__init__()
-        self.config, self.layer_idx, self.is_causal = stock.config, getattr(stock, "layer_idx", None), stock.is_causal
-        self.scaling = _first(stock, "scaling", "scale") or stock.head_dim**-0.5  # stays the original's
-        dropout = _first(stock, "attention_dropout", "attn_dropout", "dropout", "dropout_prob")
-        self.attention_dropout = float(getattr(dropout, "p", dropout))
-        self.scales_queries = stock.config.model_type.removeprefix("headwise_") in SCALE_QUERIES
+        self.config, self.layer_idx, self.is_causal = part("config"), part("layer_idx"), bool(part("is_causal"))
+        self.scaling = part("scaling") or part("head_dim") ** -0.5  # stays the original's
+        self.attention_dropout = float(part("dropout"))
+        self.scales_queries = scales_queries
         self.num_key_value_groups = sharing  # query heads that share one key/value head
-        self.softcap = stock.config.attn_logit_softcapping if stock.config.model_type.endswith("gemma2") else None
-        alone = stock.config.model_type.endswith(("mistral", "phi3"))  # these keep it in the configuration alone
-        self.sliding_window = getattr(stock.config if alone else stock, "sliding_window", None)
+        self.softcap, self.sliding_window = part("softcap"), part("sliding_window")
 
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
@@ -253,11 +216,6 @@ class SoftmaxAttention(nn.Module):
         return torch.bmm(logits.softmax(-1), v_BGTV.flatten(0, 1)).view(batch, 1, heads, -1)
 
 
-def _first(stock: nn.Module, *names: str) -> Any:
-    """The first of these attributes that there is."""
-    return next((getattr(stock, name) for name in names if getattr(stock, name, None) is not None), None)
-
-
 @torch.no_grad()
 def _linear(stock: nn.Module, columns: int, rows: int, bias: bool) -> nn.Linear:
     """A new matrix whose random entries spread as those of the stock one that it replaces, whatever rule drew them."""
@@ -276,53 +234,62 @@ class TailoredAttention(nn.Module):
     `stock` is the attention that it replaces, stock or tailored: everything but the sizes is taken from there.
     """
 
-    def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
+    def __init__(self, stock: nn.Module, anatomy: Anatomy, sizes: dict[str, int], biased: bool = False) -> None:
         super().__init__()
-        output = getattr(stock, "output", None)  # DINOv2 before transformers 5.20 keeps it beside the attention
-        stock = getattr(stock, "attention", stock)
-        self.layer_idx = getattr(stock, "layer_idx", None)  # encoders without a cache may have none
-        self.head_dim = _first(stock, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
+        names = OURS if isinstance(stock, TailoredAttention) else {**STOCK, **anatomy.names}
+
+        def part(name: str) -> Any:
+            return part_at(stock, names[name])
+
+        self.layer_idx, self.head_dim, self.hidden = part("layer_idx"), part("head_dim"), part("hidden")
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         self.pooled = sizes.get("pooled", 1)  # key/value heads of which one row of the cache is made
         self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
-        self.by_rows = False  # whether many queries look at whole rows too, for those who watch
-        self.hidden = hidden = _first(stock, "hidden", "embed_dim") or _first(stock, "config").hidden_size
-        made = _first(stock, "q_proj", "c_attn", "query_key_value", "qkv_proj", "query", "q_lin", "qkv", "Wqkv", "q")
-        out = _first(stock, "o_proj", "c_proj", "out_proj", "dense", "out_lin", "proj", "Wo", "o")
-        out = out or getattr(output, "dense", None)
-        bias = made.bias is not None or _first(stock, "q_bias") is not None
-        keys = _first(stock, "k_proj", "key", "k_lin", "k") or made  # or fused with the queries
-        values = _first(stock, "v_proj", "value", "v_lin", "v") or made
-        k_bias = bias and not hasattr(stock, "k_bias") if keys is made else keys.bias is not None
-        self.q_proj = _linear(made, hidden, self.query_heads * self.head_width, bias)
-        self.k_proj = _linear(keys, hidden, self.kv_heads * self.qk_width, k_bias)
-        self.v_proj = _linear(values, hidden, self.kv_heads * self.v_dim, bias)
-        if out is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = _linear(out, self.query_heads * self.out_dim, hidden, out.bias is not None)
-        self.attend = SoftmaxAttention(getattr(stock, "attend", stock), self.query_heads // self.kv_heads)
+        self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
+        self._set_projections(part)
+        sharing = self.query_heads // self.kv_heads
+        self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
         if self.pooled > 1:
-            self.attend_apart = SoftmaxAttention(self.attend, self.query_heads // self.kv_heads // self.pooled)
-        self.rotary = getattr(stock, "rotary", None)  # coordinates that turn with the position
-        if self.rotary is None:
-            turning = getattr(stock.config, "rope_parameters", None) is not None and getattr(stock, "use_rope", True)
-            factor = stock.config.rope_parameters.get("partial_rotary_factor", 1.0) if turning else 0.0
-            self.rotary = int(self.head_dim * factor)
-        self.q_norm, self.k_norm = getattr(stock, "q_norm", None), getattr(stock, "k_norm", None)
-        self.resid_dropout = _first(stock, "resid_dropout", "proj_drop", "out_drop")
+            self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
+        turning = part("rotary")
+        self.rotary = (
+            self._stock_rotary(part) if turning is None else turning
+        )  # coordinates that turn with the position
+        self.q_norm, self.k_norm, self.resid_dropout = part("q_norm"), part("k_norm"), part("resid_dropout")
+        self.biased = biased
+        self._set_own_tensors()
+
+    def _set_projections(self, part: Callable[[str], Any]) -> None:
+        """Projections without weights worth keeping; a stock matrix may hold queries, keys and values."""
+        queries, keys, values, output = (part(name) for name in "qkvo")
+        bias = queries.bias is not None or part("bias") is not None
+        self.q_proj = _linear(queries, self.hidden, self.query_heads * self.head_width, bias)
+        self.k_proj = _linear(keys, self.hidden, self.kv_heads * self.qk_width, keys.bias is not None)
+        self.v_proj = _linear(values, self.hidden, self.kv_heads * self.v_dim, bias)
+        if output is not None:  # some layers keep the output projection elsewhere
+            self.o_proj = _linear(output, self.query_heads * self.out_dim, self.hidden, output.bias is not None)
+
+    def _stock_rotary(self, part: Callable[[str], Any]) -> int:
+        """Coordinates of a stock head that turn with the position; some layers turn none."""
+        settings = getattr(part("config"), "rope_parameters", None)
+        still = settings is None or part("use_rope") in (0, False)
+        return 0 if still else int(self.head_dim * settings.get("partial_rotary_factor", 1.0))
+
+    def _set_own_tensors(self) -> None:
+        """Tensors that no stock attention has: kept pairs, projections after rotary, columns of a position bias."""
         if self.rotary and self.head_width < self.head_dim:
             # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
         if self.qk_dim < self.qk_width:
-            # Drawn so that queries and keys keep their size; zeros could never be trained.
+            # Random, so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
         if self.v_dim < self.v_width:  # from a row's values to those of each of its heads
             up = torch.randn(self.kv_heads * self.pooled, self.v_dim, self.out_dim) * self.v_dim**-0.5
             self.v_up_NVO = nn.Parameter(up)
-        self.biased = getattr(stock, "biased", hasattr(stock, "relative_attention_num_buckets"))
         if self.biased:  # which columns of the stack's position bias are those of the heads
             self.register_buffer("heads_H", torch.arange(self.query_heads))
 
@@ -337,7 +304,7 @@ class TailoredAttention(nn.Module):
         return q, k, v
 
     def _apart(self, hidden: torch.Tensor, position_embeddings: Any, seen: torch.Tensor) -> Any:
-        """The same with every head's keys apart."""
+        """Queries, keys and values with every head's keys apart, also those of pooled heads."""
         key_heads = self.kv_heads * self.pooled
         q_BHTW = self._normed(self.q_proj(hidden), self.q_norm, self.query_heads)
         k_BGTW = self._normed(self.k_proj(seen), self.k_norm, key_heads)
@@ -387,13 +354,13 @@ class TailoredAttention(nn.Module):
         return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
 
     def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as `attended` takes them: keys as they are cached."""
+        """Queries and keys as `attended` takes them: keys in their cached form."""
         if not self._many(q):
             return self.project(q, k)
         return q, k if self.qk_dim == self.qk_width else k @ self.k_down_GWK
 
     def _many(self, q: torch.Tensor) -> bool:
-        """Whether it is less work to make every head's own keys and values of rows than to look at whole rows."""
+        """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
         return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
 
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
@@ -426,7 +393,7 @@ class TailoredAttention(nn.Module):
         return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
 
     def added(self, q: torch.Tensor, k: torch.Tensor, mask: Any, position_bias: torch.Tensor | None) -> Any:
-        """The mask, with the bias of this layer's own heads where positions are told by one (1, all heads, T, T)."""
+        """The mask, plus the bias of this layer's own heads where positions are a bias (1, all heads, T, T)."""
         if position_bias is None:
             return mask
         mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
@@ -461,10 +428,10 @@ class TailoredAttention(nn.Module):
 
 
 class PatchAttention(TailoredAttention):
-    """The same for timm: a layer wants the output alone, and positions turn patches but not the tokens before them."""
+    """Attention of timm: a layer takes the output alone, and positions turn patches but not the tokens before them."""
 
-    def __init__(self, stock: nn.Module, sizes: dict[str, int]) -> None:
-        super().__init__(stock, sizes)
+    def __init__(self, stock: nn.Module, *more: Any) -> None:
+        super().__init__(stock, *more)
         self.num_prefix_tokens = getattr(stock, "num_prefix_tokens", 0)
         self.rotate_half = getattr(stock, "rotate_half", False)
         if isinstance(self.q_norm, nn.Identity):
@@ -492,13 +459,6 @@ class PatchAttention(TailoredAttention):
         return self.resid_dropout(self.o_proj(z.flatten(2)))
 
 
-def _introduce(attention: Any, config: Any) -> None:
-    """Tell a stock attention of timm, by our names, what others know of themselves."""
-    attention.config, attention.is_causal, attention.rotary = config, False, 0
-    attention.scaling, attention.hidden = attention.scale, attention.proj.out_features
-    attention.attention_dropout = attention.attn_drop
-
-
 class StackAttention(TailoredAttention):
     """Attention of a stack to itself."""
 
@@ -508,7 +468,7 @@ class CrossAttention(TailoredAttention):
 
 
 class RelativeBias(nn.Module):
-    """What a stack adds to its logits by how far apart two tokens are, for all heads that the source had."""
+    """The bias that a stack adds to its logits, by the distance of two tokens, for all heads that the source had."""
 
     def __init__(self, stock: nn.Module) -> None:
         super().__init__()
@@ -518,7 +478,7 @@ class RelativeBias(nn.Module):
         self.options |= {n: getattr(stock, f"relative_attention_{n}") for n in ("num_buckets", "max_distance")}
 
     def forward(self, queries: int, keys: int, past: Any = 0) -> Any:
-        """The bias (1, H, queries, keys) of tokens that come behind `past` others."""
+        """The bias (1, H, queries, keys) of tokens that come after `past` others."""
         device = self.table.weight.device
         asking = torch.arange(queries, device=device)[:, None] + past
         apart = torch.arange(keys, device=device)[None, :] - asking
@@ -535,22 +495,17 @@ class StackLayer(GradientCheckpointingLayer):
     def __init__(self, stock: nn.Module, role: str, anatomy: Anatomy, first: bool, config: Any) -> None:
         super().__init__()
         self.role, self.handed, self.post_norm = role, anatomy.handed, anatomy.post_norm
-        for ours, theirs in anatomy.roles[role].items():
-            try:
-                setattr(self, ours, stock.get_submodule(theirs))
-            except AttributeError:  # an MLP without a gate has one inner projection, under another name
-                if ours == "up_proj":
-                    self.up_proj = stock.get_submodule(theirs.removesuffix("_1"))
-        if hasattr(self.attention, "relative_attention_num_buckets"):
-            self.attention.biased = role != "cross"
-            if first:
-                self.positions = RelativeBias(self.attention)
-        self.activation = ACT2FN[getattr(config, "activation_function", None) or config.dense_act_fn]
-        self.dropout = float(config.dropout_rate if hasattr(config, "dropout_rate") else config.dropout)
-        self.inner_dropout = float(getattr(config, "activation_dropout", self.dropout))
+        for ours, path in anatomy.roles[role].items():
+            if (found := part_at(stock, path)) is not None:  # an MLP may have no gate
+                setattr(self, ours, found)
+        if first and anatomy.position_bias:
+            self.positions = RelativeBias(self.attention)
+        self.activation = ACT2FN[getattr(config, anatomy.settings["activation"])]
+        self.dropout = float(getattr(config, anatomy.settings["dropout"]))
+        self.inner_dropout = float(getattr(config, anatomy.settings["inner_dropout"]))
 
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, *more: Any, **kwargs: Any) -> Any:
-        """As the stock layer's; what it is handed by position differs between architectures."""
+        """As the stock layer's; architectures differ in what they hand it by position."""
         given = {**dict(zip(self.handed, more, strict=False)), **kwargs}
         names = ("encoder_hidden_states", "encoder_attention_mask", "position_bias")
         memory, seen, bias, *_ = [given.pop(n, None) for n in (*names, "encoder_decoder_position_bias", "use_cache")]
@@ -593,25 +548,18 @@ class StackLayer(GradientCheckpointingLayer):
 class GatedMLP(nn.Module):
     """A gated MLP with gate and up apart, in place of one that fuses them; `tailor_layer` sets its projections."""
 
-    def __init__(self, stock: nn.Module) -> None:
+    def __init__(self, stock: nn.Module, names: dict[str, str]) -> None:
         super().__init__()
-        self.gate_proj = self.up_proj = _first(stock, "gate_up_proj", "weights_in", "fc1", "fc1_g", "Wi")
-        self.down_proj = _first(stock, "down_proj", "weights_out", "fc2", "Wo")
-        self.act_fn = _first(stock, "activation_fn", "act") or nn.functional.silu
-        self.norm, self.drop = (_first(stock, name) or nn.Identity() for name in ("norm", "drop"))
+        self.gate_proj = self.up_proj = part_at(stock, names["inner"])
+        self.down_proj = part_at(stock, names["down"])
+        self.act_fn = part_at(stock, names.get("act", "")) or nn.functional.silu
+        self.norm, self.drop = (part_at(stock, names.get(name, "")) or nn.Identity() for name in ("norm", "drop"))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """As the fused one's."""
         # Side by side, as one product gives them: how some activations round depends on where their input lies.
         gate, up = torch.cat((self.gate_proj(hidden_states), self.up_proj(hidden_states)), -1).chunk(2, -1)
         return self.down_proj(self.drop(self.norm(up * self.act_fn(gate))))
-
-
-def fitting(anatomy: Anatomy, layer: nn.Module) -> Anatomy:
-    """The anatomy as a model with such layers has it: MLPs of timm may be gated, and are then kept as `GatedMLP`."""
-    if anatomy.module != "timm_wrapper" or type(layer.mlp).__name__ not in ("GluMlp", "SwiGLU", "GatedMLP"):
-        return anatomy
-    return replace(anatomy, fused_mlp="mlp", mlp_in=("mlp.gate_proj", "mlp.up_proj"), mlp_out="mlp.down_proj")
 
 
 def _put(layer: nn.Module, path: str, module: nn.Module) -> None:
@@ -624,23 +572,27 @@ def _output_alone(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] |
     return args[0][:1] if isinstance(args[0], tuple) else None
 
 
+ATTENTIONS = {"encoder": StackAttention, "self": StackAttention, "cross": CrossAttention}  # by the role of a layer
+
+
 def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> None:
     """Give a stock (or tailored) layer its own sizes, with new weights."""
-    tailored = {"": TailoredAttention, "cross": CrossAttention}.get(getattr(layer, "role", ""), StackAttention)
-    tailored = PatchAttention if anatomy.module == "timm_wrapper" else tailored
-    attention = tailored(layer.get_submodule(anatomy.attention), sizes)
+    role = getattr(layer, "role", "")
+    own = PatchAttention if anatomy.patches else ATTENTIONS.get(role, TailoredAttention)
+    biased = anatomy.position_bias and role != "cross"
+    attention = own(layer.get_submodule(anatomy.attention), anatomy, sizes, biased)
     hidden, width = attention.hidden, sizes["mlp_width"]
-    if not hasattr(attention, "o_proj"):
+    if anatomy.output:
         out = layer.get_submodule(anatomy.output)
         width_in = attention.query_heads * attention.out_dim
         _put(layer, anatomy.output, _linear(out, width_in, hidden, out.bias is not None))
     _put(layer, anatomy.attention, attention)
     if hasattr(layer, "layer_scale1"):  # DINOv2 before transformers 5.20 expects the attention's output alone
         layer.layer_scale1.register_forward_pre_hook(_output_alone)
-    if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp), "gate_proj"):
-        _put(layer, anatomy.fused_mlp, GatedMLP(fused))
+    if anatomy.fused_mlp and not hasattr(fused := layer.get_submodule(anatomy.fused_mlp["at"]), "gate_proj"):
+        _put(layer, anatomy.fused_mlp["at"], GatedMLP(fused, anatomy.fused_mlp))
     for path, columns, rows in (*((p, hidden, width) for p in anatomy.mlp_in), (anatomy.mlp_out, width, hidden)):
-        if not anatomy.roles or hasattr(layer, path):
+        if not role or hasattr(layer, path):
             stock = layer.get_submodule(path)
             _put(layer, path, _linear(stock, columns, rows, stock.bias is not None))
 
@@ -663,24 +615,24 @@ def _tailor_stacks(model: Any, body: nn.Module, anatomy: Anatomy) -> None:
         _let_record(stack, hidden_states=StackLayer, attentions=StackAttention, **crossing)
 
 
-def _tailor(model: nn.Module, body: nn.Module, kind: str) -> None:
+def _tailor(model: Any, anatomy: Anatomy) -> None:
     """Give every layer the sizes that the configuration names. Runs before weights are loaded."""
-    if ANATOMY[kind].roles:
-        return _tailor_stacks(model, body, ANATOMY[kind])
-    layers: Any = body.get_submodule(ANATOMY[kind].layers)
-    anatomy = fitting(ANATOMY[kind], layers[0])
+    body = body_of(model, anatomy)
+    if anatomy.roles:
+        return _tailor_stacks(model, body, anatomy)
+    layers: Any = body.get_submodule(anatomy.layers)
     kept = model.config.headwise.get("kept", range(len(layers)))
     for index, (layer, sizes) in enumerate(zip(layers, model.config.headwise["layers"], strict=True)):
-        if kind == "timm_wrapper":
-            _introduce(layer.attn, model.config)
+        if anatomy.patches:
+            layer.get_submodule(anatomy.attention).config = model.config  # which timm does not tell its layers
         tailor_layer(layer, anatomy, sizes)
         if getattr(model.config, "scale_attn_by_inverse_layer_idx", False):  # by the number that it had in the source
             for part in layer.get_submodule(anatomy.attention).modules():
                 if isinstance(part, SoftmaxAttention):
                     part.scaling *= (index + 1) / (kept[index] + 1)
     owner = body.get_submodule(anatomy.layers.rpartition(".")[0])
-    if kind != "timm_wrapper":  # whose models give no attention weights
-        _let_record(owner if isinstance(owner, modeling_utils.PreTrainedModel) else body)
+    if not anatomy.patches:  # whose models give no attention weights
+        _let_record(owner if isinstance(owner, PreTrainedModel) else body)
 
 
 def _let_record(body: nn.Module, **more: Any) -> None:
@@ -693,69 +645,55 @@ def _let_record(body: nn.Module, **more: Any) -> None:
         registry[str(body.__class__)] = recorded
 
 
-def stock_classes(kind: str) -> dict[str, Any]:
-    """The stock classes of a model_type: `AutoConfig`, `AutoModel` and one per head."""
-    anatomy = ANATOMY[kind]
-    modules = [importlib.import_module(f"transformers.models.{anatomy.module}.{part}_{anatomy.module}")
-               for part in ("configuration", "modeling")]  # fmt: skip
-    ends = {**({"AutoModel": anatomy.bare} if anatomy.bare else {}), **anatomy.heads}
-    found = {"AutoConfig": getattr(modules[0], anatomy.config or f"{anatomy.stem}Config")}
-    return {**found, **{auto: getattr(modules[1], anatomy.stem + end) for auto, end in ends.items()}}
+@functools.cache
+def tailored(stock: Any, kind: str = "") -> Any:
+    """The tailored class of a stock model or configuration class, made once.
+
+    `kind` is the model_type that it stands for, where several of our kinds share a stock one.
+    """
+    is_config = issubclass(stock, PreTrainedConfig)
+    stock_type = (stock if is_config else stock.config_class).model_type
+    kind = "" if kind == stock_type else kind
+    name = f"Headwise_{kind}__{stock.__name__}" if kind else f"Headwise{stock.__name__}"
+    if name not in globals():
+        doc = f"{stock.__name__} with sizes per layer: `config.headwise['layers'][i]` holds them."
+        space = {"__module__": __name__, "__doc__": doc, "__qualname__": name}
+        more = _config_space(stock, kind or stock_type) if is_config else _model_space(stock, kind)
+        globals()[name] = type(stock)(name, (stock,), {**space, **more})
+    return globals()[name]
 
 
-_made: dict[str, dict[str, Any]] = {}
+def _config_space(stock: Any, kind: str) -> dict[str, Any]:
+    space: dict[str, Any] = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
+    if stock.is_encoder_decoder:  # a cache has as many layers as the decoder, which stock code does not always tell it
+        decoder = "num_decoder_layers" if hasattr(stock, "num_decoder_layers") else "decoder_layers"
+        space["attribute_map"] = {**stock.attribute_map, "num_hidden_layers": decoder}
+    return {"model_type": f"headwise_{kind}", **space}
 
 
-def classes(kind: str) -> dict[str, Any]:
-    """The tailored classes of a model_type, under the same names; made once."""
-    if kind not in _made:
-        stock = stock_classes(kind)
-        space: dict[str, Any] = {"__annotations__": {"headwise": dict[str, Any] | None}, "headwise": None}
-        if ANATOMY[kind].depth:
-            space["attribute_map"] = {**stock["AutoConfig"].attribute_map, "num_hidden_layers": ANATOMY[kind].depth}
-        config = _subclass(stock["AutoConfig"], kind, {"model_type": f"headwise_{kind}", **space})
-        more = {"_supports_sdpa": True} if kind == "timm_wrapper" else {}  # which does not always say so
-        _made[kind] = {"AutoConfig": config}
-        for auto, cls in stock.items():
-            if auto != "AutoConfig":
-                drawn = {"__init__": _starter(kind, auto), "_initialize_weights": _drawer(cls)}
-                _made[kind][auto] = _subclass(cls, kind, {"config_class": config, **drawn, **more})
-        globals().update({cls.__name__: cls for cls in _made[kind].values()})
-    return _made[kind]
-
-
-def _subclass(stock: type, kind: str, space: dict[str, Any]) -> type:
-    name = f"Headwise{ANATOMY[kind].variant}{stock.__name__}"
-    doc = f"{stock.__name__} with sizes per layer: `config.headwise['layers'][i]` holds them."
-    return type(stock)(name, (stock,), {"__module__": __name__, "__doc__": doc, "__qualname__": name, **space})
-
-
-def _starter(kind: str, auto: str) -> Any:
+def _model_space(stock: Any, kind: str) -> dict[str, Any]:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if config.headwise and config.headwise.get("own_head"):  # an output table that stock code ties all the same
+        anatomy = describe(config)
+        if config.headwise.get("own_head"):  # an output table that stock code ties all the same
             tied = {k: v for k, v in type(self)._tied_weights_keys.items() if k != "lm_head.weight"}
             self.__dict__["_tied_weights_keys"] = tied
-        super(_made[kind][auto], self).__init__(config, *args, **kwargs)
-        bare = auto == "AutoModel" and not hasattr(self, ANATOMY[kind].body_at)  # some without a head are wrapped too
-        body = self if bare else self.get_submodule(ANATOMY[kind].body_at)
-        _tailor(self, body, kind)
+        if anatomy.patches:  # timm does not always say so
+            self.__dict__["_supports_sdpa"] = True
+        stock.__init__(self, config, *args, **kwargs)
+        _tailor(self, anatomy)
 
-    return __init__
-
-
-def _drawer(stock: Any) -> Any:
     def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
-        """As stock code draws its own: transformers leaves out some of the rules for code that it does not know."""
+        """By the rules of stock code: transformers skips some of them for code that it does not know."""
         stock._initialize_weights(self, module, *(False for _ in custom))
 
-    return _initialize_weights
+    config = tailored(stock.config_class, kind)
+    return {"config_class": config, "__init__": __init__, "_initialize_weights": _initialize_weights}
 
 
 def __getattr__(name: str) -> Any:
-    """Tailored classes come into being when they are asked for: nothing of other architectures is imported."""
-    for kind, anatomy in ANATOMY.items():
-        if name.startswith(f"Headwise{anatomy.variant}{anatomy.stem}"):
-            found = {cls.__name__: cls for cls in classes(kind).values()}
-            if name in found:
-                return found[name]
+    """Tailored classes are made when they are first used: no other architecture is imported."""
+    kind, _, stock = name.removeprefix("Headwise").rpartition("__")
+    found = getattr(transformers, stock, None) if name.startswith("Headwise") else None
+    if isinstance(found, type) and issubclass(found, (PreTrainedConfig, PreTrainedModel)):
+        return tailored(found, kind.removeprefix("_"))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,10 +13,9 @@ from torch import nn
 
 from headwise import families
 from headwise.errors import ModelError
-from headwise.families import Family
+from headwise.families import CAUSAL, Family
 from headwise.families._config import stored_dtype
 from headwise.families._folder import check_sizes, check_values
-from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._checkpoint import Checkpoint
 
 Tensors = dict[str, torch.Tensor]

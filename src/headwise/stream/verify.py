@@ -13,10 +13,10 @@ from headwise.checks import certificate, exactness
 from headwise.checks.quality import Comparison
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
+from headwise.families import CAUSAL
 from headwise.files.disk import write_file
 from headwise.memory import SHARE, available_bytes
 from headwise.progress import Track, silently
-from headwise.runtime.modeling_headwise import CAUSAL
 from headwise.stream._model import Streamed
 from headwise.stream._store import StreamStore, checksum
 from headwise.tasks.causal import Causal

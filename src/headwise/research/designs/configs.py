@@ -14,14 +14,13 @@ from headwise import families
 from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.errors import ModelError, OutputError, ShapeError
+from headwise.families import CAUSAL, IMAGE_CLASSIFIER, MASKED, register
 from headwise.registry import find
 from headwise.research.designs.shapes import Make, Rules, Sketch
 from headwise.research.train.model import loading
-from headwise.runtime import register
-from headwise.runtime.modeling_headwise import CAUSAL, IMAGE_CLASSIFIER, MASKED, classes
 from headwise.types import LayerShape, ModelShape
 
-NOT_SIZES = ("architectures", "auto_map", "headwise", "transformers_version", "dtype")
+NOT_SIZES = ("architectures", "auto_map", "headwise", "headwise_anatomy", "transformers_version", "dtype")
 
 
 class Kind(NamedTuple):
@@ -175,7 +174,9 @@ class Maker:
         stock = self.stock(sketch)
         settings = {k: v for k, v in stock.to_dict().items() if k not in NOT_SIZES and k != "model_type"}
         sizes = {"version": 1, "layers": [layer.to_json() for layer in shape.layers], "kept": list(range(sketch.depth))}
-        config = classes(self.kind.stock)["AutoConfig"](**settings, headwise=sizes)
+        config = self.own.kinds[self.kind.stock].tailored_classes(self.kind.stock)["AutoConfig"](
+            **settings, headwise=sizes
+        )
         if stock.architectures:
             config.architectures = [f"Headwise{stock.architectures[0]}"]
         return config

@@ -16,8 +16,8 @@ from torch import nn
 from headwise import budgets as prices
 from headwise import cost
 from headwise.errors import BudgetError, PlanError
+from headwise.families import IMAGE_CLASSIFIER
 from headwise.research.designs import configs, shapes
-from headwise.runtime.modeling_headwise import IMAGE_CLASSIFIER
 from headwise.types import ModelShape
 
 STEP = 1e6  # tokens of training that times are given for

@@ -17,13 +17,12 @@ from headwise.cuts import write_folder
 from headwise.cuts._save import add_code
 from headwise.data import documents
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families import CAUSAL, CLASSIFIER, IMAGE_CLASSIFIER, MASKED, register
 from headwise.families._folder import check_folder, check_tokenizer, check_weights
 from headwise.files.json import read_object
 from headwise.research.train.labelled import is_labelled
 from headwise.research.train.settings import TrainSettings
 from headwise.research.train.texts import train_tokenizer
-from headwise.runtime import register
-from headwise.runtime.modeling_headwise import CAUSAL, CLASSIFIER, IMAGE_CLASSIFIER, MASKED
 
 AUTO = {"causal": CAUSAL, "masked": MASKED, "classification": CLASSIFIER, "image_classification": IMAGE_CLASSIFIER}
 SAMPLE = 2_000  # texts that a tokenizer is trained on

@@ -1,0 +1,224 @@
+"""Loading a model by hub id, folder or file, with every way it can fail put in one line."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise.errors import HeadwiseError, ModelError
+from headwise.families._architecture import BARE
+from headwise.families._config import stored_dtype
+from headwise.families._family import Family
+from headwise.families._folder import (
+    check_config,
+    check_folder,
+    check_loaded,
+    check_sizes,
+    check_tokenizer,
+    check_weights,
+    is_plain,
+)
+from headwise.families._known import auto_class, family_of, register
+from headwise.files.json import read_json, shortened
+from headwise.registry import find
+
+EMBEDDED = "embedded"  # the name of the model that the package carries
+
+
+def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
+    """The configuration of a model that can be reshaped for a task, or for its own; no weights are read."""
+    register()
+    where, extra = locate(model)
+    with explained(model), quietly():
+        config = read_config(where, **extra, trust_remote_code=trust_remote_code)
+        if not extra:
+            check_weights(where)
+            check_sizes(where, family_of(config).shape_of(config))
+        auto = auto_class(config, task)
+    if task is not None:  # as a loaded model has it
+        config.architectures = [family_of(config).anatomy(config).stock_classes()[auto].__name__]
+    return config
+
+
+def locate(model: str) -> tuple[str, dict[str, str]]:
+    """Where a model is: folder or hub id, and the GGUF file in it if it is one."""
+    if model == EMBEDDED:
+        return str(Path(__file__).parent.parent / "embedded"), {}
+    if model.startswith("timm:"):
+        return find("headwise.families", "timm").hub_id(model.removeprefix("timm:")), {}
+    if "\0" in model or len(model) > 1000:
+        raise ModelError(f"{shortened(model)} is no name of a model; give a hub id, a folder or a .gguf file.")
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelError(f"{model} does not exist; give the path of a .gguf file, a folder or a hub id.")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir() and not (path / "config.json").is_file():
+        files = sorted(p.name for p in path.glob("*.gguf"))
+        hint = f"give the file: {path / files[0]}" if files else "give the folder that holds config.json"
+        raise ModelError(f"{model} holds no config.json; {hint}.")
+    if not path.exists() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):
+        raise ModelError(f"{model} does not exist; give a hub id, a folder, a .gguf file or '{EMBEDDED}'.")
+    return model, {}
+
+
+def load(
+    model: str,
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+    task: str | None = None,
+    dtype: torch.dtype | str | None = None,
+) -> tuple[nn.Module, Any]:
+    """A model for inference, computed in float32 unless `dtype` says otherwise ("auto": as in the file).
+
+    Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads
+    safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
+    `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
+    """
+    from transformers import AutoTokenizer
+
+    register()
+    where, extra = locate(model)
+    options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
+    with explained(model), quietly():
+        config = read_config(where, **options)
+        if not extra:
+            check_weights(where)
+            check_sizes(where, family_of(config).shape_of(config))
+        auto = auto_class(config, task)
+        stored = stored_dtype(config)
+        loader = {} if extra else {"use_safetensors": True}
+        family = family_of(config)
+        loaded: Any = family.stock_loader(config, auto).from_pretrained(
+            where, dtype=dtype or torch.float32, output_loading_info=True, **options, **loader
+        )
+        found, info = loaded
+        special = family.images or family.audio
+        reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
+        check_tokenizer(reader, model)
+    missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
+    if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
+        raise ModelError(
+            f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
+        )
+    if extra and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
+        raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
+    check_loaded(found, model)
+    found.config.dtype, found.config.architectures = stored, [type(found).__name__]
+    return found.eval().to(device), reader
+
+
+def read_config(where: str, **options: Any) -> Any:
+    """The configuration of a folder or hub id, once its numbers are known to be sane.
+
+    Never prompts: code that a repository brings is run if `trust_remote_code` is set, else not.
+    """
+    from transformers import AutoConfig
+
+    check_folder(where)
+    found = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **options})
+    check_config(found.to_dict(), where)
+    return found
+
+
+def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
+    """What prepares images (cuts, scales and colours them), or recordings and their texts."""
+    from transformers import AutoImageProcessor, AutoProcessor
+
+    try:
+        return (AutoProcessor if family.audio else AutoImageProcessor).from_pretrained(where, **options)
+    except OSError:
+        raise no_processor(where, family) from None
+
+
+def no_processor(where: str, family: Family) -> ModelError:
+    """The error for a folder that does not say how images or recordings are prepared."""
+    what = ("recordings", "processor") if family.audio else ("images", "image processor")
+    return ModelError(
+        f"{where} holds no preprocessor_config.json, which says how {what[0]} are prepared; save the model's "
+        f"{what[1]} beside it."
+    )
+
+
+@torch.no_grad()
+def _without_pooler(model: nn.Module, missing: set[str]) -> set[str]:
+    """The other missing tensors. Embeddings need no pooler: one that the file does not hold is set to zeros."""
+    pooler = {name for name in missing if name.startswith("pooler.")}
+    for name in pooler:
+        model.get_parameter(name).zero_()
+    return set(missing) - pooler
+
+
+def companions(model: str) -> dict[str, Path]:
+    """Files that make an embedding model's folder one of sentence-transformers: name in the folder -> where it is."""
+    where, _ = locate(model)
+
+    def found(name: str) -> Path | None:
+        if Path(where).is_dir():
+            return path if (path := Path(where) / name).is_file() else None
+        from transformers.utils.hub import cached_file
+
+        cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+        return Path(cached) if cached else None
+
+    modules = found("modules.json")
+    if modules is None:
+        return {}
+    listed = read_json(modules, ModelError, "fetch the files again")
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+        raise ModelError(f"{modules} must list modules; fetch the files again.")
+    folders = [module["path"] for module in listed if module.get("path")]
+    if odd := [folder for folder in folders if not is_plain(folder)]:
+        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
+    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
+    names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
+    return {name: path for name in names if (path := found(name)) is not None}
+
+
+def accompany(model: str, folder: Path) -> None:
+    """Put a model's companions beside a reshaped model, so that it stays one of sentence-transformers."""
+    for name, path in companions(model).items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / name)
+
+
+@contextlib.contextmanager
+def explained(model: str) -> Iterator[None]:
+    """Turn what loading libraries raise into one line that says what to do."""
+    try:
+        yield
+    except HeadwiseError:
+        raise
+    except ImportError as error:
+        raise ModelError(f"{model} needs a package that is not installed ({error}).") from None
+    except BaseException as error:  # transformers, hub client, safetensors and tokenizers each raise their own kinds
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
+            raise
+        reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise ModelError(
+                f"{model} needs code that its repository brings, which is run only if asked for: look at it, then add "
+                "--trust-remote-code to run, probe, reshape, heal and verify."
+            ) from None
+        raise ModelError(f"{model} cannot be loaded ({reason}). Check the name, or fetch the files again.") from None
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Silence transformers' own progress bars and notices while something loads or is saved."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        logging.enable_progress_bar()
