@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 from conftest import Invented, invent
-from headwise.runs.dossier import Dossier
 from report_parts import HOSTILE, make_dossier, make_verdict
 
 from headwise.report import compare, render
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages import frontier
@@ -56,7 +56,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     )
     plan = allocate_in(folder.path, ("params=80%",), "exact", ALLOW, False, 0)
     gains = {"attention": {"error_before": 0.2, "error_after": 0.1}, "mlp": {"error_before": 0.3, "error_after": 0.2}}
-    folder.write_json(folder.heal_file, {"method": "refit", "layers": [gains] * 4, "curve": [3.0, 2.0, 1.5]})
+    folder.write_json(
+        folder.heal_file,
+        {"method": "refit", "layers": [gains] * 4, "curve": [{"step": step, "loss": 3.0 / step} for step in (1, 2, 3)]},
+    )
     folder.record_verdict(make_verdict(plan))
     write_report(folder)
     return folder

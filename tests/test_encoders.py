@@ -11,8 +11,8 @@ from test_tasks import HEADS, text, tokenizer  # noqa: F401  # a fixture
 
 from headwise import families
 from headwise.checks import exactness
+from headwise.families import MASKED
 from headwise.families.bert import FAMILY as bert
-from headwise.runtime.modeling_headwise import MASKED
 from headwise.types import Check
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "32", "--device", "cpu"]
@@ -69,7 +69,7 @@ def test_what_encoders_cannot_do_is_said(text, tmp_path, capsys):  # noqa: F811
     assert "bert models keep no cache; use params, flops or attention" in refused(capsys, *run, *given, "kv=75%")
     assert "give --data FILE" in refused(capsys, *run, "--budget", "params=99%")
     found = refused(capsys, *run, *given, "params=99%", "--task", "causal")
-    assert "bert models cannot be reshaped for the task causal, only for: masked, embedding, classification" in found
+    assert "bert models cannot be reshaped for the task causal, only for: classification, embedding, masked" in found
     assert "no task is called 'writing'" in refused(capsys, *run, *given, "params=99%", "--task", "writing")
 
 

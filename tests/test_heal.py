@@ -25,7 +25,7 @@ from headwise.progress import silently
 from headwise.registry import find, names
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
-from headwise.stages.source import read_texts
+from headwise.stages.texts import read_texts
 from headwise.tasks import Prepared
 from headwise.tasks.causal import Causal
 from headwise.training.captured import CapturedStep

@@ -246,5 +246,7 @@ def test_what_vision_models_cannot_do_is_said(arrays, tmp_path, capsys):
     assert "holds no preprocessor_config.json, which says how images are prepared" in found
     saved(tmp_path / "source", model)
     found = refused(capsys, "run", tmp_path / "source", "--data", arrays, *run, "--task", "classification")
-    assert "vit models cannot be reshaped for the task classification, only for: image_embedding, image_class" in found
+    assert (
+        "vit models cannot be reshaped for the task classification, only for: image_classification, image_emb" in found
+    )
     assert "give --data FILE" in refused(capsys, "run", tmp_path / "source", *run)

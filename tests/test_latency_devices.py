@@ -19,7 +19,7 @@ from headwise.families.llama import FAMILY as llama
 from headwise.fast import choice
 from headwise.latency import lattice, measured, measuring
 from headwise.latency.stacks import Stacks
-from headwise.report import certificate
+from headwise.report import measured as measured_table
 from headwise.runs.folder import RunFolder
 from headwise.types import (
     Check,
@@ -200,8 +200,8 @@ def test_the_certificate_shows_predicted_beside_measured(monkeypatch):
     monkeypatch.setattr(speed, "side_by_side", lambda source, cut, work: took)
     model, plan = llama.tailor(llama.tiny()), plan_at(80, device)
     found, checks = speed.latencies(model, model, plan)
-    verdict = Verdict({}, {}, found, {}, tuple(checks), (), "", 1, "", "")
-    rows = {row[0]: row[1:] for row in certificate(verdict)}
+    verdict = Verdict.of({}, {}, found, {}, tuple(checks), (), "", 1, "", "")
+    rows = {row[0]: row[1:] for row in measured_table(verdict).rows}
     assert verdict.passed and checks[0].name == f"measured latency=80%@{TINY}"
     assert rows["Decode ms at 64 batch 2"][:2] == ("10", "8") and rows["Decode ms at 64 batch 2"][3] == "7.500 to 8.500"
     assert rows["Decode ms at 64 batch 2 predicted"][2] == f"−{(1 - _predicted(plan)) * 100:.1f}%"

@@ -14,7 +14,8 @@ from conftest import invent
 from typer.testing import CliRunner
 
 from headwise import budgets as prices
-from headwise import cli, families, probes, registry, strategies, tasks
+from headwise import cli, probes, registry, strategies, tasks
+from headwise.families import _known
 from headwise.families.llama import FAMILY as llama
 from headwise.types import UNITS, ModelShape, Readings
 
@@ -113,7 +114,7 @@ TASK = AllTokens
 
 def test_a_task(add: Add, monkeypatch: pytest.MonkeyPatch) -> None:
     add("headwise.tasks", "all_tokens", TASK)
-    monkeypatch.setattr(families, "TASKS", registry.texts("headwise.tasks", "AUTO"))  # read when the package starts
+    monkeypatch.setattr(_known, "TASKS", registry.texts("headwise.tasks", "AUTO"))  # read when the package starts
     model = llama.tiny()
     task = tasks.of(model, None)  # of two tasks for one head, the first by name
     assert task.name == "all_tokens" and "all_tokens" in tasks.known()

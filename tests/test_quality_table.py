@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_distill import folder  # noqa: F401
+from test_pipeline import folder  # noqa: F401
 
 ASKED = ["--heal", "none", "--heal", "refit", "--data", "stdlib"]
 ASKED += ["--tokens", "512", "--eval-tokens", "128", "--swap-tokens", "0", "--length", "32", "--device", "cpu"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from headwise.runs.dossier import Dossier
 from report_parts import HOSTILE, check_page
 from test_diagnostics import KINDS, bench_of, by_kind, sharp
 
@@ -15,6 +14,7 @@ from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._text import escape
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import Reading, Readings
 
@@ -22,7 +22,7 @@ from headwise.types import Reading, Readings
 @pytest.fixture(scope="module")
 def probed() -> Readings:
     settings, bench = bench_of(sharp())
-    return pipeline.probe(settings, bench, bench.source)[0]
+    return pipeline.probe(settings, bench)[0]
 
 
 def dossier_of(probed: Readings) -> Dossier:

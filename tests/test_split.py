@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headwise.data import Rows
+from headwise.data import DataRows
 from headwise.data.split import Counts, Split, one_source, rehearsed, two_sources
 
 
-def rows(count: int, first: int = 0) -> Rows:
+def rows(count: int, first: int = 0) -> DataRows:
     """Rows that are told apart by their only token, which is also their right answer."""
     numbers = torch.arange(first, first + count)
-    return Rows(numbers[:, None], numbers)
+    return DataRows(numbers[:, None], numbers)
 
 
 def numbers(found: Split) -> list[list[int]]:

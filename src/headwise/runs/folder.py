@@ -279,13 +279,14 @@ class RunFolder:
         settings, (verdict, unverified) = self.require(), self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
+        built = self.finished("model") and self.heal_file.exists()  # runs of earlier versions may lack it
         if readings and plan and readings.source.layers != plan.source.layers:
             raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
         return Dossier(
             settings=Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name),
             readings=readings,
             plan=plan,
-            healing=read_healing(self.heal_file).to_json() if self.finished("model") else None,
+            healing=read_healing(self.heal_file).to_json() if built else None,
             verdict=verdict,
             unverified=unverified,
             versions=_versions(),

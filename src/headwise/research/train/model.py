@@ -40,7 +40,7 @@ def loading(failure: str, advice: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
             raise
         reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in reason:
+        if "trust_remote_code" in str(error):
             reason = "it needs code that its repository brings, and there is no --trust-remote-code here: none is run"
         raise ModelError(f"{failure} ({reason}){advice}.") from None
 
