@@ -221,7 +221,7 @@ def test_readings_that_fit_no_model_are_refused_at_reading(copied: Path, keys: t
     [("num_hidden_layers", 100_000), ("num_hidden_layers", -1), ("hidden_size", "64"), ("hidden_size", 1 << 30),
      ("num_attention_heads", 0), ("num_attention_heads", 3), ("vocab_size", None), ("dtype", "nonsense"),
      ("attn_implementation", "somebody/kernel"), ("intermediate_size", 4_000_000),
-     ("attention_dropout", 10**400)],
+     ("attention_dropout", 10**400), ("max_position_embeddings", 0)],
 )  # fmt: skip
 def test_sizes_that_no_model_has_are_refused_before_it_is_built(copied: Path, field: str, value: Any) -> None:
     changed(copied / "source" / "config.json", field, to=value)

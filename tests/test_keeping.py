@@ -21,6 +21,7 @@ from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.report._commands import allocate_command, how_to_make
+from headwise.research.train.claim import OWN as TRAINING
 from headwise.research.train.claim import claim as claim_training
 from headwise.research.train.claim import held as training_in
 from headwise.research.train.settings import TrainSettings
@@ -236,6 +237,8 @@ def test_a_training_that_is_replaced_keeps_what_is_not_ours(tmp_path: Path, worl
         assert not (out / "training.json").exists()
         raise DataError("too short.")
     assert tree(out) == before, "the old training is back"
+    aside.set_aside(out, TRAINING)  # killed here: only the user's file and the earlier training are left
+    claim_training(out, asked, True)
     with training_in(out, asked):
         claim_training(out, asked, True)
     assert not (out / "training.json").exists() and (out / "mine.txt").exists()

@@ -36,8 +36,8 @@ try:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the parent process
 except (AttributeError, OSError):
     pass
-if os.name == "posix" and os.getppid() != int(parent):  # it ended before
-    sys.exit(1)
+if os.name == "posix":
+    os.kill(int(parent), 0)  # raises where it ended before
 import torch, transformers
 from safetensors.torch import load_file, save_file
 auto = getattr(transformers, auto)

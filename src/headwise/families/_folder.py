@@ -18,7 +18,8 @@ from headwise.types.shape import MOST_LAYERS, MOST_TOKENS, WIDEST
 AGAIN = "fetch the files again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.pkl")
 COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_hidden_layers|layers|depth|num_(encoder|decoder)_layers)$")
-SIZE = re.compile(r"((^|_)(heads?|size|dim|width|d_model|d_ff|d_kv|n_embd|n_inner|n_ctx|n_positions)|embeddings)$")
+SIZE = re.compile(r"((^|_)(heads?|size|dim|width|d_model|d_ff|d_kv|n_embd|n_inner))$")
+CONTEXT = ("max_position_embeddings", "n_ctx", "n_positions", "max_source_positions", "max_target_positions")
 LARGEST = 1e8  # of a weight; no model comes near
 LONGEST = 1 << 31  # tokens that a configuration may promise to read
 JSON_FILES = (
@@ -50,9 +51,10 @@ def check_config(config: dict[str, Any], where: str) -> None:
             _check_number(where, name, value, 0, MOST_LAYERS)
         elif name == "vocab_size":
             _check_number(where, name, value, 1, MOST_TOKENS)
+        elif name in CONTEXT:
+            _check_number(where, name, value, 2, LONGEST)
         elif SIZE.search(name):
-            most = LONGEST if name.endswith("embeddings") or name in ("n_ctx", "n_positions") else WIDEST
-            _check_number(where, name, value, -1, most)
+            _check_number(where, name, value, -1, WIDEST)
         elif name.endswith("attn_implementation") and isinstance(value, str) and "/" in value:
             raise ModelError(f"{where} asks for the kernel {value[:80]}, which is code from elsewhere; remove {name}.")
 

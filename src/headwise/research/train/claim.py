@@ -59,14 +59,15 @@ def claim(folder: Path, settings: TrainSettings, overwrite: bool) -> None:
     found += [fingerprint.of_data(name) for name in (settings.data, settings.eval)]
     inputs = {name: value for part in found for name, value in part.items()}
     if folder.exists() and (not folder.is_dir() or aside.strangers(folder)):
-        if not about.is_file():
+        replacing = (folder / aside.PREVIOUS / about.name).is_file()  # killed before the new training had a file
+        if not about.is_file() and not replacing:
             raise OutputError(f"{folder} is not empty and holds no training of headwise; choose another --out.")
-        differs = _difference(folder, settings, inputs)
+        differs = _difference(folder, settings, inputs) if about.is_file() else None
         if differs and not overwrite:
             raise OutputError(f"{folder} holds {differs}; choose another --out or add --overwrite.")
         if differs:
             aside.set_aside(folder, OWN)
-        elif not _begun(folder) and not _same_data(folder, settings, inputs):
+        elif about.is_file() and not _begun(folder) and not _same_data(folder, settings, inputs):
             aside.discard(folder, ("data", "tokenizer", "finished.json"))
     with disk.explained(folder):
         settings.save(about)  # first: a folder without it is no training's
