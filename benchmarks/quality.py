@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py embedded --budget kv=75% --budget kv=50% --out benchmarks/results/quality-embedded.json
 
-Prints a table and writes it as JSON, row by row: a run that was killed goes on where it stopped, and more plans,
+Prints a table and writes it as JSON, row by row: a run that was killed resumes, and more plans,
 healings and budgets may be added to a file later. What the source says (its readings, its answers to zero-shot tasks)
 is found once and kept in a hidden folder beside the file. Damage is the increase of the loss in nats per token on
 held-out text in rows of the model's full context, with a 95% bootstrap interval over rows; `published` before healing

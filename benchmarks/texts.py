@@ -6,7 +6,7 @@ DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, nov
 `wikitext-all.txt` (WikiText-2's validation articles), `wikitext-eval.txt` (their second half), `mix.txt` (their first
 half among seven kinds of text), `other.txt` (the same without WikiText), `prose.txt` (novels and reviews only: another
 kind of text than the evaluation's), `stories-cal.txt` and `stories-eval.txt`, and `heal.txt` for healings that read
-much: it begins like the mix and goes on with more of the same, without HellaSwag, which healed models are asked about.
+much: it begins like the mix, with more of the same after it, without HellaSwag, which healed models are asked about.
 """
 
 from __future__ import annotations

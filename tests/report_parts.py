@@ -10,10 +10,9 @@ from html.parser import HTMLParser
 from typing import Any
 from xml.etree import ElementTree
 
-from headwise.runs.dossier import Dossier
-
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report._html import policy, script
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     Budget,

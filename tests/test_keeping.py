@@ -21,10 +21,6 @@ from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.report._commands import allocate_command, how_to_make
-from headwise.research.train.claim import OWN as TRAINING
-from headwise.research.train.claim import claim as claim_training
-from headwise.research.train.claim import held as training_in
-from headwise.research.train.settings import TrainSettings
 from headwise.runs import aside, fingerprint
 from headwise.runs.folder import OWN, RunFolder
 from headwise.runs.lock import locked
@@ -224,29 +220,6 @@ def test_a_folder_with_nothing_but_unfinished_files_is_empty(tmp_path: Path, wor
     (folder.path / ".model.ab12cd34").mkdir()
     run(folder, world)
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".")]
-
-
-def test_a_training_that_is_replaced_keeps_what_is_not_ours(tmp_path: Path, world: Settings) -> None:
-    out, asked = tmp_path / "out", TrainSettings(config=world.model, data=str(world.data))
-    claim_training(out, asked, False)
-    (out / "training.json").write_text("{}")
-    (out / "mine.txt").write_text("mine")
-    before = tree(out)
-    with pytest.raises(DataError), training_in(out, asked):
-        claim_training(out, asked, True)
-        assert not (out / "training.json").exists()
-        raise DataError("too short.")
-    assert tree(out) == before, "the old training is back"
-    aside.set_aside(out, TRAINING)  # killed here: only the user's file and the earlier training are left
-    claim_training(out, asked, True)
-    with training_in(out, asked):
-        claim_training(out, asked, True)
-    assert not (out / "training.json").exists() and (out / "mine.txt").exists()
-    assert not (out / aside.PREVIOUS).exists()
-    (out / "checkpoints" / "step-1").mkdir(parents=True)
-    Path(str(world.data)).write_text("another text")
-    with pytest.raises(OutputError, match=r"began with another .*text.txt; restore it"):
-        claim_training(out, asked, False)
 
 
 # Inputs.

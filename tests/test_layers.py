@@ -57,6 +57,7 @@ ALLOWED: dict[str, set[str]] = {
 PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
 NO_TORCH = {"errors", "machine", "progress", "registry", "types", "cost", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}
+KERNELS = {"headwise.fast.flash_decode", "headwise.fast.small"}
 NO_DRAWERS = {"utils", "util", "common", "helpers", "helper", "misc"}
 
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
@@ -164,6 +165,17 @@ def test_files_stay_small_and_there_is_no_drawer() -> None:
         assert lines < most, f"{dotted(path)} has {lines} lines; split it by idea"
         assert path.stem.lstrip("_") not in NO_DRAWERS, f"{path.stem} says nothing about what lives there"
         assert not NO_DRAWERS & set(path.relative_to(PACKAGE).parts), "nor does such a folder"
+
+
+def test_functions_are_short_and_no_two_classes_share_a_name() -> None:
+    classes: dict[str, Path] = {}
+    for path in MODULES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                assert node.name not in classes, f"{node.name} is in {dotted(path)} and in {dotted(classes[node.name])}"
+                classes[node.name] = path
+            elif isinstance(node, ast.FunctionDef) and dotted(path) not in KERNELS:
+                assert node.end_lineno and node.end_lineno - node.lineno < 50, f"{dotted(path)}.{node.name} is too long"
 
 
 def test_few_modules_stand_at_the_top() -> None:

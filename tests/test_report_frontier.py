@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import Invented, invent
-from headwise.runs.dossier import Dossier
 from report_parts import (
     check_page,
     data_of,
@@ -20,6 +19,7 @@ from headwise.budgets import parse
 from headwise.cost import parameters
 from headwise.report import render
 from headwise.report._explore import explorer, price_list
+from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages import frontier

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from conftest import GRAIN, invent, layer_shapes
-from headwise.runs.dossier import Dossier
 from hypothesis import given
 from hypothesis import strategies as some
 
 from headwise.errors import HeadwiseError, PlanError, ShapeError
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     VERSION,

@@ -14,7 +14,7 @@ import torch
 from headwise.devices import free_bytes, timed
 from headwise.fast.cache import STEP
 from headwise.fast.paths import SIDE_BY_SIDE, Path, Seen, decode_paths, eager, prefill_paths, side_by_side
-from headwise.fast.table import Table
+from headwise.fast.table import KernelTable
 
 MOST_BYTES = 2**29  # of keys and values that are made for a measurement
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}
@@ -81,8 +81,8 @@ def case_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> Ca
 
 
 @lru_cache(maxsize=1)
-def _table() -> Table:
-    return Table()
+def _table() -> KernelTable:
+    return KernelTable()
 
 
 _found: dict[Case, Path] = {}

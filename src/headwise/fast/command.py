@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headwise.fast.table import Table
+from headwise.fast.table import KernelTable
 
 
 def command(
@@ -17,7 +17,7 @@ def command(
     ] = False,
 ) -> None:
     """Show which attention kernels fast inference has measured and chosen on this machine."""
-    table = Table()
+    table = KernelTable()
     if clear:
         table.clear()
     if as_json:

@@ -22,7 +22,7 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headwise"
 
 
-class Table:
+class KernelTable:
     """Rows by case. A file that cannot be read or written costs a warning and a new measurement, no more."""
 
     def __init__(self, file: Path | None = None) -> None:

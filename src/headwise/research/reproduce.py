@@ -23,7 +23,7 @@ from headwise.files.json import read_object
 REWRITE = "headwise reproduce --render"
 INTRO = (
     "Each claim is tested by one experiment in `experiments/`, and every number below comes from its result in "
-    "`experiments/results/`, with intervals over seeds or data where it says so. A verdict is decided by the "
+    "`experiments/results/`, with intervals over seeds or data where given. A verdict is decided by the "
     f"experiment's own code from those numbers; this page is written by `{REWRITE}`."
 )
 PAPERS = {

@@ -50,8 +50,9 @@ class Setting(NamedTuple):
 
     @property
     def opposite(self) -> str | None:
-        """`--no-stream` where a switch has three states: on, off, or chosen by the program."""
-        return f"--no-{self.written[2:]}" if {bool, NoneType} == set(get_args(self.kind)) else None
+        """`--no-stream` where a switch is on by default, or where the program chooses if it is not given."""
+        chosen = {bool, NoneType} == set(get_args(self.kind)) or self.default is True
+        return f"--no-{self.written[2:]}" if chosen else None
 
     @property
     def placeholder(self) -> str | None:

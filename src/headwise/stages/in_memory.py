@@ -16,8 +16,8 @@ from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
 from headwise.stages.probe import probe_in
 from headwise.stages.source import (
-    Compared,
     Fitted,
+    Judged,
     Probed,
     Source,
     pooled_heads,
@@ -61,7 +61,7 @@ class InMemory(Source):
         folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
         self.clear(settings, folder)
 
-    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
+    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
         """See `Source`."""
         model, shape, rows = self.model, self.shape, self.evaluation
         with stage(track, "loading the new model"):
@@ -78,7 +78,7 @@ class InMemory(Source):
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
             lengths = certificate.measure(self.family, model, cut, asked, self.seed, track)
-        return Compared(
+        return Judged(
             quality=found,
             lengths=lengths,
             expected={"predicted": rehearsed_damage(folder.heal_file), "sum_of_prices": plan.predicted_damage},

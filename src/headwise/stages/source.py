@@ -42,7 +42,7 @@ class Fitted(NamedTuple):
     rehearsed: float | None  # damage to expect, from rows that nothing was fitted to; None: found when verified
 
 
-class Compared(NamedTuple):
+class Judged(NamedTuple):
     """How a saved model does beside its source."""
 
     quality: quality.Comparison
@@ -130,7 +130,7 @@ class Source(ABC):
         """Write the model with what was done to it, and record it."""
 
     @abstractmethod
-    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
+    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
         """Judge the model that the folder holds, reloaded, against the source."""
 
     @abstractmethod

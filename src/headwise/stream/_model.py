@@ -23,7 +23,7 @@ OLDER = {"lm_head.weight": "embed_out.weight"}  # names in files of GPT-NeoX
 HEAD_ROWS = 8_192  # of the output table that are held at a time
 
 
-class Frame:
+class EmptyModel:
     """A tailored model on the meta device, and its layers filled with tensors for as long as they are used."""
 
     def __init__(self, family: Family, model: nn.Module, device: str) -> None:
@@ -54,7 +54,7 @@ class Frame:
         return self.family.run_layer(self.model, index, stream, context)
 
 
-class Streamed(Frame):
+class Streamed(EmptyModel):
     """A model in a folder. What is small and outside its layers is in memory; embedding tables are read by rows."""
 
     def __init__(self, folder: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:

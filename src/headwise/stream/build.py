@@ -27,7 +27,7 @@ from headwise.heal._layer_refit import LayerRefit
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
-from headwise.stream._model import Frame, Streamed, Tensors
+from headwise.stream._model import EmptyModel, Streamed, Tensors
 from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
@@ -71,7 +71,7 @@ class StreamedBuild:
             raise PlanError("a streamed model can lose no whole layers and has no portable form; allocate without.")
         self.source, self.plan = source, plan
         self.reader = source.family.offset(plan.context, seed)
-        self.frame = Frame(source.family, source.family.frame(source.model, plan.target.layers), source.device)
+        self.frame = EmptyModel(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
         self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}

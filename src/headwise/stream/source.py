@@ -19,7 +19,7 @@ from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
-from headwise.stages.source import Compared, Fitted, Probed, Source, refuse_other_plan
+from headwise.stages.source import Fitted, Judged, Probed, Source, refuse_other_plan
 from headwise.stages.texts import read_texts
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
@@ -61,7 +61,7 @@ class Streaming(Source):
         folder.record_model(settings, ("model",))
         self.clear(settings, folder)
 
-    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Compared:
+    def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
         """See `Source`. Both models are walked side by side; nothing is timed."""
         cut = Streamed(folder.model, self.model.device)
         refuse_other_plan(folder, plan, cut.shape)
@@ -72,7 +72,7 @@ class Streaming(Source):
         priced = {"sum_of_prices": plan.predicted_damage} if settings.swap_tokens else {}  # in nats only then
         made, unchecked = checks(cut, plan, self.shape, folder.model, folder.proof_file)
         unchecked += ["Speed: the models are read from disk, one layer at a time."]
-        return Compared(
+        return Judged(
             quality=found.evaluation,
             lengths=found.lengths._replace(not_measured=(*found.lengths.not_measured, *unchecked)),
             expected={"predicted": expected, **priced},

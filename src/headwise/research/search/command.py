@@ -42,7 +42,6 @@ def command(
 
     The same command resumes an interrupted study. On several machines, give all workers the same --storage.
     """
-    from headwise.research.designs import configs
     from headwise.research.search.study import SearchSettings, search
 
     settings = SearchSettings(
@@ -60,17 +59,23 @@ def command(
         device=choose_device(device),
     )
     front.refuse(out)
-    done, trials_made = search(settings, out, storage, study, minutes, watch=_say)
-    rows = front.rows_of(done)
-    found = front.summary(rows, settings.to_json())
+    done, made = search(settings, out, storage, study, minutes, watch=_say)
+    found = front.summary(rows := front.rows_of(done), settings.to_json())
     best = next((row for row in rows if row["number"] == found["best"]), None)
-    with explained(out), locked(out, "search", PATIENCE):  # workers share a folder, and take turns here
+    page = _write(found, best, made, out)
+    typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, best, page))
+
+
+def _write(found: dict[str, Any], best: dict[str, Any] | None, made: Any, out: Path) -> Path:
+    """Write the front and the best configuration; returns the page. Workers share a folder and take turns."""
+    from headwise.research.designs import configs
+
+    with explained(out), locked(out, "search", PATIENCE):
         recover(out)
         page = front.write(found, out)[-1]
         if best is not None:
-            maker = trials_made.maker
-            configs.write(maker.config(trials_made.shape_of(best)), maker.kind.auto, out / "best", overwrite=True)
-    typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, best, page))
+            configs.write(made.maker.config(made.shape_of(best)), made.maker.kind.auto, out / "best", overwrite=True)
+    return page
 
 
 def _summary(found: dict[str, Any], best: dict[str, Any] | None, page: Path) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 Draws = tuple[torch.Tensor, ...]  # random numbers of a step, the first axis being rows
 
 
-class Source(ABC):
+class TrainingRows(ABC):
     """Rows to train on and held-out rows to evaluate on; on the device, or brought there by `take`."""
 
     train: Any

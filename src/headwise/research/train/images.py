@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.errors import DataError
-from headwise.research.train._source import Draws, Source, surprise
+from headwise.research.train._source import Draws, TrainingRows, surprise
 from headwise.research.train.settings import TrainSettings
 
 MARGIN = 8  # images are moved by up to this part of their side
@@ -37,7 +37,7 @@ def read(source: str) -> dict[str, np.ndarray[Any, Any]]:
     return found
 
 
-class Images(Source):
+class Images(TrainingRows):
     """Images on the device as bytes; moved, turned over and normalised there."""
 
     default_rows = 128

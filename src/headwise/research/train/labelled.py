@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from headwise.errors import DataError
-from headwise.research.train._source import Draws, Source, surprise
+from headwise.research.train._source import Draws, TrainingRows, surprise
 from headwise.research.train.settings import TrainSettings
 
 TEXT = ("text", "sentence", "sentence1", "#1 string", "question", "premise")  # names of columns
@@ -115,7 +115,7 @@ def _is_score(label: str) -> bool:
     return not label.lstrip("-").isdigit()
 
 
-class LabelledTexts(Source):
+class LabelledTexts(TrainingRows):
     """Whole texts with one answer each, padded to the longest of a batch."""
 
     default_rows = 32

@@ -18,7 +18,7 @@ from headwise import cost, families
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._config import stored_dtype
 from headwise.research.train import model
-from headwise.research.train._source import Source
+from headwise.research.train._source import TrainingRows
 from headwise.research.train.claim import claim, held
 from headwise.research.train.images import Images
 from headwise.research.train.labelled import LabelledTexts
@@ -100,7 +100,7 @@ class Training:
         self.order = Order(self.source.train_rows, self.rows, settings.seed, host)
         self.saved_at = time.monotonic()
 
-    def _source(self, config: Any) -> Source:
+    def _source(self, config: Any) -> TrainingRows:
         """The data of the task, and a configuration that fits it where that is left open."""
         settings, device = self.settings, self.device
         if self.task == "image_classification":

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Annotated
 
 from headwise.errors import HeadwiseError
+from headwise.runs.flags import Flag, check_smallest
 from headwise.types import Record
 
 TASKS = ("causal", "masked", "classification", "image_classification")
+C = "train"  # the command that takes these settings
+DATA, STEPS, RECORD, MACHINE = "Data", "Optimisation", "Evaluation and checkpoints", "Machine"  # headings in its help
 RATE, RATE_WIDTH, HIGHEST_RATE = 6e-4, 768, 3e-3  # see `usual_rate`
 TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 
@@ -17,34 +21,58 @@ TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 class TrainSettings(Record):
     """A training that was killed resumes only under the same settings; the number of processes may differ."""
 
-    config: str  # folder or config.json; a folder with weights is trained further
-    data: str
-    eval: str | None = None  # None: held out from `data`
-    task: str | None = None  # None: by the data and the model's head
-    tokenizer: str | None = None  # None: that beside the configuration
-    train_tokenizer: int | None = None  # size of a vocabulary to train on the data
-    epochs: float = 1.0  # unless steps or tokens are given
-    steps: int | None = None
-    tokens: int | None = None
-    batch_tokens: int | None = None  # of one step, all processes together; None: 32,768
-    batch_rows: int | None = None  # the same in rows, for labelled data; None: 32 texts, 128 images
-    micro_tokens: int = 32_768  # computed at once by one process; more are accumulated
-    length: int = 512  # tokens of a row of text, at most what the model takes
-    rate: float | None = None  # None: `usual_rate`
-    warm_up: float = 0.02
-    decay: float = 0.1
-    clip: float = 1.0
-    augment: bool = True  # images: random crops and flips
-    fresh: bool = False  # begin with random weights even where the folder has some
-    seed: int = 0
-    device: str = "auto"
-    bf16: bool | None = None  # None: on CUDA
-    compile: bool = False
-    eval_tokens: int = 65_536
-    eval_every: int = 0  # steps; 0: ten times in a run
-    save_every: int = 1_000  # steps
-    save_minutes: float = 10.0
-    point_every: int = 10  # steps between points of the curve
+    config: Annotated[
+        str,
+        Flag(
+            "Folder or config.json, stock or tailored; existing weights are trained further.",
+            C,
+            value="CONFIG",
+            argument=True,
+        ),
+    ]
+    data: Annotated[
+        str,
+        Flag("Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled: .jsonl, .tsv, .npz.", C, DATA),
+    ]
+    eval: Annotated[str | None, Flag("Data to evaluate on; held out from --data if not given.", C, DATA)] = None
+    task: Annotated[
+        str | None, Flag(f"{', '.join(TASKS[:-1])} or {TASKS[-1]}; if not given, by data and model.", C)
+    ] = None
+    tokenizer: Annotated[str | None, Flag("Folder of the tokenizer, if CONFIG has none beside it.", C, DATA)] = None
+    train_tokenizer: Annotated[
+        int | None, Flag("Train a tokenizer of this many tokens on the data.", C, DATA, value="VOCAB")
+    ] = None
+    epochs: Annotated[float, Flag("Passes over the data, unless --steps or --tokens is given.", C, STEPS)] = 1.0
+    steps: Annotated[int | None, Flag("Optimizer steps.", C, STEPS, least=1)] = None
+    tokens: Annotated[int | None, Flag("Tokens to train on.", C, STEPS, least=1)] = None
+    batch_tokens: Annotated[
+        int | None, Flag("Batch size in tokens, over all processes; default 32768.", C, STEPS, least=1)
+    ] = None
+    batch_rows: Annotated[
+        int | None, Flag("Batch size in rows; default 32 labelled texts, 128 images.", C, STEPS, least=1)
+    ] = None
+    micro_tokens: Annotated[
+        int, Flag("Tokens per forward pass of a process; more are accumulated.", C, MACHINE, least=1)
+    ] = 32_768
+    length: Annotated[int, Flag("Tokens of a row of text, at most what the model takes.", C, DATA, least=8)] = 512
+    rate: Annotated[
+        float | None,
+        Flag("Peak learning rate; if not given, by width: 6e-4 at 768, a twentieth for trained weights.", C, STEPS),
+    ] = None
+    warm_up: Annotated[float, Flag("Share of the steps for warm-up.", C, STEPS)] = 0.02
+    decay: Annotated[float, Flag("Weight decay, of matrices only.", C, STEPS)] = 0.1
+    clip: Annotated[float, Flag("Gradient clipping norm; 0: none.", C, STEPS)] = 1.0
+    augment: Annotated[bool, Flag("Images: random crops and flips.", C, DATA)] = True
+    fresh: Annotated[bool, Flag("Start from random weights even where CONFIG has weights.", C)] = False
+    seed: Annotated[int, Flag("Random seed.", C, MACHINE)] = 0
+    device: Annotated[str, Flag("auto, cpu, cuda.", C, MACHINE)] = "auto"
+    bf16: Annotated[bool | None, Flag("Compute in bfloat16; if not given, on CUDA.", C, MACHINE)] = None
+    compile: Annotated[bool, Flag("Compile the model: slower start, faster steps.", C, MACHINE)] = False
+    eval_tokens: Annotated[int, Flag("Tokens to evaluate on, at most.", C, RECORD)] = 65_536
+    eval_every: Annotated[int, Flag("Steps between evaluations; 0: ten in a run.", C, RECORD)] = 0
+    save_every: Annotated[int, Flag("Steps between checkpoints.", C, RECORD, least=1)] = 1_000
+    save_minutes: Annotated[float, Flag("Minutes between checkpoints, at most.", C, RECORD)] = 10.0
+    point_every: Annotated[int, Flag("Steps between points of the curve.", C, RECORD, least=1)] = 10
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:
@@ -53,14 +81,9 @@ class TrainSettings(Record):
             raise HeadwiseError(f"no device is called '{self.device}'. Known: auto, cpu, cuda.")
         if self.steps is not None and self.tokens is not None:
             raise HeadwiseError("both steps and tokens are given; give one of them.")
-        for name in ("steps", "tokens", "batch_tokens", "batch_rows", "micro_tokens", "save_every", "point_every"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise HeadwiseError(f"{name} is {value}; it must be at least 1.")
+        check_smallest(self)
         if self.epochs <= 0:
             raise HeadwiseError(f"epochs is {self.epochs}; it must be above 0.")
-        if self.length < 8:
-            raise HeadwiseError(f"length is {self.length}; it must be at least 8.")
 
     def same_run(self, other: TrainSettings) -> bool:
         """Whether a run under other settings is this one: where it computes, and how much at once, may change."""

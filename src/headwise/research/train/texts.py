@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from headwise.errors import DataError, ModelError
-from headwise.research.train._source import Draws, Source, surprise
+from headwise.research.train._source import Draws, TrainingRows, surprise
 from headwise.research.train.settings import TrainSettings
 from headwise.research.train.tokens import TokenRows, token_file
 
@@ -18,7 +18,7 @@ HELD_OUT = 0.05  # of the data, at most, where no text to evaluate on is given
 HIDDEN, BY_MASK, BY_OTHER = 0.15, 0.8, 0.1  # of the tokens; of the hidden ones by the mask, by any other token
 
 
-class NextToken(Source):
+class NextToken(TrainingRows):
     """The next token, in rows of equal length."""
 
     ends = 0  # tokens around a row that are not in the file
