@@ -20,6 +20,7 @@ NORMALISED = (
     "digests in JSON (of files that hold such values) and the path of the folder itself",
     "report.html and report.md: not compared with the reference, but with what headwise report then writes",
     "logs/ of a training: TensorBoard begins a file whenever it is started",
+    "runs that had too little memory: libraries then compute in smaller parts, and last bits differ",
 )
 
 
