@@ -253,10 +253,8 @@ class TailoredAttention(nn.Module):
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
         if self.pooled > 1:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
-        turning = part("rotary")
-        self.rotary = (
-            self._stock_rotary(part) if turning is None else turning
-        )  # coordinates that turn with the position
+        turning = part("rotary")  # coordinates that turn with the position
+        self.rotary = self._stock_rotary(part) if turning is None else turning
         self.q_norm, self.k_norm, self.resid_dropout = part("q_norm"), part("k_norm"), part("resid_dropout")
         self.biased = biased
         self._set_own_tensors()

@@ -62,8 +62,8 @@ def probe(
 ) -> Probed:
     """Everything that allocation and reshaping need to know about the current model.
 
-    `diagnose` also measures what its layers do: for the reader of the report, and for the strategy `bound`. With a
-    folder `work`, results are kept there piece by piece, so that a probing that was killed resumes.
+    `diagnose` also measures what its layers do, for the reader of the report. With a folder `work`, results are kept
+    there piece by piece, so that a probing that was killed resumes.
     """
     return _Probing(settings, source, track, work).run(diagnose)
 

@@ -118,7 +118,7 @@ class Source(ABC):
     def probe(self, settings: Settings, folder: RunFolder, track: Track = silently, diagnose: bool = True) -> Probed:
         """Measure the current model into a folder, or read what an earlier probing left there.
 
-        `diagnose` also measures what is for the reader of the report and for the strategy `bound` alone.
+        `diagnose` also measures what only a reader of the report wants to know.
         """
 
     @abstractmethod
