@@ -194,6 +194,9 @@ def test_short_texts_are_refused_or_noted(model, tmp_path):
         notes(model, data=str(none))
     with pytest.raises(HeadwiseError, match='no "text" field'):
         notes(model, eval=str(packed))
+    packed.write_bytes(gzip.compress(b'{"text": "half a character: \\ud800"}'))
+    with pytest.raises(HeadwiseError, match="holds half a character"):
+        notes(model, eval=str(packed))
     with pytest.raises(HeadwiseError, match="is enough for one row only; give a longer --data, a smaller --length"):
         notes(model, data=str(middle), length=120)
     middle.write_text(TEXT[:3000])
