@@ -153,3 +153,14 @@ def invent(seed: int, model: Invented | None = None) -> Readings:
         seed=seed,
         depth=order,
     )
+
+
+@pytest.fixture
+def own_table(tmp_path, monkeypatch):
+    """A table of attention paths of its own: no test sees or changes what the user's machine measured."""
+    from headwise.fast import choice
+
+    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
+    choice.forget()
+    yield tmp_path / "cache" / "kernels.json"
+    choice.forget()

@@ -13,12 +13,13 @@ from transformers import AutoModelForCausalLM
 import headwise
 from headwise import families
 from headwise.errors import ModelError
-from headwise.fast import choice
 from headwise.fast.cache import FastCache
 from headwise.fast.model import optimise, parts
 from headwise.fast.paths import eager
 from headwise.fast.step import DecodeStep
 from headwise.latency.measuring import cases, filled, repeated, replayed
+
+pytestmark = pytest.mark.usefixtures("own_table")
 
 DECODERS = [
     pytest.param("llama", "llama", {}, id="llama"),
@@ -30,15 +31,6 @@ DECODERS = [
     pytest.param("gpt_neox", "gpt_neox", {}, id="gpt_neox"),
     pytest.param("phi3", "phi3", {}, id="phi3"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def own_table(tmp_path, monkeypatch):
-    """No test sees or changes what the user's machine measured."""
-    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
-    choice.forget()
-    yield tmp_path / "cache" / "kernels.json"
-    choice.forget()
 
 
 def prepared(name, kind, changes, cutting):

@@ -17,14 +17,7 @@ from headwise.fast.choice import example
 from headwise.fast.paths import Seen, decode_paths, eager, prefill_paths
 from headwise.fast.table import cache_folder
 
-
-@pytest.fixture(autouse=True)
-def own_table(tmp_path, monkeypatch):
-    """No test sees or changes what the user's machine measured."""
-    monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
-    choice.forget()
-    yield tmp_path / "cache" / "kernels.json"
-    choice.forget()
+pytestmark = pytest.mark.usefixtures("own_table")
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

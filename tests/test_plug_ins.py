@@ -139,7 +139,6 @@ def measure(family, model, tokens, seed, track):
 """
 
 
-@pytest.mark.skipif(not hasattr(probes, "describe"), reason="probes are named in the stage")
 def test_a_probe(add: Add) -> None:
     add("headwise.probes", "norms", PROBE)
     model = llama.tailor(llama.tiny())
