@@ -8,13 +8,16 @@ from functools import partial
 
 import pytest
 import torch
-from test_fast import DECODERS, own_table, prepared, prompts  # noqa: F401
+from test_fast import DECODERS, prepared, prompts
 
 from headwise.fast import paths
 from headwise.fast.model import optimise
 from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths, side_by_side
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("own_table"),
+]
 SIZES = [(128, 128), (96, 96), (80, 80), (72, 72), (64, 64), (56, 56), (48, 48), (40, 40), (16, 16), (8, 8)]
 SIZES += [(64, 128), (128, 64), (96, 48), (48, 96), (56, 72), (56, 64), (120, 112), (50, 62), (36, 36), (256, 256)]
 OFF = {torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 4e-2}
