@@ -87,6 +87,8 @@ def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
     """
     if not (layer.query_heads and model.cached) or layer.role == "encoder":
         return 0
+    if layer.coded:
+        return layer.kv_heads * layer.row_bytes
     return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes
 
 

@@ -10,6 +10,9 @@ from headwise.types._record import Record
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
 POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
+CODES = ("k_code", "v_code")  # of a layer whose cache is coded
+BITS = (8, 4, 2, 1)  # widths of a code, widest first
+CODE_GROUP = 64  # numbers of one width that share a scale of one byte, at most
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 MOST_LAYERS = 4_096
 WIDEST = 1 << 22  # of any size of a layer or of the stream between layers
@@ -38,11 +41,14 @@ class LayerShape(Record):
     role: str = ""  # in a model of two stacks: one of ROLES
     pooled: int = 1  # key/value heads whose keys and values share a cached row
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
+    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 4, 2 and 1 bits; none: not coded
+    v_code: tuple[int, ...] = ()  # and how many of its v_dim values
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
         names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
-        return {name: getattr(self, name) for name in names}
+        codes = {name: list(code) for name in CODES if (code := getattr(self, name))}
+        return {name: getattr(self, name) for name in names} | codes
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -60,6 +66,7 @@ class LayerShape(Record):
             raise ShapeError(_uneven_sharing(self.query_heads, self.kv_heads))
         if self.qk_dim == 0 or self.v_dim == 0:
             raise ShapeError("qk_dim and v_dim must be at least 1 where there are heads; set query_heads to 0 instead.")
+        self._check_codes()
         if self.qk_dim > self.qk_width:
             raise ShapeError(
                 f"qk_dim {self.qk_dim} is larger than qk_width {self.qk_width}; a projection only shrinks."
@@ -69,6 +76,16 @@ class LayerShape(Record):
                 f"rows of {self.pooled} pooled heads need widths that these share, query heads for each and v_dim of "
                 f"at most v_width; qk_width is {self.qk_width}, v_width {self.v_width}, v_dim {self.v_dim}."
             )
+
+    def _check_codes(self) -> None:
+        for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)):
+            if code and (len(code) != len(BITS) or min(code) < 0 or sum(code) != size):
+                raise ShapeError(
+                    f"a code of {', '.join(map(str, code))} numbers in {', '.join(map(str, BITS))} bits does not make "
+                    f"rows of {size}; give four counts that add up to it."
+                )
+        if bool(self.k_code) != bool(self.v_code):
+            raise ShapeError("keys and values are coded together; give both k_code and v_code, or neither.")
 
     def _pools(self) -> bool:
         even = all(size % self.pooled == 0 for size in (self.qk_width, self.v_width, self.queries_per_group))
@@ -110,9 +127,33 @@ class LayerShape(Record):
         return not (self.query_heads or self.mlp_width)
 
     @property
+    def coded(self) -> bool:
+        """Whether keys and values are cached in few bits."""
+        return bool(self.k_code)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a coded row, keys and values, with their scales."""
+        return code_bytes(self.k_code) + code_bytes(self.v_code)
+
+    @property
     def projected(self) -> bool:
         """Whether queries and keys are projected after rotary."""
         return self.qk_width > self.qk_dim
+
+
+def code_bytes(code: tuple[int, ...]) -> int:
+    """Bytes of a row with so many numbers in 8, 4, 2 and 1 bits: every group of them begins a byte and has a scale.
+
+    >>> code_bytes((2, 4, 8, 8))
+    11
+    """
+    groups = [
+        (bits, min(CODE_GROUP, count - first))
+        for bits, count in zip(BITS, code, strict=True)
+        for first in range(0, count, CODE_GROUP)
+    ]
+    return sum(-(-bits * count // 8) + 1 for bits, count in groups)
 
 
 def _uneven_sharing(query_heads: int, kv_heads: int) -> str:
