@@ -1,4 +1,4 @@
-"""Rows of the key/value cache in few bits. Needs transformers and torch only; lies beside every model whose cache is coded.
+"""Rows of the key/value cache in few bits. Needs transformers and torch only; lies beside models with a coded cache.
 
 A cached row is a vector of coefficients in a basis in which they are uncorrelated, most important first. The first of
 them get 8 bits each, the next 4, 2 and 1; those that get none are not computed at all. A scale belongs to every token
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
     bits: int
     first: int  # coefficient
-    count: int
+    size: int  # coefficients
     byte: int  # of the first code; scales lie behind all codes
     scale: int  # byte
 
@@ -65,7 +65,7 @@ class RowCoder(nn.Module):
         x = x_BGTK.float() - self.shift_GK[:, None].float()
         codes, scales = [], []
         for part in self.parts:
-            own = x.narrow(-1, part.first, part.count)
+            own = x.narrow(-1, part.first, part.size)
             size = own.abs().mean(-1, keepdim=True) / ONE_BIT if part.bits == 1 else own.abs().amax(-1, keepdim=True)
             scale = (torch.ceil(OCTAVE * size.clamp_min(2.0**-15).log2()) + MIDDLE).clamp(0, 255)
             scales.append(scale.to(torch.uint8))
@@ -76,9 +76,9 @@ class RowCoder(nn.Module):
         """Coefficients of such rows."""
         found = []
         for part in self.parts:
-            codes = rows_BGTN.narrow(-1, part.byte, -(-part.count * part.bits // 8))
+            codes = rows_BGTN.narrow(-1, part.byte, -(-part.size * part.bits // 8))
             scale = _factor(rows_BGTN.narrow(-1, part.scale, 1).float())
-            found.append(_values(_unpacked(codes, part.bits, part.count), part.bits) * scale)
+            found.append(_values(_unpacked(codes, part.bits, part.size), part.bits) * scale)
         return (torch.cat(found, -1) + self.shift_GK[:, None].float()).to(dtype)
 
     def forward(self, x_BGTK: torch.Tensor) -> torch.Tensor:
