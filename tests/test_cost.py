@@ -68,7 +68,8 @@ def test_an_encoders_tokens_attend_to_all_and_keep_nothing() -> None:
 
 def test_cache_bytes_by_hand() -> None:
     assert cost.kv_bytes_per_token(MODEL) == 2 * 2 * (6 + 5) * 2
-    assert cost.kv_bytes_per_token(replace(MODEL, element_bytes=4)) == 2 * cost.kv_bytes_per_token(MODEL)
+    assert cost.kv_bytes_per_token(replace(MODEL, element_bytes=4)) == cost.kv_bytes_per_token(MODEL), "at 16 bits"
+    assert 2 * cost.kv_bytes_per_token(replace(MODEL, element_bytes=1)) == cost.kv_bytes_per_token(MODEL)
 
 
 def test_a_projected_key_is_cached_at_its_small_size() -> None:

@@ -86,6 +86,9 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            if node.level == 1 and path.parent.name == "runtime":  # files that are copied beside a model together
+                found.add(f"headwise.runtime.{node.module}")
+                continue
             assert node.level == 0, f"{path.name}: relative imports hide which layer is meant"
             inner = {f"{node.module}.{alias.name}" for alias in node.names}
             own = {name for name in inner if name.startswith("headwise.") and is_module(name)}

@@ -32,8 +32,11 @@ def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
-    rows = layer.query_heads * layer.head_width + layer.kv_heads * (layer.qk_width * model.k_bias + layer.v_dim)
-    biases = rows * model.qkv_bias + model.hidden_size * model.o_bias * (layer.query_heads > 0)
+    values, centred = layer.kv_heads * layer.v_dim, bool(layer.v_code)  # coded values have biases in any case
+    rows = layer.query_heads * layer.head_width + layer.kv_heads * layer.qk_width * model.k_bias
+    biases = rows * model.qkv_bias + values * (model.qkv_bias or centred)
+    biases += model.hidden_size * (model.o_bias or centred) * (layer.query_heads > 0)
+    biases += layer.kv_heads * layer.qk_dim * bool(layer.k_code)  # the mean of the keys
     inner = (model.mlp_matrices - 1) * layer.mlp_width
     return biases + (inner + model.hidden_size * (layer.mlp_width > 0)) * model.mlp_bias
 
@@ -87,9 +90,7 @@ def layer_kv_bytes_per_token(model: ModelShape, layer: LayerShape) -> int:
     """
     if not (layer.query_heads and model.cached) or layer.role == "encoder":
         return 0
-    if layer.coded:
-        return layer.kv_heads * layer.row_bytes
-    return layer.kv_heads * (layer.qk_dim + layer.v_dim) * model.element_bytes
+    return layer.kv_heads * layer.row_bytes(model.cache_bytes)
 
 
 def kv_bytes_per_token(model: ModelShape) -> int:

@@ -108,6 +108,19 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
     return p, r
 
 
+@_on_one_thread
+def priced_basis(moment: torch.Tensor, price: torch.Tensor) -> Decomposition:
+    """A basis B of rows in which coefficients `c`, `x = B c`, are uncorrelated, have variance 1 and have prices.
+
+    `moment` is the covariance of the rows, `price` their Fisher matrix: an error `e` of the coefficients costs
+    `1/2 sum(prices * e**2)`, whatever its direction. Returns B, the prices, highest first, and the inverse of B.
+    """
+    root, inverse = roots(moment)
+    values, vectors = torch.linalg.eigh(root @ price.double() @ root)
+    values, vectors = values.flip(-1).clamp_min(0.0), vectors.flip(-1)
+    return root @ vectors, values, vectors.mT @ inverse
+
+
 def ridge(xx: torch.Tensor, xy: torch.Tensor, start: torch.Tensor, strength: float) -> torch.Tensor:
     """`argmin_W |X W - Y|^2 + lambda |W - start|^2` from the moments X'X and X'Y; lambda is relative to X'X."""
     penalty, system = _penalised(xx.double(), strength)

@@ -24,7 +24,7 @@ from headwise.stages.in_memory import load_source as load_source
 from headwise.stages.probe import probe as probe
 from headwise.stages.probe import probe_in as probe_in
 from headwise.stages.report import write_report
-from headwise.stages.source import Fitted, Probed, Source, pooled_heads
+from headwise.stages.source import Fitted, Probed, Source
 from headwise.stages.verify import verify as verify
 from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Budget, Plan, Readings
@@ -145,7 +145,7 @@ def measure(settings: Settings, folder: RunFolder, latency: tuple[str, ...], tra
             raise HeadwiseError("a model that is streamed is too large to be timed; leave out --latency.")
         model, _ = families.load(settings.model, processes.begin(settings.device), settings.trust_remote_code)
         family, readings = families.family_of(model.config), Readings.read(folder.readings_file)
-        model = family.tailor(model, pooled_heads(settings, family, model))
+        model = family.tailor(model, max(layer.pooled for layer in readings.source.layers))
     else:
         source = source_of(settings, folder, track)
         family, model, readings = source.family, source.model, source.probe(settings, folder, track).readings

@@ -24,6 +24,7 @@ from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
+from headwise.types.shape import COUNTED_TOKENS
 
 PROOF_TOKENS = 64
 RELOADS = "reloads in a fresh process without headwise"
@@ -119,9 +120,10 @@ def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
 
 @torch.no_grad()
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
-    """Numbers that the model keeps in its cache per token, times the bytes of one when stored.
+    """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
-    An encoder-decoder keeps them for a token of the input and for one of the output.
+    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`. An encoder-decoder keeps numbers
+    for a token of the input and for one of the output.
     """
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
@@ -131,12 +133,17 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]
     kept = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
-    return int(sum(tensor.numel() // tensor.shape[-2] for tensor in kept) * element_bytes)
+    found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
+    starts = [start for layer in layers for start in getattr(layer, "starts", ())]
+    first = sum(
+        len(start) * start.shape[1] * -(-start[0, 0].numel() * element_bytes // COUNTED_TOKENS) for start in starts
+    )
+    return int(found + first)
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
     """Parameters, and the cache of models that keep one: the source's by formula, the model's own as counted."""
-    stored = families.family_of(model.config).shape_of(model.config).element_bytes
+    stored = families.family_of(model.config).shape_of(model.config).cache_bytes
     found = {
         "parameters_before": parameters(source),
         "parameters_after": sum(p.numel() for p in model.parameters()),
@@ -179,7 +186,7 @@ def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check
     """Parameters and cache of the real object against the plan's, and every budget against the real object."""
     counted, shape = {"parameters": sum(p.numel() for p in model.parameters())}, counted_shape(model)
     if shape.cached:
-        counted["kv_bytes_per_token"] = cache_bytes_per_token(model, shape.element_bytes)
+        counted["kv_bytes_per_token"] = cache_bytes_per_token(model, shape.cache_bytes)
     return [*plan_checks(counted, plan, source), *budget_checks(plan.budgets, shape, counted)]
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from headwise.cuts._code import code
 from headwise.cuts._dims import cut_values, fold, keep_pairs, pair_columns, project
 from headwise.cuts._heads import Tensors, keep_heads
 from headwise.cuts._mlp import keep_channels
@@ -63,6 +64,9 @@ def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: Lay
             gram_q, gram_k = (_select(gram, columns) for gram in (gram_q, gram_k))
         qk_dim = shape.qk_dim if shape.projected else target.qk_width
         shape = replace(shape, qk_width=target.qk_width, qk_dim=qk_dim)
+    if target.coded:
+        tensors = code(tensors, shape, target, moments)
+        shape = replace(shape, qk_dim=target.qk_dim, v_dim=target.v_dim)
     if target.qk_dim < shape.qk_dim:
         folded = target.qk_width < shape.qk_width  # no position lies between the weights and the softmax
         narrow = fold if folded else project
@@ -86,7 +90,8 @@ def _cut_heads(
         raise PlanError("keep.query_heads must name the same number of heads of each kept key/value head, in order.")
     tensors = keep_heads(tensors, (shape.query_heads, shape.kv_heads), tuple(heads), tuple(groups))
     kept = {**moments, "gram_z": moments["gram_z"][heads]}
-    kept |= {name: moments[name][groups] for name in ("gram_q", "gram_k")}
+    by_row = ("gram_q", "gram_k", "k_basis", "k_mean", "v_basis", "v_mean")
+    kept |= {name: moments[name][groups] for name in by_row if name in moments}
     return tensors, replace(shape, query_heads=target.query_heads, kv_heads=target.kv_heads), kept
 
 

@@ -82,7 +82,7 @@ def _cut_rows(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: 
     """`cut_values` of pooled heads: directions of a whole row, and the way back to each head's own values."""
     out, like, heads = dict(tensors), tensors["o.weight"], shape.query_heads
     key_heads = shape.kv_heads * shape.pooled
-    up = tensors["v_up"].double() if "v_up" in tensors else _places(shape, like.device)
+    up = tensors["v_up"].double() if "v_up" in tensors else places(shape, like.device)
     own = like.view(len(like), heads, shape.out_dim).double()
     seen = torch.einsum("hvo,dho->dhv", up.repeat_interleave(heads // key_heads, dim=0), own).flatten(1)
     p = value_basis(gram_z, seen, shape.kv_heads)[0][..., :v_dim]
@@ -93,7 +93,7 @@ def _cut_rows(tensors: Tensors, shape: LayerShape, gram_z: torch.Tensor, v_dim: 
     return out
 
 
-def _places(shape: LayerShape, device: torch.device) -> torch.Tensor:
+def places(shape: LayerShape, device: torch.device) -> torch.Tensor:
     """Where each head's own values lie in its row (heads, row, own), before anything was cut."""
     one = torch.eye(shape.v_width, dtype=torch.float64, device=device)
     return one.view(shape.v_width, shape.pooled, -1).transpose(0, 1).repeat(shape.kv_heads, 1, 1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise import runtime
 from headwise.errors import ModelError
 from headwise.families import Family, family_of
 from headwise.families._config import stored_dtype
@@ -67,10 +68,11 @@ def _refuse_other_answers(family: Family, own: nn.Module, stock: nn.Module) -> N
 def add_code(folder: Path, model: nn.Module) -> None:
     """Make a folder load without headwise: the runtime beside the weights, every class named, the anatomy written down.
 
-    The runtime is the same file for all models. Where a model's parts are is data, which only its family knows.
+    The runtime is the same for all models. Where a model's parts are is data, which only its family knows.
     """
     source, family = Path(modeling_headwise.__file__), family_of(model.config)
-    shutil.copyfile(source, folder / source.name)
+    for name in runtime.FILES:
+        shutil.copyfile(source.with_name(name), folder / name)
     anatomy = family.anatomy(model.config)
     made = anatomy.tailored_classes(family.kind(model.config))
     settings = json.loads((folder / "config.json").read_text())

@@ -18,6 +18,8 @@ def balance(family: Family, model: nn.Module) -> None:
     """Give both factors of every value direction, and of every projected query and key direction, the same norm."""
     for block in family.blocks(model):
         attention = block.attention
+        if attention.coders is not None:  # whose scales are those that the codes are for
+            continue
         if attention.pooled == 1 or attention.v_dim < attention.v_width:
             _balance_values(block)
         if attention.qk_dim < attention.qk_width:

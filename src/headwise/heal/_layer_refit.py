@@ -69,6 +69,8 @@ class LayerRefit:
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
         ours, theirs = self.ours.attention, self.theirs.attention
+        if ours.coders is not None:  # whose basis is the one that the codes are for
+            return
         if ours.qk_dim == ours.qk_width or ours.query_heads != theirs.query_heads or ours.qk_width != theirs.qk_dim:
             return
         sums: list[torch.Tensor] = []
@@ -100,6 +102,8 @@ class LayerRefit:
         """
         ours, theirs = self.ours.attention, self.theirs.attention
         if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1:
+            return
+        if ours.coders is not None:
             return
         problem = _LeastSquares(self.theirs.output)
         for row in self.rows:

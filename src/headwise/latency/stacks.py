@@ -41,7 +41,7 @@ class Stacks:
         return most
 
     def _bytes(self, layer: LayerShape) -> int:
-        cache = layer_kv_bytes_per_token(self.shape, layer) // self.shape.element_bytes
+        cache = layer_kv_bytes_per_token(self.shape, layer) // self.shape.cache_bytes
         tokens = self.work.batch * self.work.length
         return int(self.dtype.itemsize * (layer_parameters(self.shape, layer) + cache * tokens))
 

@@ -9,7 +9,6 @@ err independently; where a whole text has one answer, what a unit does at all it
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +19,8 @@ from headwise.data import places
 from headwise.families import Block, Family
 from headwise.families._watch import watching
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
-from headwise.memory import available_bytes, recomputing, spread
+from headwise.memory import available_bytes
+from headwise.probes._backward import passes
 from headwise.probes._layers import Row, reading
 from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes._products import Gram
@@ -112,25 +112,13 @@ class Sensitivity:
 
     def run(self, tokens: torch.Tensor, seed: int, track: Track = silently) -> None:
         """Read the calibration text. Only activations carry gradients; parameters get none."""
-        wanted = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
-        self.model.requires_grad_(False)
-        try:
-            with ExitStack() as ways, watching(self.layers, self._attention, self._channels if self.mlp else None):
-                device = ways.enter_context(spread(self.model)) if self.spread else self.model.device
-                if self.recompute:
-                    ways.enter_context(recomputing(self.family.layers(self.model)))
-                size = min(4096, places(tokens, self.task.row_tokens) // processes.count())
-                parts = processes.mine(self.task.prepare(tokens, seed).batches(size), each=True)
-                for batch in track(parts, "sensitivity"):
-                    self.whole = not batch.per_token
-                    batch = batch.to(device)
-                    stream = self.family.embed(self.model, batch.inputs).requires_grad_()
-                    outputs = self.task.outputs(self.family, self.model, batch, stream)
-                    self.task.loss(outputs, batch.labels).backward()
-                    self.terms += self.task.terms(batch)
-        finally:
-            for name, parameter in self.model.named_parameters():
-                parameter.requires_grad_(name in wanted)
+        with watching(self.layers, self._attention, self._channels if self.mlp else None):
+            model, task = self.model, self.task
+            less = self.recompute, self.spread
+            for batch, run in passes(self.family, model, task, tokens, seed, track, "sensitivity", *less):
+                self.whole = not batch.per_token
+                run()
+                self.terms += self.task.terms(batch)
         self._share()
         for sums in self.sums:
             if sums.mlp.sum is not None:

@@ -8,7 +8,7 @@ difference of losses.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import torch
 from torch import nn
@@ -49,7 +49,8 @@ def measure(
     model: nn.Module,
     tokens: torch.Tensor,
     predicted: Sequence[Reading],
-    options: dict[str, Callable[[LayerShape, int], LayerShape]],
+    options: Container[str],
+    sized: Callable[[str, int, int], LayerShape],
     cut: Cut,
     seed: int,
     track: Track = silently,
@@ -57,8 +58,9 @@ def measure(
     task: Task | None = None,
     progress: Progress | None = None,
 ) -> list[Reading]:
-    """Predicted curves, corrected where they were measured. `options[kind](shape, size)` is the layer to try.
+    """Predicted curves, corrected where they were measured.
 
+    `options` names the curves that are measured; `sized(kind, layer, size)` is the layer to try.
     `healed`: `cut` heals what it cuts, which the readings then state.
     """
     swapper, progress = Swapper(family, model, tokens, task, seed), progress or Progress()
@@ -76,7 +78,7 @@ def measure(
         curve, layer, size = jobs[number]
 
         def measured(kind: str = curve.kind, layer: int = layer, size: int = size) -> tuple[float, float]:
-            return swapper.damage(layer, cut(layer, options[kind](shapes[layer], size)))
+            return swapper.damage(layer, cut(layer, sized(kind, layer, size)))
 
         damages[number] = torch.tensor(progress.piece(f"{curve.kind} {layer} {size}", measured))
     found: dict[tuple[str, int], dict[int, tuple[float, float]]] = {}

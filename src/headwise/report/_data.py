@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from headwise.report._text import as_number
-from headwise.types import CUTS, DAMAGE, LayerShape, Plan, Reading, Readings
+from headwise.types import CUTS, DAMAGE, UNIT_OF, LayerShape, Plan, Reading, Readings
 
 LOG_AXES = {"length", "lag"}  # what matters there is the ratio
 LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution", "conditioning.outputs", "conditioning.jacobian"}
@@ -64,20 +64,22 @@ class Pair(NamedTuple):
     measured: float
 
 
-def cuts_of(plan: Plan, old: LayerShape, new: LayerShape) -> dict[str, tuple[str, int]]:
-    """Per unit that is cut in a layer: the reading that prices the cut, and the size on its axis."""
-    found: dict[str, tuple[str, int]] = {}
+def cuts_of(plan: Plan, old: LayerShape, new: LayerShape) -> dict[str, int]:
+    """Per reading that prices a cut of a layer: the size on its axis."""
+    found: dict[str, int] = {}
     pairs = "qk_pairs_shared" if plan.portable else "qk_pairs"
     for unit in CUTS if not new.gone else ():
         if unit.axis == "qk_width" and (plan.source.grain.folds or unit.curve != pairs):
             continue  # what was folded away is no pair that was dropped
+        if new.coded and unit.allow in ("qk", "v") or not new.coded and unit.allow == "bits":
+            continue  # one price for everything that is not kept
         if unit.full(new) < unit.full(old):
-            found[unit.allow] = (unit.kind, unit.full(new))
+            found[unit.kind] = unit.full(new)
     return found
 
 
-def chosen_kinds(plan: Plan, layer: int) -> dict[str, tuple[str, int]]:
-    """Per unit that the plan cuts in a layer: the reading that prices the cut, and the size on its axis."""
+def chosen_kinds(plan: Plan, layer: int) -> dict[str, int]:
+    """Per reading that prices a cut of the plan in a layer: the size on its axis."""
     return cuts_of(plan, plan.source.layers[layer], plan.target.layers[layer])
 
 
@@ -86,7 +88,7 @@ def layer_damage(readings: Readings, plan: Plan, layer: int, new: LayerShape) ->
     old = plan.source.layers[layer]
     if new.gone and not old.gone:
         return None
-    found = [_look_up(readings.curve(kind), layer, tick) for kind, tick in cuts_of(plan, old, new).values()]
+    found = [_look_up(readings.curve(kind), layer, tick) for kind, tick in cuts_of(plan, old, new).items()]
     return sum(value for value in found if value is not None)
 
 
@@ -99,8 +101,11 @@ def damage_rows(readings: Readings, plan: Plan) -> tuple[DamageRow, ...]:
             price = _look_up(readings.curve("damage.depth"), 0, gone)
             found: dict[str, float | None] = {"depth": None if price is None else price / gone}
         else:
-            kinds = chosen_kinds(plan, layer)
-            found = {unit: _look_up(readings.curve(kind), layer, size) for unit, (kind, size) in kinds.items()}
+            found = {}
+            for kind, size in chosen_kinds(plan, layer).items():
+                price, unit = _look_up(readings.curve(kind), layer, size), UNIT_OF[kind].allow
+                known = found.get(unit)
+                found[unit] = price if known is None else known + (price or 0.0)
         rows.append(DamageRow(layer, {unit: value for unit, value in found.items() if value is not None}))
     return tuple(rows)
 
@@ -127,7 +132,7 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
     shown = [v for c in curves for _, v in (*c.points, *c.earlier)]
     sizes = [t for c in curves for t, _ in c.points] or [0]
     log = wants_log(kind, shown)
-    used = plan is not None and any(kind == k for i in range(len(plan.keep)) for k, _ in chosen_kinds(plan, i).values())
+    used = plan is not None and any(kind in chosen_kinds(plan, i) for i in range(len(plan.keep)))
     known = tuple(curve for curve in curves if curve.points)
     probe = earlier.probe if earlier else ""
     return CurveSet(reading, probe, (min(sizes), max(sizes)), value_range(shown, log), log, known, used)
@@ -162,7 +167,7 @@ def chosen_size(reading: Reading, plan: Plan | None, layer: int) -> int | None:
     """The size that the plan took on this reading's axis. Rival query/key curves are marked only where used."""
     if plan is None or layer >= len(plan.target.layers):
         return None
-    used = dict(chosen_kinds(plan, layer).values())
+    used = chosen_kinds(plan, layer)
     if reading.kind in used or reading.kind.startswith("damage.qk_"):
         return used.get(reading.kind)
     size = getattr(plan.target.layers[layer], reading.axis, None)

@@ -112,12 +112,13 @@ class Settings(Record):
     pool: Annotated[
         str,
         Flag(
-            "Key/value heads that share a row of the cache: none, all, or a number such as 2. More quality per byte.",
+            "Key/value heads that share a row of the cache: none, all, a number such as 2, or auto: all, up to 1,024 "
+            "numbers, where the cache is coded in bits.",
             commands="run probe",
             group=CUT,
             value="HEADS",
         ),
-    ] = "none"
+    ] = "auto"
     max_loss: Annotated[
         str | None,
         Flag(
@@ -136,9 +137,9 @@ class Settings(Record):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         Options.parse(self.heal_options)
         damage_limit(self.max_loss or MAX_LOSS)
-        if self.pool not in ("none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
-            raise HeadwiseError(f"pool is '{self.pool}'; give none, all, or how many heads share a row, such as 2.")
-        if self.pool != "none":
+        if self.pool not in ("auto", "none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
+            raise HeadwiseError(f"pool is '{self.pool}'; give auto, none, all, or how many heads share a row.")
+        if self.pool not in ("auto", "none"):
             self.refuse_to_pool()
 
     def refuse_to_pool(self) -> None:
@@ -186,6 +187,14 @@ class Settings(Record):
         data = self.data or ("stdlib" if self.model == "embedded" else None)
         read = fingerprint.of_data(data) | fingerprint.of_data(self.eval)
         return fingerprint.of_model(self.model, source) | read
+
+    @property
+    def may_code(self) -> bool:
+        """Whether cached rows may be coded: where the cache is limited, or nothing is yet, and no time is."""
+        named = [text.strip().partition("=")[0] for text in self.budgets]
+        limited = not named or "kv" in named
+        timed = any(name.startswith("latency") for name in named)
+        return "bits" in self.allow and self.strategy == "exact" and limited and not (timed or self.portable)
 
     @property
     def only_kv(self) -> bool:

@@ -1,4 +1,4 @@
-"""The modules that reshaped models run on. `modeling_headwise.py` is self-contained and copied into saved models."""
+"""The modules that reshaped models run on. Both files are self-contained and are copied into saved models."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import json
 from pathlib import Path
 
 CODE = "modeling_headwise.py"
+FILES = (CODE, "cache_headwise.py")
 
 
 def foreign_code(folder: Path) -> str | None:
     """The first file of a model folder that could run and is not ours, byte for byte; None where there is none.
 
-    What differs between architectures is data in `config.json`, so that the file is the same beside every model.
+    What differs between architectures is data in `config.json`, so that the files are the same beside every model.
     A configuration may name no other code either, neither beside it nor in another repository.
     """
-    own = (Path(__file__).parent / CODE).read_bytes()
+    own = {folder / name: (Path(__file__).parent / name).read_bytes() for name in FILES}
     for path in sorted(folder.rglob("*.py")):
-        if path != folder / CODE or not path.is_file() or path.read_bytes() != own:
+        if path not in own or not path.is_file() or path.read_bytes() != own[path]:
             return path.relative_to(folder).as_posix()
     try:
         named = json.loads((folder / "config.json").read_bytes()).get("auto_map") or {}

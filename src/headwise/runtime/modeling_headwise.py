@@ -1,8 +1,8 @@
 """Transformers whose layers have their own sizes. Needs transformers and torch only; lies beside every tailored model.
 
 A layer may have its own number of query and key/value heads, its own query/key and value dimensions, its own kept
-rotary pairs for every key/value head, a projection of queries and keys after rotary, and its own MLP width. Where a
-stock architecture keeps its parts is data (`Anatomy`) in the model's `config.json`: this file knows no architecture.
+rotary pairs for every key/value head, a projection of queries and keys after rotary, a cache in few bits, and its own
+MLP width. Where a stock architecture keeps its parts is data (`Anatomy`) in the model's `config.json`.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, T tokens, H query heads, G key/value heads,
 W width of queries and keys before projection, K after it, V width of values, P rotary pairs.
 """
@@ -10,7 +10,6 @@ W width of queries and keys before projection, K after it, V width of values, P 
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -19,12 +18,13 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, modeling_utils
+from transformers import EncoderDecoderCache, PreTrainedConfig, PreTrainedModel, modeling_utils
 from transformers.activations import ACT2FN
-from transformers.cache_utils import DynamicLayer
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
+
+from .cache_headwise import RowCoder, append, remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,43 +115,6 @@ def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
 
 
-SPARE = 64  # places for tokens to come, in a cache on a CPU
-_room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
-
-
-@functools.cache
-def _only_appends() -> bool:
-    """Whether a layer of this version's cache does nothing but append keys and values, as `_append` does in its place.
-
-    Tried out once, on three tokens: a version whose layers also keep count of something is left to its own code.
-    """
-    layer, one, kept = DynamicLayer(), torch.ones(1, 1, 1, 1, device="cpu"), []
-    for value in range(3):
-        layer.update(value * one, -value * one)
-        kept.append({name: held for name, held in vars(layer).items() if name not in ("keys", "values")})
-    appended = (layer.keys.flatten().tolist(), layer.values.flatten().tolist()) == ([0, 1, 2], [0, -1, -2])
-    return appended and kept[1:] == kept[:-1]
-
-
-def _append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
-    """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
-    layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
-    known = type(layer) is DynamicLayer and layer.get_seq_length() and layer.keys.dtype == k.dtype
-    known = known and not cache.offloading and k.device.type == "cpu"
-    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
-        return cache.update(k, v, index)
-    past, new = layer.keys.shape[2], k.shape[2]
-    shown, room = _room.get(layer, (None, (layer.keys,)))
-    barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
-    if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
-        room = [nn.functional.pad(x, (0, 0, 0, new + SPARE)) for x in (layer.keys, layer.values)]
-    for place, x in zip(room, (k, v), strict=True):
-        place.narrow(2, past, new).copy_(x)
-    layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
-    _room[layer] = layer.keys, room
-    return layer.keys, layer.values
-
-
 def _signed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """A table of sines by its halves, as `_turned` takes it."""
     return torch.cat((-first, second), dim=-1)
@@ -234,7 +197,7 @@ class TailoredAttention(nn.Module):
     `stock` is the attention that it replaces, stock or tailored: everything but the sizes is taken from there.
     """
 
-    def __init__(self, stock: nn.Module, anatomy: Anatomy, sizes: dict[str, int], biased: bool = False) -> None:
+    def __init__(self, stock: nn.Module, anatomy: Anatomy, sizes: dict[str, Any], biased: bool = False) -> None:
         super().__init__()
         names = OURS if isinstance(stock, TailoredAttention) else {**STOCK, **anatomy.names}
 
@@ -247,6 +210,10 @@ class TailoredAttention(nn.Module):
         self.pooled = sizes.get("pooled", 1)  # key/value heads of which one row of the cache is made
         self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
+        coded = sizes.get("k_code") and sizes.get("v_code")
+        self.coders = (RowCoder(sizes["k_code"]), RowCoder(sizes["v_code"])) if coded else None
+        self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
+        self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))
         self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
         self._set_projections(part)
         sharing = self.query_heads // self.kv_heads
@@ -265,9 +232,11 @@ class TailoredAttention(nn.Module):
         bias = queries.bias is not None or part("bias") is not None
         self.q_proj = _linear(queries, self.hidden, self.query_heads * self.head_width, bias)
         self.k_proj = _linear(keys, self.hidden, self.kv_heads * self.qk_width, keys.bias is not None)
-        self.v_proj = _linear(values, self.hidden, self.kv_heads * self.v_dim, bias)
+        centred = self.coders is not None  # coded values have no mean: biases take it off and add it again
+        self.v_proj = _linear(values, self.hidden, self.kv_heads * self.v_dim, bias or centred)
         if output is not None:  # some layers keep the output projection elsewhere
-            self.o_proj = _linear(output, self.query_heads * self.out_dim, self.hidden, output.bias is not None)
+            biased = output.bias is not None or centred
+            self.o_proj = _linear(output, self.query_heads * self.out_dim, self.hidden, biased)
 
     def _stock_rotary(self, part: Callable[[str], Any]) -> int:
         """Coordinates of a stock head that turn with the position; some layers turn none."""
@@ -281,11 +250,13 @@ class TailoredAttention(nn.Module):
             # Spread over all speeds, as those of a smaller stock head are; a model from a file brings its own.
             kept = torch.arange(self.qk_width // 2) * (self.rotary // 2) // (self.qk_width // 2)
             self.register_buffer("pairs_GP", kept.expand(self.kv_heads, -1).clone())
-        if self.qk_dim < self.qk_width:
+        if self.projects:
             # Random, so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
-        if self.v_dim < self.v_width:  # from a row's values to those of each of its heads
+        if self.coders is not None:  # the mean of all keys, which softmax ignores
+            self.k_mean_GK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_dim))
+        if self.v_projects:  # from a row's values to those of each of its heads
             up = torch.randn(self.kv_heads * self.pooled, self.v_dim, self.out_dim) * self.v_dim**-0.5
             self.v_up_NVO = nn.Parameter(up)
         if self.biased:  # which columns of the stack's position bias are those of the heads
@@ -338,24 +309,42 @@ class TailoredAttention(nn.Module):
 
     def project(self, q_BHTW: torch.Tensor, k_BGTW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as the softmax and the cache see them."""
-        if self.qk_dim == self.qk_width:
+        if not self.projects:
             return self.spread(q_BHTW), k_BGTW
+        k_BGTK = self._project_keys(k_BGTW)
         batch, heads, tokens, width = q_BHTW.shape
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
         if batch == tokens == 1:  # in few steps
-            q_GSK = torch.bmm(q_BHTW.view(groups, -1, width), q_down)
-            return q_GSK.view(1, heads, 1, -1), torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
+            return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
         if tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
-        return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTW @ self.k_down_GWK
+        return q_BHTK.view(batch, heads, tokens, self.qk_dim), k_BGTK
+
+    def _project_keys(self, k_BGTW: torch.Tensor) -> torch.Tensor:
+        if not self.projects:
+            return k_BGTW
+        if k_BGTW.shape[0] == k_BGTW.shape[2] == 1:  # in few steps
+            k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
+        else:
+            k_BGTK = k_BGTW @ self.k_down_GWK
+        return k_BGTK if self.coders is None else k_BGTK - self.k_mean_GK.unsqueeze(1)
 
     def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as `attended` takes them: keys in their cached form."""
         if not self._many(q):
             return self.project(q, k)
-        return q, k if self.qk_dim == self.qk_width else k @ self.k_down_GWK
+        return q, self._project_keys(k)
+
+    def remembered(
+        self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
+        if self.coders is not None:
+            whole = self.attend.sliding_window is None
+            return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
+        return (k, v) if cache is None else append(cache, k, v, self.layer_idx)
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
@@ -366,9 +355,9 @@ class TailoredAttention(nn.Module):
         if not self._many(q):
             z, weights = self.attend(q, k, v, mask, **kwargs)
             return self.own_values(z), weights
-        if self.qk_dim < self.qk_width:
+        if self.projects:
             k = k.unsqueeze(2) @ self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT
-        if self.v_dim < self.v_width:
+        if self.v_projects:
             v = v.unsqueeze(2) @ self.v_up_NVO.unflatten(0, (self.kv_heads, -1))
         apart = (x if x.dim() == 5 else x.unflatten(-1, (self.pooled, -1)).transpose(2, 3) for x in (k, v))
         z, weights = self.attend_apart(q, *(x.flatten(1, 2) for x in apart), mask, **kwargs)
@@ -385,7 +374,7 @@ class TailoredAttention(nn.Module):
         """What every head is given of its row's values, as the output projection takes it (B, T, H O)."""
         if self.pooled == 1:
             return z_BTHV.flatten(2)
-        if self.v_dim < self.v_width:
+        if self.v_projects:
             return (z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)) @ self.v_up_NVO).flatten(2)
         z = z_BTHV.unflatten(2, (self.kv_heads, self.pooled, -1)).unflatten(-1, (self.pooled, -1))
         return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
@@ -415,8 +404,7 @@ class TailoredAttention(nn.Module):
         else:
             q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
             q, k = self.looked_up(q, k)
-            if cache is not None:
-                k, v = _append(cache, k, v, self.layer_idx)
+            k, v = self.remembered(k, v, attention_mask, cache)
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
         z, weights = self.attended(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from headwise import strategies
@@ -12,7 +10,7 @@ from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.types import CUTS, Budget, LayerShape, Plan, Readings
+from headwise.types import CUTS, Budget, Plan, Readings, Unit
 
 
 def allocate_in(
@@ -47,9 +45,12 @@ def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...])
     return strategies.allocate(readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed)
 
 
-def sizes_to_measure(settings: Settings, folds: bool) -> dict[str, Callable[[LayerShape, int], LayerShape]]:
-    """Which curves to check by measurement, and the layer that a size on their axis stands for."""
+def units_to_measure(settings: Settings, folds: bool, coded: bool) -> dict[str, Unit]:
+    """Which units to check by measurement, by the kind of their curve; `coded`: cached rows are coded."""
     units = [unit for unit in CUTS if unit.swapped and unit.allow in settings.allow and not settings.portable]
     if folds:  # then a projection is as good as dropping pairs
         units = [unit for unit in units if unit.curve != "qk_pairs"]
-    return {unit.kind: partial(unit.shape, folds=folds) for unit in units if unit.cached or not settings.only_kv}
+    units = [unit for unit in units if unit.allow != "bits" or coded]
+    if coded and settings.only_kv:  # codes do all that dropping directions can
+        units = [unit for unit in units if unit.allow not in ("qk", "v")]
+    return {unit.kind: unit for unit in units if unit.cached or not settings.only_kv}

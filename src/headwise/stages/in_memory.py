@@ -108,7 +108,7 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(
         family,
-        family.tailor(model, pooled_heads(settings, family, model)),
+        family.tailor(model, pooled_heads(settings, family, model, task)),
         tokenizer,
         *texts,
         task=task,

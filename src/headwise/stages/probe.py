@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -19,15 +20,15 @@ from headwise import data, families, probes, processes, strategies
 from headwise.cuts import Moments, reshape_layer
 from headwise.files import disk
 from headwise.heal.refit import LayerHealer, refit
-from headwise.probes import depth, gram, sensitivity, spectrum, swap
+from headwise.probes import depth, fisher, gram, sensitivity, spectrum, swap
 from headwise.probes._magnitude import Orders
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.moments import as_stored, read_moments, write_moments
 from headwise.runs.settings import Settings
 from headwise.runs.unfinished import Progress
-from headwise.stages.allocate import sizes_to_measure
-from headwise.stages.source import Probed, Source
+from headwise.stages.allocate import units_to_measure
+from headwise.stages.source import Probed, Source, codes_rows
 from headwise.types import GONE, LayerShape, Reading, Readings
 
 MOMENTS = "moments.safetensors"
@@ -76,6 +77,7 @@ class _Probing:
         self.family, self.task, self.model = source.reader, source.task, source.current
         self.shape = self.family.shape_of(self.model.config)
         self.mlp = not settings.only_kv and "mlp" in settings.allow
+        self.coded = codes_rows(settings, self.shape, self.task)
         self.heals = settings.heal != "none"
 
     def run(self, diagnose: bool) -> Probed:
@@ -114,6 +116,11 @@ class _Probing:
             return read_moments(file, self.model.device, self.shape.layers)
         rows = self.source.inputs(self.source.calibration)
         found = gram.collect(self.family, self.model, rows, self.mlp, self.track)
+        if self.coded:
+            less_memory = bool(self.settings.recompute), self.source.spread
+            some, seed = self._some(SENSITIVITY_TOKENS), self.settings.seed
+            priced = fisher.collect(self.family, self.model, some, seed, self.track, self.task, *less_memory)
+            found = [one | more for one, more in zip(found, priced, strict=True)]
         if file:
             processes.by_first(partial(write_moments, file, found))
         self.progress.piece("moments", lambda: True)
@@ -132,12 +139,21 @@ class _Probing:
         """Damage by gradients, and the order in which units go."""
         curves, orders = self.progress.piece("sensitivity", self._sensitivity)
         known = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in orders]
-        return [Reading.from_json(reading) for reading in curves], known
+        found = [Reading.from_json(reading) for reading in curves]
+        if self.coded:
+            read = min(SENSITIVITY_TOKENS, data.places(self.source.calibration))
+            bits, codes = fisher.measure(self.shape.layers, self.moments, read, self.settings.seed)
+            found, known = [*found, *bits], [one | more for one, more in zip(known, codes, strict=True)]
+        return found, known
+
+    def _some(self, tokens: int) -> torch.Tensor:
+        """Rows of the calibration, evenly spaced, with about so many tokens."""
+        rows = self.source.calibration
+        count = max(1, tokens // data.mean_length(rows, self.task.row_tokens))
+        return rows[:: max(1, len(rows) // count)]
 
     def _sensitivity(self) -> list[Any]:
-        rows, settings = self.source.calibration, self.settings
-        count = max(1, SENSITIVITY_TOKENS // data.mean_length(rows, self.task.row_tokens))
-        some = rows[:: max(1, len(rows) // count)]
+        settings, some = self.settings, self._some(SENSITIVITY_TOKENS)
         less_memory = settings.recompute, self.source.spread
         found = sensitivity.measure(
             self.family, self.model, some, self.moments, self.mlp, settings.seed, self.track, self.task, *less_memory
@@ -146,15 +162,26 @@ class _Probing:
 
     def _measured(self, curves: list[Reading], few: torch.Tensor, others: torch.Tensor) -> list[Reading]:
         """Damage of some sizes as measured, one layer cut at a time."""
-        settings, options = self.settings, sizes_to_measure(self.settings, self.shape.grain.folds)
-        if not (settings.swap_tokens and options):
+        settings = self.settings
+        self.units = units_to_measure(settings, self.shape.grain.folds, self.coded)
+        if not (settings.swap_tokens and self.units):
             return []
         strength = self.task.refit_strength
         self.healer = LayerHealer(self.family, self.model, others, strength) if self.heals else None
         return swap.measure(
-            self.family, self.model, few, curves, options, self._cut, settings.seed, self.track, self.heals, self.task,
-            self.progress,
+            self.family, self.model, few, curves, self.units, self._sized, self._cut, settings.seed, self.track,
+            self.heals, self.task, self.progress,
         )  # fmt: skip
+
+    def _sized(self, kind: str, index: int, size: int) -> LayerShape:
+        """One layer of another size. Keys and values are coded together: the others then have their finest code."""
+        unit, shape, order = self.units[kind], self.shape.layers[index], self.orders[index]
+        found = unit.shape(shape, size, self.shape.grain.folds, order)
+        if not found.coded:
+            return found
+        finest = {name: order[name][0] for name in ("k_bits", "v_bits")}
+        keys, values = found.k_code or finest["k_bits"], found.v_code or finest["v_bits"]
+        return replace(found, qk_dim=sum(keys), k_code=keys, v_dim=sum(values), v_code=values)
 
     def _cut(self, index: int, target: LayerShape) -> nn.Module:
         """One layer cut to a size, and healed where the run heals."""

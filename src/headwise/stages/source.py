@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,8 @@ from headwise.stages.texts import LongText
 from headwise.tasks.causal import Causal
 from headwise.types import Check, Healing, ModelShape, Plan, Readings
 from headwise.types.verdict import Sample
+
+WIDEST_ROW = 1_024  # numbers of a coded row, unless one head alone has more: its bases grow with the square
 
 
 class Probed(NamedTuple):
@@ -148,17 +151,43 @@ def refuse_other_plan(folder: RunFolder, plan: Plan, found: ModelShape) -> None:
 
 def refuse_units(settings: Settings, family: Family) -> None:
     """Refuse units that models of a family cannot lose."""
-    if lost := sorted(set(settings.allow) - {*family.units, "depth"}):
-        known = ", ".join((*family.units, "depth"))
+    able = (*family.units, "depth", "bits")  # bits wherever there is a cache
+    if lost := sorted(set(settings.allow) - set(able)):
+        known = ", ".join(able)
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
 
 
-def pooled_heads(settings: Settings, family: Family, model: nn.Module) -> int:
+def pooled_heads(settings: Settings, family: Family, model: nn.Module, task: tasks.Task) -> int:
     """How many key/value heads will share a cached row (1: none); refused where the model cannot."""
-    heads = heads_to_pool(settings, family.shape_of(model.config))
+    shape = family.shape_of(model.config)
+    heads = heads_to_pool(settings, shape)
+    if settings.pool == "auto" and not codes_rows(settings, shape, task):
+        return 1
     if heads > 1 and any(name.endswith("pairs_GP") for name, _ in model.named_buffers()):
+        if settings.pool == "auto":
+            return 1
         raise PlanError("queries and keys of this model are cut already; leave out --pool, or pool its source's heads.")
     return heads
+
+
+def _all_that_fit(settings: Settings, shape: ModelShape) -> int:
+    """As many heads as make rows of a reasonable width, where rows are coded; 1 where heads cannot be pooled."""
+    one_by_one = {"heads", "kv_heads"} & set(settings.allow) or any(layer.projected for layer in shape.layers)
+    if not (settings.may_code and can_code(shape)) or one_by_one:
+        return 1
+    common = math.gcd(*(layer.kv_heads for layer in shape.layers))
+    widest = max(max(layer.qk_width, layer.v_dim) for layer in shape.layers)
+    return max(n for n in range(1, common + 1) if common % n == 0 and (n == 1 or n * widest <= WIDEST_ROW))
+
+
+def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
+    """Whether a run chooses the bits of cached keys and values."""
+    return settings.may_code and can_code(shape) and task.has_past
+
+
+def can_code(shape: ModelShape) -> bool:
+    """Whether keys and values of a model can be cached in few bits: a decoder's, unless they are already."""
+    return shape.cached and not any(layer.role or layer.coded for layer in shape.layers)
 
 
 def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
@@ -170,6 +199,8 @@ def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
         settings.refuse_to_pool()
     if settings.pool == "none":
         return 1
+    if settings.pool == "auto":
+        return 1 if pooled else _all_that_fit(settings, shape)
     if pooled:
         raise PlanError("heads of this model share rows already; leave out --pool, or pool those of its source.")
     if any(layer.projected for layer in shape.layers):

@@ -14,7 +14,7 @@ __all__ = ["POOLING", "allocate", "blind", "chosen", "cuts", "keep_for", "known"
 
 DEFAULT = "exact"
 POOLING = ("exact", "uniform", "depth")  # know rows that heads share
-INNER = tuple(unit for unit in UNITS if unit != "depth")  # what most strategies can cut
+INNER = tuple(unit for unit in UNITS if unit not in ("depth", "bits"))  # what most strategies can cut
 
 
 def allocate(

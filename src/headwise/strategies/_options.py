@@ -21,14 +21,13 @@ from headwise.types import (
     Readings,
     Unit,
 )
-
-Order = dict[str, tuple[tuple[int, ...], ...]]
+from headwise.types.unit import Order
 
 
 class Choice(NamedTuple):
     """One size of one unit: the fields of LayerShape that it sets, and its damage."""
 
-    sizes: tuple[tuple[str, int], ...]
+    sizes: tuple[tuple[str, Any], ...]
     damage: float
 
 
@@ -62,9 +61,15 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
             reading = readings.curve(unit.kind) if unit.allow in allowed and not together else None
             return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
 
-        return _menu(shape, ways, source.grain.folds, priced)
+        return _menu(shape, ways, source.grain.folds, priced, readings.orders[layer])
 
     return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
+
+
+def applicable(allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
+    """The units that help under some budgets: bits where the cache is limited, and not yet where times are."""
+    useful = any(b.name == "kv" for b in budgets) and not any(b.workload for b in budgets)
+    return tuple(unit for unit in allow if unit != "bits" or useful)
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
@@ -81,23 +86,38 @@ def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
 
 
 def _menu(
-    shape: LayerShape, ways: tuple[str, ...], folds: bool, priced: Callable[[Unit], list[tuple[int, float]]]
+    shape: LayerShape,
+    ways: tuple[str, ...],
+    folds: bool,
+    priced: Callable[[Unit], list[tuple[int, float]]],
+    order: Order | None = None,
 ) -> LayerMenu:
-    """A layer's choices. `priced` gives every size of a unit below the layer's own, with its damage."""
+    """A layer's choices. `priced` gives every size of a unit below the layer's own, with its damage.
+
+    Where rows can be coded, all choices are codes: the finest does no damage, and one of no bits drops a direction.
+    """
 
     def choices(*curves: str, same: tuple[str, ...]) -> tuple[Choice, ...]:
         units = [UNIT_OF[DAMAGE + curve] for curve in curves]
-        cut = [(unit.sets(shape, size, folds), damage) for unit in units for size, damage in priced(unit)]
-        return (_unchanged(shape, same), *(Choice(tuple(fields.items()), damage) for fields, damage in cut))
+        cut = [(unit.sets(shape, size, folds, order or {}), damage) for unit in units for size, damage in priced(unit)]
+        made = tuple(Choice(tuple(fields.items()), damage) for fields, damage in cut)
+        return made if coded else (_unchanged(shape, same), *made)
+
+    coded = bool(priced(UNIT_OF["damage.k_bits"]) and priced(UNIT_OF["damage.v_bits"]))
+    keys, values = (("k_bits",), ("v_bits",)) if coded else (ways, ("v",))
 
     groups = [(shape.kv_heads, 0.0), *priced(UNIT_OF["damage.kv_heads"])]
     sharing = [(shape.queries_per_group, 0.0), *priced(UNIT_OF["damage.heads"])]
     return LayerMenu(
         heads=tuple(Choice((("query_heads", g * n), ("kv_heads", g)), a + b) for g, a in groups for n, b in sharing),
-        qk=choices(*ways, same=("qk_width", "qk_dim")),
-        v=choices("v", same=("v_dim",)),
-        mlp=choices("mlp", same=("mlp_width",)),
+        qk=choices(*keys, same=("qk_width", "qk_dim")),
+        v=choices(*values, same=("v_dim",)),
+        mlp=(_unchanged(shape, ("mlp_width",)), *_narrower(shape, priced)),
     )
+
+
+def _narrower(shape: LayerShape, priced: Callable[[Unit], list[tuple[int, float]]]) -> list[Choice]:
+    return [Choice((("mlp_width", size),), damage) for size, damage in priced(UNIT_OF["damage.mlp"])]
 
 
 def _unchanged(shape: LayerShape, fields: tuple[str, ...]) -> Choice:

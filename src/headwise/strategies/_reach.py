@@ -15,9 +15,10 @@ import numpy as np
 from headwise import budgets as prices
 from headwise.errors import BudgetError
 from headwise.strategies._equal import refuse_unequal
-from headwise.strategies._options import menus, nothing_portable, portable_limits, refuse
+from headwise.strategies._options import applicable, menus, nothing_portable, portable_limits, refuse
 from headwise.strategies._program import Floats, Program, build
-from headwise.types import UNITS, Budget, LayerShape, ModelShape, Reading, Readings
+from headwise.types import BITS, UNITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
+from headwise.types.unit import Order
 
 WEIGHTS = 33  # of two budgets against each other that are tried
 WAYS = ("qk_projected", "qk_pairs")
@@ -79,11 +80,11 @@ class _Costs:
         def price(layer: LayerShape) -> list[float]:
             return [prices.layer_price(budget, source, layer) for budget in budgets]
 
-        self.counts = Counter(source.layers)
+        self.counts, units = Counter(source.layers), applicable(cuts, budgets)
         self.programs: dict[LayerShape, Program] = {}
         for layer in self.counts:
             alone = source.with_layers((layer,))
-            self.programs[layer] = build(alone, menus(alone, _legal(alone), cuts, WAYS), price)
+            self.programs[layer] = build(alone, menus(alone, _legal(alone), units, WAYS), price)
         whole = np.array([prices.price(budget, source) for budget in budgets])
         self.fixed = whole - np.sum([np.array(price(layer)) * n for layer, n in self.counts.items()], axis=0)
         self.may_go = len(source.layers) // 2 if "depth" in cuts else 0
@@ -110,8 +111,15 @@ def _legal(source: ModelShape) -> Readings:
     }
     if grain.rotary and not any(layer.projected for layer in source.layers):
         kinds["qk_pairs"] = [grain.qk_sizes(layer.qk_width) for layer in source.layers]
+    coded = source.cached and not any(layer.role or layer.coded for layer in source.layers)
+    order: Order = {}
+    if coded:  # rows of one number in one bit, at least
+        least = (*(0 for _ in BITS[1:]), 1)
+        order = {"k_bits": (least,), "v_bits": (least,)}
+        kinds["k_bits"] = [(layer.k_bytes, code_bytes(least)) for layer in source.layers]
+        kinds["v_bits"] = [(layer.v_bytes, code_bytes(least)) for layer in source.layers]
     curves = tuple(_free(f"damage.{kind}", tuple(sizes)) for kind, sizes in kinds.items())
-    return Readings("", source, curves, ({},) * len(source.layers), 0, 0)
+    return Readings("", source, curves, (order,) * len(source.layers), 0, 0)
 
 
 def _free(kind: str, ticks: tuple[tuple[int, ...], ...]) -> Reading:

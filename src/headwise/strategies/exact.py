@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from headwise.strategies._options import depth_steps, finish, menus, refuse, ways, without_layers
+from headwise.strategies._options import applicable, depth_steps, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Problem, Solution
 from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
 
@@ -27,6 +27,7 @@ class Depths:
     def __init__(
         self, source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
     ) -> None:
+        allow = applicable(allow, budgets)
         offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
         self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets))

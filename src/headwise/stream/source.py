@@ -178,7 +178,7 @@ def _refuse(settings: Settings) -> None:
             "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow depth, "
             "or use a machine with more memory."
         )
-    if settings.pool != "none":
+    if settings.pool not in ("auto", "none"):
         raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")
     if any(text.strip().startswith("latency") for text in settings.budgets):
         raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")

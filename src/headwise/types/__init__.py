@@ -6,12 +6,13 @@ from headwise.types.latency import PHASES, HeldOut, LatencyTable, Lattice, Layer
 from headwise.types.measure import BeforeAfter, Measure
 from headwise.types.plan import Budget, FrontierPoint, LayerKeep, Plan
 from headwise.types.reading import Reading, Readings
-from headwise.types.shape import GONE, ROLES, Grain, LayerShape, ModelShape
+from headwise.types.shape import BITS, GONE, ROLES, Grain, LayerShape, ModelShape, code_bytes
 from headwise.types.sweep import Answer, Sweep
 from headwise.types.unit import CUTS, DAMAGE, DEFAULT_UNITS, UNIT_OF, UNITS, Unit
 from headwise.types.verdict import Check, LengthQuality, Retrieval, Sample, Verdict
 
 __all__ = [
+    "BITS",
     "CUTS",
     "DAMAGE",
     "DEFAULT_UNITS",
@@ -50,5 +51,6 @@ __all__ = [
     "Unit",
     "Verdict",
     "Workload",
+    "code_bytes",
     "write_atomically",
 ]

@@ -111,6 +111,8 @@ def _check_layer(where: str, old: LayerShape, new: LayerShape, keep: LayerKeep, 
             raise PlanError(
                 f"{where}: {name} grows from {getattr(old, name)} to {getattr(new, name)}; plans only shrink."
             )
+    if bool(new.k_code) != bool(new.v_code):
+        raise PlanError(f"{where}: keys and values are coded together; give both k_code and v_code, or neither.")
     _check_indices(where, "query_heads", keep.query_heads, old.query_heads, new.query_heads)
     _check_indices(where, "kv_heads", keep.kv_heads, old.kv_heads, new.kv_heads)
     _check_indices(where, "mlp_channels", keep.mlp_channels, old.mlp_width, new.mlp_width)

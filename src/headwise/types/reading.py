@@ -8,7 +8,7 @@ from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
-from headwise.types.shape import LayerShape, ModelShape
+from headwise.types.shape import BITS, LayerShape, ModelShape
 from headwise.types.unit import DAMAGE, UNIT_OF
 
 Row = tuple[float, ...]
@@ -121,6 +121,12 @@ def _check_orders(where: str, order: dict[str, tuple[tuple[int, ...], ...]], lay
         "mlp": (1, layer.mlp_width),
     }
     for name, rows in order.items():
+        if name in ("k_bits", "v_bits"):
+            if any(len(code) != len(BITS) or min(code) < 0 or not sum(code) > 0 for code in rows):
+                raise PlanError(
+                    f"{where}: {name} must hold codes, a count for each of {len(BITS)} widths; probe again."
+                )
+            continue
         groups, units = known.get(name.removesuffix("_weight"), (len(rows), len(rows[0]) if rows else 0))
         if rows and units and (len(rows) != groups or any(sorted(row) != list(range(units)) for row in rows)):
             raise PlanError(f"{where}: {name} must order {units} units in each of {groups} groups; probe again.")

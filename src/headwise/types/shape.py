@@ -11,8 +11,12 @@ from headwise.types._record import Record
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
 POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 CODES = ("k_code", "v_code")  # of a layer whose cache is coded
-BITS = (8, 4, 2, 1)  # widths of a code, widest first
-CODE_GROUP = 64  # numbers of one width that share a scale of one byte, at most
+BITS = (8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
+PLANES = (8, 4, 2, 1)  # a code of other widths is stored in several parts: one of 6 bits as 4 and 2
+CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, at most
+WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
+COUNTED_TOKENS = 4_096  # of a text over which they are spread when bytes are counted
+CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 MOST_LAYERS = 4_096
 WIDEST = 1 << 22  # of any size of a layer or of the stream between layers
@@ -41,14 +45,19 @@ class LayerShape(Record):
     role: str = ""  # in a model of two stacks: one of ROLES
     pooled: int = 1  # key/value heads whose keys and values share a cached row
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
-    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 4, 2 and 1 bits; none: not coded
+    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
     v_code: tuple[int, ...] = ()  # and how many of its v_dim values
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
         names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
-        codes = {name: list(code) for name in CODES if (code := getattr(self, name))}
+        codes = {name: _by_bits(code) for name in CODES if (code := getattr(self, name))}
         return {name: getattr(self, name) for name in names} | codes
+
+    @classmethod
+    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """In a file a code is a count for each width that it uses: {"4": 96, "2": 32}."""
+        return {**data, **{name: _counts(data[name], name) for name in CODES if isinstance(data.get(name), dict)}}
 
     def __post_init__(self) -> None:
         sizes = {name: getattr(self, name) for name in SIZES}
@@ -78,14 +87,11 @@ class LayerShape(Record):
             )
 
     def _check_codes(self) -> None:
-        for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)):
+        for name, code, size in (("k_code", self.k_code, self.qk_dim), ("v_code", self.v_code, self.v_dim)):
             if code and (len(code) != len(BITS) or min(code) < 0 or sum(code) != size):
                 raise ShapeError(
-                    f"a code of {', '.join(map(str, code))} numbers in {', '.join(map(str, BITS))} bits does not make "
-                    f"rows of {size}; give four counts that add up to it."
+                    f"{name} has {sum(code)} numbers and a cached row {size}; give counts that add up to it."
                 )
-        if bool(self.k_code) != bool(self.v_code):
-            raise ShapeError("keys and values are coded together; give both k_code and v_code, or neither.")
 
     def _pools(self) -> bool:
         even = all(size % self.pooled == 0 for size in (self.qk_width, self.v_width, self.queries_per_group))
@@ -109,7 +115,7 @@ class LayerShape(Record):
     @property
     def v_projected(self) -> bool:
         """Whether values of pooled heads are projected, and back after attention."""
-        return self.pooled > 1 and self.v_dim < self.v_width
+        return self.pooled > 1 and (self.v_dim < self.v_width or bool(self.v_code))
 
     def pooling(self, heads: int) -> LayerShape:
         """The layer with `heads` key/value heads to a cached row, before anything is cut."""
@@ -128,32 +134,54 @@ class LayerShape(Record):
 
     @property
     def coded(self) -> bool:
-        """Whether keys and values are cached in few bits."""
-        return bool(self.k_code)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a coded row, keys and values, with their scales."""
-        return code_bytes(self.k_code) + code_bytes(self.v_code)
+        """Whether keys or values are cached in few bits."""
+        return bool(self.k_code or self.v_code)
 
     @property
     def projected(self) -> bool:
         """Whether queries and keys are projected after rotary."""
-        return self.qk_width > self.qk_dim
+        return self.qk_width > self.qk_dim or bool(self.k_code)
+
+    def row_bytes(self, number: int = CACHE_BYTES) -> int:
+        """Bytes of a cached row, keys and values; `number` is those of one that is not coded."""
+        return _part_bytes(self.k_code, self.qk_dim, number) + _part_bytes(self.v_code, self.v_dim, number)
+
+    @property
+    def k_bytes(self) -> int:
+        """Bytes of a cached row's keys."""
+        return _part_bytes(self.k_code, self.qk_dim, CACHE_BYTES)
+
+    @property
+    def v_bytes(self) -> int:
+        """Bytes of a cached row's values."""
+        return _part_bytes(self.v_code, self.v_dim, CACHE_BYTES)
 
 
-def code_bytes(code: tuple[int, ...]) -> int:
-    """Bytes of a row with so many numbers in 8, 4, 2 and 1 bits: every group of them begins a byte and has a scale.
+def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
+    return code_bytes(code, number) if code else size * number
 
-    >>> code_bytes((2, 4, 8, 8))
-    11
+
+def code_bytes(code: tuple[int, ...], number: int = CACHE_BYTES) -> int:
+    """Bytes of a row with so many numbers in 8, 7, ... 1 bits: codes, scales, and a share of the first tokens.
+
+    Codes of every width begin a byte. The first tokens of a text are also kept whole, in `number` bytes each.
+
+    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 2 + 2 + 2 + 1 of codes, 1 scale, 1 for the first tokens
+    9
     """
-    groups = [
-        (bits, min(CODE_GROUP, count - first))
-        for bits, count in zip(BITS, code, strict=True)
-        for first in range(0, count, CODE_GROUP)
-    ]
-    return sum(-(-bits * count // 8) + 1 for bits, count in groups)
+    codes = sum(-(-count * p // 8) for bits, count in zip(BITS, code, strict=True) for p in PLANES if bits & p)
+    scales, first = -(-sum(code) // CODE_GROUP), -(-WHOLE_TOKENS * sum(code) * number // COUNTED_TOKENS)
+    return codes + scales + first
+
+
+def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
+    return {str(bits): count for bits, count in zip(BITS, code, strict=True) if count}
+
+
+def _counts(by_bits: dict[str, Any], name: str) -> list[Any]:
+    if unknown := set(by_bits) - {str(bits) for bits in BITS}:
+        raise ShapeError(f"{name} gives a count for '{min(unknown)}' bits; widths are 1 to {BITS[0]} bits.")
+    return [by_bits.get(str(bits), 0) for bits in BITS]
 
 
 def _uneven_sharing(query_heads: int, kv_heads: int) -> str:
@@ -231,7 +259,7 @@ class ModelShape(Record):
     cached: bool = True  # whether keys and values are kept while a text grows; encoders keep none
     layer_norms: int = 0  # parameters of a layer that go only with the whole layer; half of them without an MLP
     other_parameters: int = 0  # whatever else no plan changes
-    element_bytes: int = 4  # of one number in the cache, as the model is saved
+    element_bytes: int = 4  # of one number, as the model is saved
     row_tokens: int | None = None  # tokens of every input where their number is fixed, as that of an image's patches
 
     def __post_init__(self) -> None:
@@ -244,6 +272,11 @@ class ModelShape(Record):
                 raise ShapeError(f"{name} is {getattr(self, name):,}; it lies between {least} and {most:,}.")
         if any(layer.pooled > 1 for layer in self.layers):  # a row's directions are those of several heads
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of one cached number that is not coded."""
+        return min(self.element_bytes, CACHE_BYTES)
 
     def with_layers(self, layers: tuple[LayerShape, ...]) -> ModelShape:
         """The model with other layers."""

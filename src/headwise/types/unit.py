@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from headwise.types.shape import Grain, LayerShape
+from headwise.types.shape import Grain, LayerShape, code_bytes
 
+Order = dict[str, tuple[tuple[int, ...], ...]]  # of a layer's units: most needed first, by group; and the codes of rows
+Sizes = dict[str, Any]
 DAMAGE = "damage."  # how the kind of every reading begins that prices a cut
 
 
@@ -24,7 +27,7 @@ class Unit:
     label: str  # of that size
     title: str  # of its curve
     cut: str  # what is lost, in words
-    sets: Callable[[LayerShape, int, bool], dict[str, int]]  # layer, size, folds -> fields of LayerShape
+    sets: Callable[[LayerShape, int, bool, Order], Sizes]  # layer, size, folds, what goes first -> fields of LayerShape
     grain: str = ""  # which step and floor of a Grain make sizes legal; empty: every count is
     swapped: bool = True  # whether its prices are checked by measurement, one layer at a time
     cached: bool = True  # whether it is of use where only the cache is limited
@@ -43,26 +46,37 @@ class Unit:
         full = self.full(shape)
         return grain.sizes(self.grain, full) if self.grain else tuple(range(full, 0, -1))
 
-    def shape(self, shape: LayerShape, size: int, folds: bool) -> LayerShape:
-        """The layer cut to a size."""
-        return replace(shape, **self.sets(shape, size, folds))  # type: ignore[arg-type]
+    def shape(self, shape: LayerShape, size: int, folds: bool, order: Order) -> LayerShape:
+        """The layer cut to a size; `order` is the one of its units that a probing found."""
+        return replace(shape, **self.sets(shape, size, folds, order))
 
 
-def _projected(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+def _projected(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     """A projection that is folded into the weights leaves nothing wider behind."""
     return {"qk_width": size if folds else shape.qk_width, "qk_dim": size}
 
 
-def _pairs(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+def _pairs(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     return {"qk_width": size, "qk_dim": size}
 
 
-def _heads(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+def _heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     return {"query_heads": size * shape.kv_heads}
 
 
-def _kv_heads(shape: LayerShape, size: int, folds: bool) -> dict[str, int]:
+def _kv_heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     return {"query_heads": size * shape.queries_per_group, "kv_heads": size}
+
+
+def _key_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
+    """The code of keys that takes so many bytes, of those that the probing found best."""
+    code = next(code for code in order["k_bits"] if code_bytes(code) == size)
+    return {"qk_dim": sum(code), "k_code": code}
+
+
+def _value_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
+    code = next(code for code in order["v_bits"] if code_bytes(code) == size)
+    return {"v_dim": sum(code), "v_code": code}
 
 
 # In the order in which prices are measured.
@@ -70,9 +84,13 @@ CUTS = (
     Unit("qk_projected", "qk", "qk_dim", "qk_dim", "query/key dim", "Query/key dimensions",
          "query/key directions projected away after rotary", _projected, "qk"),
     Unit("v", "v", "v_dim", "v_dim", "value dim", "Value dimensions", "value directions dropped from every head",
-         lambda shape, size, folds: {"v_dim": size}, "v"),
+         lambda shape, size, folds, order: {"v_dim": size}, "v"),
     Unit("mlp", "mlp", "mlp_width", "mlp_width", "MLP width", "MLP width", "MLP channels dropped",
-         lambda shape, size, folds: {"mlp_width": size}, "mlp", cached=False),
+         lambda shape, size, folds, order: {"mlp_width": size}, "mlp", cached=False),
+    Unit("k_bits", "bits", "k_bytes", "k_bytes", "cache bits", "Bits of cached keys", "keys cached in fewer bits",
+         _key_code),
+    Unit("v_bits", "bits", "v_bytes", "v_bytes", "cache bits", "Bits of cached values", "values cached in fewer bits",
+         _value_code),
     Unit("qk_pairs", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs",
          "rotary pairs dropped from every query and key head", _pairs, "qk", cached=False),
     Unit("qk_pairs_shared", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs, one set for all layers",
@@ -82,9 +100,9 @@ CUTS = (
     Unit("kv_heads", "kv_heads", "kv_heads", "kv_heads", "key/value heads", "Key/value heads",
          "key/value heads dropped with their query heads", _kv_heads),
     Unit("depth", "depth", "layers removed", "", "whole layer", "Whole layers", "whole layers removed",
-         lambda shape, size, folds: {}, swapped=False),
+         lambda shape, size, folds, order: {}, swapped=False),
 )  # fmt: skip
 UNIT_OF = {unit.kind: unit for unit in CUTS}  # by the kind of the reading
 UNITS = tuple(dict.fromkeys(unit.allow for unit in CUTS))  # what a plan may cut, as `--allow` names them
-DEFAULT_UNITS = ("qk", "v", "mlp")
+DEFAULT_UNITS = ("qk", "v", "mlp", "bits")
 LABELS = {unit.allow: unit.label for unit in CUTS}

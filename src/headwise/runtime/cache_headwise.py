@@ -1,0 +1,279 @@
+"""Keys and values in a cache, whole or in few bits. Needs transformers and torch; lies beside every tailored model.
+
+A coded row is a vector of coefficients in a basis in which they are uncorrelated with a spread of one, most important
+first. The first of them get up to 8 bits each, the next fewer; those that get none are not computed at all. A scale of
+one byte belongs to every token and 64 neighbouring coefficients: it is as large as the largest of them, so that no
+outlier is cut off. Codes and scales of a token lie together in one row of bytes, which the cache of transformers stores
+in place of numbers: it appends, crops, reorders and copies such rows as all others. The first tokens of a text are
+also kept whole: all later tokens look at them, and their rows are unlike all others.
+Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+SPARE = 64  # places for tokens to come, in a cache on a CPU
+WHOLE = 4  # tokens at the beginning of a text that are kept as they are
+GROUP = 64  # neighbouring coefficients that share a scale, at most
+PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes; a code of 6 bits is stored as 4 and 2
+OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
+MIDDLE = 128  # the byte that stands for a scale of one
+ONE_BIT = 0.42  # what a code of one bit stands for, as a part of the scale
+_room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
+
+
+@functools.cache
+def _only_appends() -> bool:
+    """Whether a layer of this version's cache does nothing but append keys and values, as `append` does in its place.
+
+    Tried out once, on three tokens: a version whose layers also keep count of something is left to its own code.
+    """
+    layer, one, kept = DynamicLayer(), torch.ones(1, 1, 1, 1, device="cpu"), []
+    for value in range(3):
+        layer.update(value * one, -value * one)
+        kept.append({name: held for name, held in vars(layer).items() if name not in ("keys", "values")})
+    appended = (layer.keys.flatten().tolist(), layer.values.flatten().tolist()) == ([0, 1, 2], [0, -1, -2])
+    return appended and kept[1:] == kept[:-1]
+
+
+def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
+    """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
+    layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
+    known = type(layer) in (DynamicLayer, CodedLayer) and layer.get_seq_length() and layer.keys.dtype == k.dtype
+    known = known and not cache.offloading and k.device.type == "cpu"
+    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
+        return cache.update(k, v, index)
+    past, new = layer.keys.shape[2], k.shape[2]
+    shown, room = _room.get(layer, (None, (layer.keys,)))
+    barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
+    if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
+        room = [nn.functional.pad(x, (0, 0, 0, new + SPARE)) for x in (layer.keys, layer.values)]
+    for place, x in zip(room, (k, v), strict=True):
+        place.narrow(2, past, new).copy_(x)
+    layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
+    _room[layer] = layer.keys, room
+    return layer.keys, layer.values
+
+
+class CodedLayer(DynamicLayer):
+    """A layer of a cache whose rows are bytes, with the first tokens of every text as they are."""
+
+    starts: tuple[torch.Tensor, ...] = ()  # keys and values of the first tokens (B, G, WHOLE, K), once there are any
+    padding: torch.Tensor | None = None  # tokens before the first of every text (B)
+
+    def keep(self, k: torch.Tensor, v: torch.Tensor, past: int, padding: torch.Tensor) -> None:
+        """Keep those of the new tokens, which come after `past` others, that are among the first of their text."""
+        if not self.starts:
+            self.starts = tuple(x.new_zeros((*x.shape[:2], WHOLE, x.shape[3])) for x in (k, v))
+        self.padding = padding
+        slot = torch.arange(WHOLE, device=k.device) + padding.unsqueeze(1) - past  # its place among the new tokens
+        given = ((slot >= 0) & (slot < k.shape[2]))[:, None, :, None]
+        slot = slot.clamp(0, k.shape[2] - 1)[:, None, :, None]
+        taken = (x.gather(2, slot.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+        self.starts = tuple(torch.where(given, new, old) for new, old in zip(taken, self.starts, strict=True))
+
+    def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+        """Coefficients of all tokens (B, G, T, K), the first of every text as they were."""
+        place = torch.arange(WHOLE, device=found.device) + self.padding.unsqueeze(1)
+        there = (place < found.shape[2])[:, None, :, None]
+        place = place.clamp_max(found.shape[2] - 1)[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[3])
+        return found.scatter(2, place, torch.where(there, start, found.gather(2, place)))
+
+    def _each(self, change: Any) -> None:
+        if self.padding is not None:
+            self.starts, self.padding = tuple(map(change, self.starts)), change(self.padding)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        super().reset()
+        self.starts, self.padding = (), None
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Choose rows of the batch again, for beam search."""
+        super().reorder_cache(beam_idx)
+        self._each(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every text of the batch."""
+        super().batch_repeat_interleave(repeats)
+        self._each(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep some texts of the batch."""
+        super().batch_select_indices(indices)
+        self._each(lambda x: x[indices])
+
+    def offload(self) -> None:
+        """Move everything to host memory."""
+        super().offload()
+        self._each(lambda x: x.to("cpu", non_blocking=True))
+
+    def prefetch(self) -> None:
+        """Move everything back."""
+        super().prefetch()
+        self._each(lambda x: x.to(self.device, non_blocking=True))
+
+
+def remembered(
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
+
+    `whole`: the first tokens of a text are kept as they are. Caches of other kinds get coded numbers, not bytes.
+    """
+    if type(cache) is not DynamicCache:
+        past = cache.get_seq_length(index) if cache is not None else 0
+        new = [coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True)]
+        if whole:
+            first = _first(k, past, _padding(mask, k))
+            new = [torch.where(first, x, y) for x, y in zip((k, v), new, strict=True)]
+        k, v = new if cache is None else cache.update(*new, index)
+        return k, v
+    while len(cache.layers) <= index:
+        cache.layers.append(DynamicLayer())
+    if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
+        cache.layers[index] = CodedLayer()
+    layer: Any = cache.layers[index]
+    past, dtype = layer.get_seq_length() if layer.is_initialized else 0, k.dtype
+    keys, values = append(cache, coders[0].encode(k), coders[1].encode(v), index)
+    found = coders[0].decode(keys, dtype), coders[1].decode(values, dtype)
+    if not whole:
+        return found
+    if not layer.starts or past < WHOLE + int(layer.padding.max()):
+        layer.keep(k, v, past, _padding(mask, k))
+    return layer.restore(found[0], layer.starts[0]), layer.restore(found[1], layer.starts[1])
+
+
+def _padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
+    """How many tokens come before the first of every text (B), by the mask that attention is given."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
+        return torch.zeros(len(like), dtype=torch.long, device=like.device)
+    seen = mask if mask.dim() == 2 else mask[:, 0, -1]  # the last token sees all that are not padding
+    seen = seen if seen.dtype == torch.bool or mask.dim() == 2 else seen == 0
+    seen = seen.to(torch.uint8)
+    none = seen.shape[1] * (seen.amax(1) == 0)  # all tokens so far are padding
+    return (seen.argmax(1) + none).expand(len(like))
+
+
+def _first(x: torch.Tensor, past: Any, padding: torch.Tensor) -> torch.Tensor:
+    """Which of the new tokens are among the first of their text (B, 1, T, 1)."""
+    place = torch.arange(x.shape[2], device=x.device) + past - padding.unsqueeze(1)
+    return ((place >= 0) & (place < WHOLE))[:, None, :, None]
+
+
+class Part(NamedTuple):
+    """Neighbouring coefficients of one width, and where their codes begin in the row of bytes."""
+
+    bits: int
+    first: int
+    size: int
+    byte: int
+
+    def planes(self) -> list[tuple[int, int, int]]:
+        """Bits, the first byte and the bytes of everything that their codes are stored as; the highest bits first."""
+        found, byte = [], self.byte
+        for bits in PLANES:
+            if self.bits & bits:
+                found.append((bits, byte, -(-self.size * bits // 8)))
+                byte += found[-1][2]
+        return found
+
+
+class RowCoder:
+    """Codes rows of coefficients (B, G, T, K) as bytes (B, G, T, N) and reads them again.
+
+    `counts` says how many coefficients have how many bits: {"4": 96, "2": 32}. What becomes of a token depends on that
+    token alone.
+    """
+
+    def __init__(self, counts: dict[str, int]) -> None:
+        self.parts: list[Part] = []
+        first = byte = 0
+        for bits in sorted(map(int, counts), reverse=True):
+            if size := counts[str(bits)]:
+                self.parts.append(Part(bits, first, size, byte))
+                first, byte = first + size, sum(self.parts[-1].planes()[-1][1:])
+        self.size, self.codes = first, byte
+        self.groups = -(-first // GROUP)
+        self.bytes = byte + self.groups
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows as bytes: codes, then scales."""
+        x = x.float()
+        padded = nn.functional.pad(x, (0, self.groups * GROUP - self.size)).unflatten(-1, (self.groups, GROUP))
+        size = padded.abs().amax(-1).clamp_min(2.0**-15)
+        scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
+        x = x / self._spread(_factor(scale))
+        rows = []
+        for part in self.parts:
+            codes = _levels(x.narrow(-1, part.first, part.size), part.bits)
+            below = part.bits
+            for bits, _, _ in part.planes():
+                below -= bits
+                rows.append(_packed((codes >> below) & ((1 << bits) - 1), bits))
+        return torch.cat((*rows, scale.to(torch.uint8)), -1)
+
+    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Coefficients of such rows."""
+        found = []
+        for part in self.parts:
+            codes = torch.zeros((), dtype=torch.uint8, device=rows.device)
+            for bits, byte, count in part.planes():
+                codes = (codes << bits) | _unpacked(rows.narrow(-1, byte, count), bits, part.size)
+            found.append(_values(codes, part.bits))
+        scale = _factor(rows.narrow(-1, self.codes, self.groups).float())
+        return (torch.cat(found, -1) * self._spread(scale)).to(dtype)
+
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
+        with torch.no_grad():
+            found = self.decode(self.encode(x), x.dtype)
+        return x + (found - x).detach() if x.requires_grad else found
+
+    def _spread(self, scale: torch.Tensor) -> torch.Tensor:
+        """A scale for every coefficient."""
+        return scale.repeat_interleave(GROUP, -1)[..., : self.size]
+
+
+def _factor(code: torch.Tensor) -> torch.Tensor:
+    """The scale that a byte stands for."""
+    return torch.exp2((code - MIDDLE) / OCTAVE)
+
+
+def _levels(x: torch.Tensor, bits: int) -> torch.Tensor:
+    """Whole numbers from 0 for coefficients between -1 and 1: the middles of equal steps stand for them."""
+    count = 1 << bits
+    return ((x + 1) * (count / 2)).floor().clamp(0, count - 1).to(torch.uint8)
+
+
+def _values(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """What such numbers stand for."""
+    if bits == 1:
+        return (2.0 * codes - 1) * ONE_BIT
+    return (codes + 0.5) * (2.0 / (1 << bits)) - 1
+
+
+def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of few bits, several to a byte, the first in the lowest bits."""
+    if bits == 8:
+        return codes
+    each = 8 // bits
+    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
+    places = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
+    return (codes << places).sum(-1, dtype=torch.uint8)
+
+
+def _unpacked(rows: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """The first `count` codes that were packed."""
+    if bits == 8:
+        return rows
+    places = torch.arange(0, 8, bits, device=rows.device, dtype=torch.uint8)
+    return ((rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)[..., :count]
