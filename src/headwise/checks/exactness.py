@@ -23,6 +23,7 @@ from headwise.errors import OutputError, PlanError
 from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
+from headwise.runtime.cache_headwise import WHOLE
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 from headwise.types.shape import COUNTED_TOKENS
 
@@ -122,8 +123,8 @@ def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
-    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`. An encoder-decoder keeps numbers
-    for a token of the input and for one of the output.
+    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`; they are counted in layers with
+    a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of the output.
     """
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
@@ -134,11 +135,9 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]
     kept = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
-    starts = [start for layer in layers for start in getattr(layer, "starts", ())]
-    first = sum(
-        len(start) * start.shape[1] * -(-start[0, 0].numel() * element_bytes // COUNTED_TOKENS) for start in starts
-    )
-    return int(found + first)
+    coded = [block.attention for block in family.blocks(model) if block.attention.coders is not None]
+    rows = [(attention.kv_heads, coder.size) for attention in coded for coder in attention.coders]
+    return found + sum(count * -(-WHOLE * size * element_bytes // COUNTED_TOKENS) for count, size in rows)
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
