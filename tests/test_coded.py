@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 from coded_models import drawn, fresh, in_parts, made, said, same, uncoded
+from safetensors.torch import load_file
 from tiny_models import VARIANTS, FakeTokenizer
 from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
 
 from headwise import cost, families
-from headwise.checks.exactness import cache_bytes_per_token, count_checks
+from headwise.checks.exactness import TOLERANCE, cache_bytes_per_token, count_checks, write_proof
 from headwise.cuts import save
 from headwise.families._decoder import Decoder
 from headwise.runtime import cache_headwise
@@ -283,3 +284,17 @@ def test_saved_models_write_the_same_without_headwise(tmp_path: Path) -> None:
     command = [sys.executable, "-c", GENERATE, str(tmp_path), *kinds]
     done = subprocess.run(command, capture_output=True, text=True, env=alone, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_the_proof_of_a_reload_does_not_hang_on_last_bits(tmp_path: Path) -> None:
+    _, _, _, model = made("qwen3", 2)
+    other, ids, answers = copy.deepcopy(model), drawn(1, 64), []
+    for tensor in other.parameters():
+        tensor.data.mul_(1 + 1e-6 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+    for number, one in enumerate((model, other)):
+        write_proof(one, ids, tmp_path / f"{number}.safetensors")
+        answers.append(load_file(tmp_path / f"{number}.safetensors")["logits"])
+    near = TOLERANCE * answers[0].abs().max()
+    assert (answers[0] - answers[1]).abs().max() < near
+    assert (said(model, ids) - said(other, ids)).abs().max() > near, "and is made without codes, which do"
+    assert (said(model, ids) - answers[0]).abs().max() > near, "which are there again"

@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
 from headwise.runtime.cache_headwise import WHOLE
+from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 from headwise.types.shape import COUNTED_TOKENS
 
@@ -46,8 +48,14 @@ auto = getattr(transformers, auto)
 model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():
-    tensors = load_file(proof)
-    found = model(**{name: tensor for name, tensor in tensors.items() if name != "logits"})
+    given = {name: tensor for name, tensor in load_file(proof).items() if name != "logits"}
+    found = model(**given)
+    coded = [part for part in model.modules() if getattr(part, "coders", None)]
+    if coded:
+        assert found["logits"].isfinite().all(), "answers are no numbers"
+        for part in coded:
+            part.coders = None
+        found = model(**given)
     save_file({"logits": (found["logits"] if "logits" in found else found[0]).contiguous()}, out)
 """
 
@@ -56,13 +64,28 @@ with torch.no_grad():
 def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     """Store the model's answer to a few tokens, to be compared with the reloaded model's answer.
 
-    That is its logits, or the last stream of a model without a head. The class that loads it is stored too.
+    That is its logits, or the last stream of a model without a head. The class that loads it is stored too. Of a model
+    whose cache is coded it is the answer without codes: on another machine a number may lie across the edge of a step.
     """
     family = families.family_of(model.config)
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
-    found = family.call(model, ids.to(model.device))
+    with _uncoded(model):
+        found = family.call(model, ids.to(model.device))
     logits = found["logits"] if "logits" in found else found[0]
     save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
+
+
+@contextmanager
+def _uncoded(model: nn.Module) -> Iterator[None]:
+    """Keys and values as they are, within a block."""
+    coders = {part: part.coders for part in model.modules() if isinstance(part, TailoredAttention)}
+    try:
+        for part in coders:
+            part.coders = None
+        yield
+    finally:
+        for part, coder in coders.items():
+            part.coders = coder
 
 
 def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
