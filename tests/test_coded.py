@@ -288,13 +288,13 @@ def test_saved_models_write_the_same_without_headwise(tmp_path: Path) -> None:
 
 def test_the_proof_of_a_reload_does_not_hang_on_last_bits(tmp_path: Path) -> None:
     _, _, _, model = made("qwen3", 2)
-    other, ids, answers = copy.deepcopy(model), drawn(1, 64), []
+    other, ids, answers, draw = copy.deepcopy(model), drawn(16, 64), [], torch.Generator().manual_seed(0)
     for tensor in other.parameters():
-        tensor.data.mul_(1 + 1e-6 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)))
+        tensor.data.mul_(1 + 1e-5 * torch.randn(tensor.shape, generator=draw))
     for number, one in enumerate((model, other)):
-        write_proof(one, ids, tmp_path / f"{number}.safetensors")
+        write_proof(one, ids[:1], tmp_path / f"{number}.safetensors")
         answers.append(load_file(tmp_path / f"{number}.safetensors")["logits"])
     near = TOLERANCE * answers[0].abs().max()
     assert (answers[0] - answers[1]).abs().max() < near
-    assert (said(model, ids) - said(other, ids)).abs().max() > near, "and is made without codes, which do"
-    assert (said(model, ids) - answers[0]).abs().max() > near, "which are there again"
+    assert (said(model, ids) - said(other, ids)).abs().max() > near, "as it is made without codes, which do"
+    assert (said(model, ids[:1]) - answers[0]).abs().max() > near, "and which are there again"
