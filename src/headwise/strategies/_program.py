@@ -30,6 +30,7 @@ from headwise.types import Budget, LayerShape, ModelShape
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
+GOLDEN = (5**0.5 - 1) / 2
 NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
 Floats = NDArray[np.float64]
@@ -280,6 +281,8 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
     best, highest = np.zeros(len(limits)), -np.inf
     if not len(limits):
         return best
+    if len(limits) == 1:
+        return _multiplier(program, float(limits[0]))
     unit = np.maximum(np.abs(program.price).max(axis=1), 1e-30)
     ceiling = 100.0 * max(float(program.damage.max()), 1e-30)  # of a multiplier: what overspending costs
     for point in np.vstack([np.zeros(len(limits)), np.diag(ceiling / unit), ceiling / unit]):  # ends of the range
@@ -305,6 +308,21 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
             break
         seen |= excess <= _nth(excess, 2 * _free(program))
     return best
+
+
+def _multiplier(program: Program, limit: float) -> Floats:
+    """What a unit of the only budget is worth in damage: where the bound, which is concave in it, is highest."""
+    unit = max(float(np.abs(program.price).max()), 1e-30)
+    low, high = -60.0, float(np.log(1e3 * max(float(program.damage.max()), 1e-30)))
+
+    def bound(point: float) -> float:
+        value = np.exp(point) / unit
+        return float(program.cheapest(program.damage + value * program.price[0])[0] - value * limit)
+
+    for _ in range(64):  # golden section
+        first, second = high - (high - low) * GOLDEN, low + (high - low) * GOLDEN
+        low, high = (low, second) if bound(first) > bound(second) else (first, high)
+    return np.array([np.exp((low + high) / 2) / unit])
 
 
 def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:
