@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from headwise import processes
-from headwise.families import Family
+from headwise.families import Block, Family
 from headwise.families._watch import watching
 from headwise.linalg import priced_basis
 from headwise.probes._backward import passes
@@ -35,7 +36,7 @@ MEANING = "what errors in cached keys and values cost, from gradients"
 ERRORS = (4e-5, 1.6e-4, 6.2e-4, 2.5e-3, 9.7e-3, 0.039, 0.157, 0.46)  # of a coefficient with 8, 7, ... 1 bits, squared
 # Dropping a direction of the keys does more than noise of its size: all keys lose what they have in common. Measured
 # on the embedded model and on SmolLM2-135M.
-DROPPED = {"k": 2.0, "v": 1.0}
+DROPPED = {"k": 3.0, "v": 1.0}
 MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
 STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
@@ -107,6 +108,28 @@ def collect(
     return [
         _bases(sums, block.attention.attend.softcap is None) for sums, block in zip(found.layers, blocks, strict=True)
     ]
+
+
+def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
+    """The same for one layer alone, whose gradients reach no further than the residual stream after its attention.
+
+    In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half
+    a squared error is half of that.
+    """
+    found = _Fisher(1)
+    for number, (stream, context) in enumerate(rows):
+        q, k, v = block.heads(stream, context)
+        q, k = block.attention.project(q, k)
+        k, v = (x.detach().requires_grad_() for x in (k, v))
+        with torch.enable_grad():
+            found.attention(0, q, k, v, q)
+            z, _ = block.attention.attend(q.detach(), k, v, context.get("attention_mask"))
+            middle = block.middle(stream, block.attention.own_values(z))
+            size = middle.detach().square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
+            drawn = torch.Generator(stream.device).manual_seed(seed + number)
+            random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
+            (middle * random / size).sum().backward()
+    return _bases(found.layers[0], block.attention.attend.softcap is None)
 
 
 def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
