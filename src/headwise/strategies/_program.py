@@ -8,7 +8,7 @@ Large models have so many sizes that HiGHS alone takes minutes. So budgets first
 column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
 size, the least additional damage. Sizes beyond the best known plan cannot be part of a better one and are left out;
 HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes, not by time, so a plan never
-depends on the machine; what is not proven within them is the plan's `gap`. One budget alone is mostly left to `_knapsack`.
+depends on the machine; what is not proven within them is the plan's `gap`. `_knapsack` takes what has one budget.
 """
 
 from __future__ import annotations
