@@ -53,6 +53,11 @@ class BitRow(NamedTuple):
         return 8 * self.bytes / self.full if self.full else 0.0
 
 
+def bit_words(bits: int) -> str:
+    """So many bits of a number, in words."""
+    return f"{bits} bit{'s' * (bits > 1)}" if bits else "dropped"
+
+
 def is_coded(plan: Plan | None, sweep: Sweep | None = None) -> bool:
     """Whether a plan, or an answer of the frontier around it, caches keys or values in few bits."""
     layers = (*(plan.target.layers if plan else ()), *(sweep.shapes if sweep else ()))

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Any
 
 from headwise.report import _judged as judged
-from headwise.report._bits import WHOLE, BitRow, is_coded
+from headwise.report._bits import WHOLE, BitRow, bit_words, is_coded
 from headwise.report._chart import SQUARE, WIDE, Axis, Bar, Chart, Row, RowChart, Series, ends_of
 from headwise.report._data import LOG_AXES, Curve, CurveSet, DamageRow, Pair, counts_bytes, value_range
 from headwise.report._diagnostics import StripSet
@@ -89,7 +89,7 @@ def bits(rows: Sequence[BitRow]) -> RowChart:
     for row in rows:
         bars, start = [], 0
         for width, count in row.spans:
-            kept = f"in {width} bit{'s' * (width > 1)}" if width else "dropped"
+            kept = f"in {bit_words(width)}" if width else bit_words(0)
             title = f"layer {row.layer}, {row.part}: {count:,} of {row.full:,} coefficients {kept}"
             bars.append(Bar(start / row.full, (start + count) / row.full, f"bit-{width}", title, str(width)))
             start += count

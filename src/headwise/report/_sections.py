@@ -66,8 +66,7 @@ def _bits(dossier: Dossier, maps: Maps) -> Blocks:
     yield Words(f"{bits.HOW} {bits.share_in_words(plan)}")
     rows = {part: bits.bit_rows(plan, part) for part in bits.PARTS}
     widths = sorted({width for found in rows.values() for row in found for width, _ in row.spans}, reverse=True)
-    names = {0: "dropped", 1: "1 bit"}
-    yield Html(legend([(f"bit-{width}", names.get(width, f"{width} bits")) for width in widths]))
+    yield Html(legend([(f"bit-{width}", bits.bit_words(width)) for width in widths]))
     yield Html('<div class="pair">')
     for part, found in rows.items():
         picture = pickable(f"Bits of {part} by layer; {PICK}", draw_rows(pictures.bits(found)))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import OutputError
 from headwise.report import _pictures as pictures
-from headwise.report._bits import PARTS, bit_rows, is_coded
+from headwise.report._bits import PARTS, WHOLE, bit_rows, bit_words, is_coded
 from headwise.report._chart import Axis, Chart, RowChart, Series
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
@@ -154,21 +154,19 @@ def draw_rows(axes: Axes, chart: RowChart) -> None:
     axes.set_title(_plain(chart.title.partition(",")[0]), fontsize=8)
     if chart.percent:
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
-    if axes.get_legend_handles_labels()[0]:
+    if named := dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True)):
         beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if chart.percent else {"loc": "best"}
-        axes.legend(**beside)
+        order = [label for _, label in styles.values() if label in named]
+        axes.legend([named[label] for label in order], order, **beside)
 
 
 def _bit_styles() -> dict[str, tuple[Any, str]]:
     """Colours of numbers by their bits: many bits are dark, none is grey."""
     from matplotlib import colormaps
 
-    widths = {f"bit-{bits}": (colormaps["cividis_r"](bits / BITS[0]), f"{bits} bits") for bits in BITS}
-    return widths | {
-        "bit-16": ("#000000", "16 bits"),
-        "bit-1": (*widths["bit-1"][:1], "1 bit"),
-        "bit-0": ("#dddddd", "dropped"),
-    }
+    shades = {bits: colormaps["cividis_r"](bits / BITS[0]) for bits in BITS}
+    colours = {WHOLE: "#000000", **shades, 0: "#dddddd"}
+    return {f"bit-{bits}": (colour, bit_words(bits)) for bits, colour in colours.items()}
 
 
 def _allocation(figure: Figure, plan: Plan) -> None:
