@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from report_parts import HOSTILE, check_page, data_of, make_dossier, make_verdict
@@ -297,7 +300,7 @@ def test_rivals_keep_dimensions(dossier: Dossier) -> None:
 
 
 def test_the_terminal_shows_bits(
-    dossier: Dossier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: object
+    dossier: Dossier, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     plan = plan_of(dossier)
@@ -314,10 +317,10 @@ def test_the_terminal_shows_bits(
     assert len(layers) == LAYERS and all(len(cells) >= len(heads.split()) - 1 for cells in layers), (
         "only codes that fit"
     )
-    assert "bits a number on average" in finished(dossier, tmp_path)  # type: ignore[arg-type]
+    assert "bits a number on average" in finished(dossier, tmp_path)
 
 
-def test_figures_comparison_and_notebook(dossier: Dossier, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_figures_comparison_and_notebook(dossier: Dossier, tmp_path: Path) -> None:
     assert set(COLOURS) == set(UNITS) and len(set(COLOURS.values())) == len(UNITS), "every unit has its own colour"
     drawn = charts(dossier)
     assert {"bits-keys", "bits-values", "damage-k-bits"} <= set(drawn)
@@ -332,3 +335,40 @@ def test_figures_comparison_and_notebook(dossier: Dossier, tmp_path) -> None:  #
     assert "cache bits a number" not in compare([("a", make_dossier()), ("b", make_dossier(layers=5))])
     assert "k bits" in fragment(plan_of(dossier)) and "3" in fragment(dossier)
     assert explorer(make_dossier()) is None or explorer(make_dossier())["bits"] is None  # type: ignore[index]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_slider_moves_bits_in_a_browser(dossier: Dossier, tmp_path: Path, scheme: str) -> None:
+    api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install headwise[browser]"
+    )
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    chromium = os.environ.get("CHROMIUM") or next((found for name in names if (found := shutil.which(name))), None)
+    if chromium is None:
+        pytest.skip("no Chromium was found: make browser installs it")
+    written, plan = render(dossier), plan_of(dossier)
+    (tmp_path / "page.html").write_text(written)
+    assert dossier.sweep is not None
+    answer = sorted(dossier.sweep.answers, key=lambda one: one.share)[0]
+    keys, values = bits.mean_bits(plan.source.layers[1], dossier.sweep.target(answer)[1])
+    with api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(color_scheme=scheme)
+        complaints: list[str] = []
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.goto((tmp_path / "page.html").as_uri())
+        drawn = page.eval_on_selector_all("#model path", "all => all.map(one => one.getAttribute('d'))")
+        model = written.split('id="model"')[1].split("</table>")[0]
+        assert drawn == re.findall(r'<path class="\w+" d="([^"]*)"', model), (
+            "the script draws what the page was written with"
+        )
+        page.locator("#budget").press("Home")
+        page.select_option("#layer", "1")
+        assert page.inner_text("tr[data-layer='1'] .n-qk") == f"{keys:.1f}/16"
+        assert f"At this budget: keys {keys:.1f} bits, values {values:.1f} bits" in page.inner_text("#inspect")
+        assert page.locator("#bits g.on").count() == 2, "a chosen layer is chosen in both pictures of bits"
+        page.click("#own")
+        axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+        found = [one for one in axe.run(page).response["violations"] if one["impact"] in ("serious", "critical")]
+        browser.close()
+    assert complaints == [] and found == []
