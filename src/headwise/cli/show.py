@@ -230,6 +230,7 @@ def family_rows() -> list[dict[str, Any]]:
     """What can be done with every family."""
     try:
         from headwise import families
+        from headwise.families._decoder import Decoder  # which have a cache that can be coded
     except ImportError as error:
         raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
     return [
@@ -237,7 +238,7 @@ def family_rows() -> list[dict[str, Any]]:
             "family": family.name,
             "models": family.summary,
             "model_types": list(family.model_types),
-            "units": [*family.units, "depth"],
+            "units": [*family.units, *(["bits"] if isinstance(family, Decoder) else []), "depth"],
             "portable": _portable(family),
             "tested": TESTED,
         }
