@@ -368,6 +368,10 @@ def test_the_slider_moves_bits_in_a_browser(dossier: Dossier, tmp_path: Path, sc
         assert f"At this budget: keys {keys:.1f} bits, values {values:.1f} bits" in page.inner_text("#inspect")
         assert page.locator("#bits g.on").count() == 2, "a chosen layer is chosen in both pictures of bits"
         page.click("#own")
+        page.emulate_media(media="print")
+        heads = page.locator("table[data-name='bits by layer'] thead").inner_text()
+        assert "bytes of a row" in heads, "tables keep their heads on paper"
+        page.emulate_media(media="screen")
         axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
         found = [one for one in axe.run(page).response["violations"] if one["impact"] in ("serious", "critical")]
         browser.close()

@@ -195,7 +195,7 @@ def way_out(dossier: Dossier) -> str:
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
         text += f" Rows of the cache are shared by {most} key/value heads each"
         text += "." if coded else ": dimensions of heads are those of a row."
-    text += f" They are coded in bits: {plan_in_bits(coded)}." if coded else ""
+    text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
     others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
     if rival is None or dossier.plan is None:
