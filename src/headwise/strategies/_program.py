@@ -8,7 +8,7 @@ Large models have so many sizes that HiGHS alone takes minutes. So budgets first
 column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
 size, the least additional damage. Sizes beyond the best known plan cannot be part of a better one and are left out;
 HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes, not by time, so a plan never
-depends on the machine; what is not proven within them is the plan's `gap`.
+depends on the machine; what is not proven within them is the plan's `gap`. `_knapsack` takes what has one budget.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array, hstack
 
 from headwise import budgets as prices
+from headwise.strategies._knapsack import Knapsack
 from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
 from headwise.types import Budget, LayerShape, ModelShape
 
@@ -66,6 +67,7 @@ class Problem:
         self.fixed = self.full - layers
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
+        self.table = Knapsack(self.program) if Knapsack.fits(self.program) else None
 
     def solve(self, limits: Sequence[float] | None = None, gap: float = 0.0) -> Solution | None:
         """The selection of least total damage that meets every budget, or other limits; None where there is none.
@@ -87,7 +89,10 @@ class Problem:
         return float("inf") if solved is None else float(self.program.damage[solved[0]].sum())
 
     def _select(self, limits: Sequence[float], gap: float) -> tuple[list[int], float] | None:
-        return select(self.program, np.array(limits) - self.fixed, self.seen, gap)
+        left = np.array(limits) - self.fixed
+        if self.table is None:
+            return select(self.program, left, self.seen, gap)
+        return self.table.select(float(self.program.reachable(left)[0]))
 
 
 def solve(
