@@ -270,4 +270,4 @@ def test_a_solver_that_fails_is_not_taken_for_an_answer(monkeypatch):
     monkeypatch.setattr(_program, "milp", lambda *a, **k: SimpleNamespace(x=None, status=4, message="HiGHS: memory"))
     readings = invent(0, Invented(dim=16, mlp_width=64, sizes=6))
     with pytest.raises(MemoryError):
-        strategies.allocate(readings, (prices.parse("kv=70%", readings.source),), "exact")
+        strategies.allocate(readings, budgets_of(readings, "kv=70%", "params=90%"), "exact")

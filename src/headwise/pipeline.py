@@ -24,7 +24,7 @@ from headwise.stages.in_memory import load_source as load_source
 from headwise.stages.probe import probe as probe
 from headwise.stages.probe import probe_in as probe_in
 from headwise.stages.report import write_report
-from headwise.stages.source import Fitted, Probed, Source, codes_rows
+from headwise.stages.source import Fitted, Probed, Source
 from headwise.stages.verify import verify as verify
 from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Budget, Plan, Readings
@@ -75,8 +75,9 @@ def fit(
     source found.
     """
     limits = budgets_of(settings, source, folder, track)
-    coded = codes_rows(settings, source.shape, source.task)
-    parts = rounds.budgets_of_rounds(limits, source.shape, settings.rounds, coded)
+    if settings.rounds == 1:
+        return fit_once(settings, source, limits, folder, first, track)
+    parts = [rounds.budgets_of_round(limits, source.shape, n + 1, settings.rounds) for n in range(settings.rounds)]
     fitted = fit_once(settings, source, parts[0], folder, first, track)
     for number, part in enumerate(parts[1:], 2):
         shrunk = replace(source, shrunk=fitted.model)

@@ -17,9 +17,10 @@ from headwise.errors import HeadwiseError, PlanError
 from headwise.files.json import read_object
 from headwise.runs.dossier import Dossier
 from headwise.strategies import POOLING
-from headwise.types import LayerKeep, LayerShape, Plan, Readings, Verdict
+from headwise.types import LayerKeep, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
+Size = tuple[float, float, str]  # after, before, colour
 KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "Readings": Readings, "Verdict": Verdict}
 
 
@@ -50,21 +51,31 @@ def _table(*heads: str, **more: Any) -> Table:
     return Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **more)
 
 
-def _bar(after: int, before: int, colour: str, width: int = 6) -> Text:
+def _bar(after: float, before: float, colour: str, form: str = "", width: int = 6) -> Text:
     """A bar of what is left, and the numbers; what did not change is faint."""
     full = round(width * after / before) if before else 0
     bar = Text("█" * full, style=colour) + Text("░" * (width - full if before else 0), style=FAINT)
-    return bar + Text(f" {after}", style="bold" if after != before else FAINT) + Text(f"/{before}", style=FAINT)
+    number = Text(f" {after:{form}}", style="bold" if after != before else FAINT)
+    return bar + number + Text(f"/{before:g}" if form else f"/{before}", style=FAINT)
 
 
-def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, columns: int) -> Text:
-    """Query heads in groups that share a key/value head, then their number. A head has two columns, as high as its
-    query/key and its value dimension, or only the first, or none; a dot marks a head that is gone.
+def _sizes(old: LayerShape, new: LayerShape, coded: bool) -> tuple[Size, Size]:
+    """What is left of keys and of values, and what there was: dimensions or, in a coded plan, bits a number."""
+    if not coded:
+        return (new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V)
+    from headwise.report import mean_bits
+
+    after, before = mean_bits(old, new), mean_bits(old, old)
+    return (after[0], before[0], QK), (after[1], before[1], V)
+
+
+def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, sizes: Sequence[Size]) -> Text:
+    """Query heads in groups that share a key/value head, then their number. A head has a column for each of the sizes,
+    as high as what is left of it: keys and values, keys alone, or none; a dot marks a head that is gone.
     """
     kept = set(range(new.query_heads) if keep.query_heads is None else keep.query_heads)
-    sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V))[:columns]
     out = Text()
-    for head in range(old.query_heads if columns else 0):
+    for head in range(old.query_heads if sizes else 0):
         for after, before, colour in sizes:
             out += Text(_level(after / before), style=colour) if head in kept else Text("·", style=FAINT)
         out += Text(" " if (head + 1) % max(1, old.queries_per_group) == 0 else "")
@@ -78,15 +89,18 @@ def _layers(plan: Plan, columns: int) -> Table:
     """Layers down: heads across, then each size as a bar; a removed layer has the word instead."""
     table = _table(title=Text(f"{plan.model}: {plan.strategy}", style="bold"), title_justify="left")
     table.add_column("layer", justify="right", min_width=5)
-    for name in ("heads (qk, v)" if columns == 2 else "heads", "qk", "v", "MLP"):
+    coded = any(layer.coded for layer in plan.target.layers)
+    names, form = (("k bits", "v bits"), ".1f") if coded else (("qk", "v"), "")
+    for name in (f"heads ({'k' if coded else 'qk'}, v)" if columns == 2 else "heads", *names, "MLP"):
         table.add_column(name, no_wrap=True)
     for index, (old, new, keep) in enumerate(zip(plan.source.layers, plan.target.layers, plan.keep, strict=True)):
         name = f"{index} {old.role}".strip()
         if new.gone and not old.gone:
             table.add_row(name, Text("removed", style=BAD))
             continue
-        sizes = ((new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V), (new.mlp_width, old.mlp_width, MLP))
-        table.add_row(name, _heads(old, new, keep, columns), *(_bar(*size) for size in sizes))
+        sizes = _sizes(old, new, coded)
+        bars = [*(_bar(*size, form) for size in sizes), _bar(new.mlp_width, old.mlp_width, MLP)]
+        table.add_row(name, _heads(old, new, keep, sizes[:columns]), *bars)
     return table
 
 
@@ -104,12 +118,20 @@ def _plan_words(plan: Plan, console: Console) -> None:
         spent, form = plan.spent[budget.key], ",.0f" if budget.limit >= 1000 else ".4g"
         met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
         console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
+    if any(layer.coded for layer in plan.target.layers):
+        console.print(Text(_in_bits(plan)))
     gap = f"gap to the proven bound {plan.gap:.1e}"
     console.print(Text(f"predicted damage {plan.predicted_damage:.4f}, {gap}"))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
         ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
         console.print(Text(f"frontier: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+
+
+def _in_bits(plan: Plan) -> str:
+    from headwise.report import plan_in_bits
+
+    return f"cached {plan_in_bits(plan)}; scales and first tokens are counted"
 
 
 def _spark(values: Sequence[float], log: bool) -> str:
@@ -135,9 +157,21 @@ def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
     return tuple(ticks[i] for i in dict.fromkeys(places))
 
 
+def _shown(reading: Reading) -> tuple[tuple[int, ...], list[dict[int, float]]]:
+    """The sizes to print, and every layer's values by size; bytes of codes differ by layer: the code that fits."""
+    from headwise.report import byte_steps, counts_bytes, fitting
+
+    rows = [dict(zip(ticks, values, strict=True)) for ticks, values in zip(reading.ticks, reading.values, strict=True)]
+    if not counts_bytes(reading):
+        return _columns(max(reading.ticks, key=len), reading.axis), rows
+    steps = byte_steps(reading, COLUMNS)
+    fits = [{step: fitting(list(row), step) for step in steps} for row in rows]
+    return steps, [{s: row[f] for s, f in own.items() if f is not None} for row, own in zip(rows, fits, strict=True)]
+
+
 def _readings(readings: Readings, console: Console) -> None:
     for reading in sorted(readings.curves, key=lambda r: not r.kind.startswith("damage.")):
-        shown = _columns(max(reading.ticks, key=len), reading.axis)
+        shown, rows = _shown(reading)
         damage = reading.kind.startswith("damage.")
         words = f" by {reading.axis} (probe {reading.probe}): {reading.meaning}"
         console.print(Text(reading.kind, style="bold") + Text(words))
@@ -145,8 +179,7 @@ def _readings(readings: Readings, console: Console) -> None:
         table = _table("layer", *map(str, shown), *[""] * fits)
         every = [value for row in reading.values for value in row]
         form = ".3f" if min(every, default=0.0) < 0 or max(every, default=0.0) >= 10 else ".4f"  # seven places at most
-        for layer, (ticks, values) in enumerate(zip(reading.ticks, reading.values, strict=True)):
-            cells = dict(zip(ticks, values, strict=True))
+        for layer, cells in enumerate(rows):
             line = _spark([cells[t] for t in shown if t in cells], damage)
             numbers = (format(cells[t], form) if t in cells else "" for t in shown)
             table.add_row(str(layer), *numbers, *[Text(line, style=QK)] * fits)
@@ -197,6 +230,7 @@ def family_rows() -> list[dict[str, Any]]:
     """What can be done with every family."""
     try:
         from headwise import families
+        from headwise.families._decoder import Decoder  # which have a cache that can be coded
     except ImportError as error:
         raise HeadwiseError(f"torch and transformers are needed ({error}); install headwise again.") from None
     return [
@@ -204,7 +238,7 @@ def family_rows() -> list[dict[str, Any]]:
             "family": family.name,
             "models": family.summary,
             "model_types": list(family.model_types),
-            "units": [*family.units, "depth"],
+            "units": [*family.units, *(["bits"] if isinstance(family, Decoder) else []), "depth"],
             "portable": _portable(family),
             "tested": TESTED,
         }
@@ -263,6 +297,8 @@ def finished(dossier: Dossier, out: Path) -> str:
     lines = [in_short(dossier.verdict)] if dossier.verdict else []
     if gained := recovery_in_words(dossier.healing):
         lines.append(f"{gained}, on text that nothing was fitted to")
+    if dossier.plan is not None and any(layer.coded for layer in dossier.plan.target.layers):
+        lines.append(_in_bits(dossier.plan))
     if _could_pool(dossier):
         lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
     return "\n".join([*lines, f"{out / 'report.html'}"])

@@ -88,10 +88,10 @@ def _writes(model: Any) -> bool:
 def covers(model: Any) -> bool:
     """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
 
-    Cache rows that heads share are excluded: they are wider than the kernels allow.
+    Cache rows that heads share are excluded, as they are wider than the kernels allow, and so are rows in bits.
     """
-    pooled = any(layer.pooled > 1 for layer in attentions(model))
-    return _writes(model) and not pooled and not getattr(model.config, "use_bidirectional_attention", None)
+    others = any(layer.pooled > 1 or layer.coders is not None for layer in attentions(model))
+    return _writes(model) and not others and not getattr(model.config, "use_bidirectional_attention", None)
 
 
 def optimise(model: Any) -> Any:

@@ -22,7 +22,7 @@ from headwise import processes
 from headwise.data import count_tokens
 from headwise.errors import HeadwiseError
 from headwise.heal import _lora, _rate
-from headwise.heal._balance import balance
+from headwise.heal._balance import balance, settle
 from headwise.heal._job import Job, together
 from headwise.heal._loss import DistillationLoss
 from headwise.heal._trainer import Trainer, Weights, divided
@@ -181,6 +181,7 @@ class Distillation:
         for name, tensor in self.trainer.gathered(self.best).items():
             found[name].copy_(tensor)
         _lora.merge(student)
+        settle(self.job.family, student)
         return student.requires_grad_(True).eval().to(self.trainer.device)
 
     def _start(self) -> tuple[_rate.Trial, list[_rate.Trial]]:

@@ -9,8 +9,10 @@ the codes of all layers at one level are together the best for the bits that the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from headwise import processes
-from headwise.families import Family
+from headwise.families import Block, Family
 from headwise.families._watch import watching
 from headwise.linalg import priced_basis
 from headwise.probes._backward import passes
@@ -27,15 +29,16 @@ from headwise.progress import Track, silently
 from headwise.runtime.cache_headwise import WHOLE
 from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
-from headwise.types import BITS, LayerShape, Reading, code_bytes
+from headwise.types import LayerShape, Reading, code_bytes
 
 NAME = "fisher"
 MEANING = "what errors in cached keys and values cost, from gradients"
 ERRORS = (4e-5, 1.6e-4, 6.2e-4, 2.5e-3, 9.7e-3, 0.039, 0.157, 0.46)  # of a coefficient with 8, 7, ... 1 bits, squared
 # Dropping a direction of the keys does more than noise of its size: all keys lose what they have in common. Measured
 # on the embedded model and on SmolLM2-135M.
-DROPPED = {"k": 2.0, "v": 1.0}
+DROPPED = {"k": 3.0, "v": 1.0}
 MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
+STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
 
 
@@ -107,6 +110,28 @@ def collect(
     ]
 
 
+def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
+    """The same for one layer alone, whose gradients reach no further than the residual stream after its attention.
+
+    In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half
+    a squared error is half of that.
+    """
+    found = _Fisher(1)
+    for number, (stream, context) in enumerate(rows):
+        q, k, v = block.heads(stream, context)
+        q, k = block.attention.project(q, k)
+        k, v = (x.detach().requires_grad_() for x in (k, v))
+        with torch.enable_grad():
+            found.attention(0, q, k, v, q)
+            z, _ = block.attention.attend(q.detach(), k, v, context.get("attention_mask"))
+            middle = block.middle(stream, block.attention.own_values(z))
+            size = middle.detach().square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
+            drawn = torch.Generator(stream.device).manual_seed(seed + number)
+            random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
+            (middle * random / size).sum().backward()
+    return _bases(found.layers[0], block.attention.attend.softcap is None)
+
+
 def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
     """Bases, means and prices of a layer. Softmax ignores a common part of the keys, unless logits are capped."""
     tokens = int(processes.total(torch.tensor(seen.tokens)))
@@ -147,23 +172,38 @@ def _prices(price: torch.Tensor) -> Floats:
     return np.maximum(found, max(float(found.max()), 1e-30) * 1e-9)
 
 
-def _bits(prices: Floats, level: float, dropped: float) -> NDArray[np.int64]:
-    """The best bits of every coefficient where a bit costs `level`."""
-    costs = 0.5 * np.outer((dropped, *ERRORS[::-1]), prices) + level * np.arange(9)[:, None]
-    found: NDArray[np.int64] = costs.argmin(0)
-    return found
+@functools.cache
+def _thresholds(dropped: float) -> tuple[float, ...]:
+    """How much more than a bit a coefficient must cost to get 1, 2, ... 8 bits.
+
+    `dropped` is the squared error of one that gets none. Widths that are never best have the threshold of the next one.
+    """
+    errors = (dropped, *ERRORS[::-1])
+    found, bits = [0.0] * 8, 0
+    while bits < 8:  # along the convex hull of errors by bits
+        gain, best = max(((errors[bits] - errors[b]) / 2 / (b - bits), b) for b in range(bits + 1, 9))
+        found[bits:best] = [1 / gain] * (best - bits)
+        bits = best
+    return tuple(found)
+
+
+def _reach(prices: Floats, level: float, dropped: float) -> list[int]:
+    """How many coefficients, highest prices first, get at least 8, 7, ... 1 bits where a bit costs `level`."""
+    rising = prices[::-1]
+    wanted = level * np.array(_thresholds(dropped)[::-1])
+    return [len(prices) - int(place) for place in np.searchsorted(rising, wanted)]
 
 
 def _levels(lists: list[Floats]) -> list[float]:
     """What a bit costs where coefficients have the wanted number of bits on average."""
-    every = np.concatenate(lists)
-    low, high = float(every.min()) * ERRORS[0] / 8, float(every.max()) * 8
+    every = np.sort(np.concatenate(lists))[::-1]
     found = []
     for wanted in MEAN_BITS:
-        below, above = np.log(low), np.log(high)
-        for _ in range(30):
+        below, above = np.log(every[-1]) - 20, np.log(every[0]) + 5
+        for _ in range(40):
             middle = (below + above) / 2
-            below, above = (middle, above) if _bits(every, np.exp(middle), 1.0).mean() > wanted else (below, middle)
+            more = sum(_reach(every, np.exp(middle), 1.0)) > wanted * len(every)
+            below, above = (middle, above) if more else (below, middle)
         found.append(float(np.exp(above)))
     return found
 
@@ -171,19 +211,17 @@ def _levels(lists: list[Floats]) -> list[float]:
 def _offered(prices: Floats, levels: list[float], dropped: float) -> dict[int, tuple[tuple[int, ...], float]]:
     """Codes of a row and their damage, by the bytes that they take, most bytes first; the last is the smallest."""
     found: dict[int, tuple[tuple[int, ...], float]] = {}
-    for bits in (*(_bits(prices, level, dropped) for level in levels), np.zeros(len(prices), np.int64)):
-        code = _rounded(bits)
+    for level in (*levels, np.inf):
+        code = _code(_reach(prices, level, dropped), len(prices))
         found.setdefault(code_bytes(code), (code, _damage(prices, code, dropped)))
     return dict(sorted(found.items(), reverse=True))
 
 
-def _rounded(bits: NDArray[np.int64]) -> tuple[int, ...]:
-    """How many coefficients have 8, 7, ... 1 bits: whole bytes of every width where rows are wide enough."""
-    size, step = len(bits), 8 if len(bits) >= 64 else 1
-    reach = [min(size, step * round(int((bits >= width).sum()) / step)) for width in BITS]
-    reach[-1] = max(reach[-1], min(step, size))  # something is kept
-    reach = list(np.maximum.accumulate(reach))
-    return tuple(int(b - a) for a, b in zip([0, *reach], reach, strict=False))
+def _code(reach: list[int], size: int) -> tuple[int, ...]:
+    """How many coefficients have 8, 7, ... 1 bits; all together a multiple of eight, where rows are wide enough."""
+    step = STEP if size >= 8 * STEP else 1
+    kept = min(size, max(step, -(-reach[-1] // step) * step))  # something is kept
+    return tuple(b - a for a, b in zip([0, *reach[:-1]], [*reach[:-1], kept], strict=True))
 
 
 def _damage(prices: Floats, code: tuple[int, ...], dropped: float) -> float:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from headwise.report._bits import mean_bits, plan_in_bits
 from headwise.report._card import model_card
 from headwise.report._compare import compare
+from headwise.report._data import byte_steps, counts_bytes, fitting
 from headwise.report._fragment import fragment
 from headwise.report._healing import recovery_in_words
 from headwise.report._judged import headline, not_measured, status
@@ -12,13 +14,18 @@ from headwise.report._tables import Table, lengths, measured, retrieval
 
 __all__ = [
     "Table",
+    "byte_steps",
     "compare",
+    "counts_bytes",
+    "fitting",
     "fragment",
     "headline",
     "lengths",
+    "mean_bits",
     "measured",
     "model_card",
     "not_measured",
+    "plan_in_bits",
     "recovery_in_words",
     "render",
     "retrieval",

@@ -7,6 +7,7 @@ import re
 
 from headwise.report import _facts as facts
 from headwise.report import _tables as tables
+from headwise.report._bits import GENERATE, is_coded
 from headwise.report._html import Block, Code, Folded, Heading, Items, Words
 from headwise.report._sections import SECTIONS
 from headwise.report._tables import Table
@@ -26,9 +27,11 @@ def model_card(dossier: Dossier) -> str:
         "`folder` is this folder, or its name on the Hub.",
         fence(facts.loading(dossier), "python"),
     ]
+    if is_coded(dossier.plan):
+        start.append(cell(GENERATE))
     if dossier.plan is not None:
         start += ["## Before and after", _table(tables.layer_sizes(dossier.plan))]
-    for part in SECTIONS:
+    for part in (part for part in SECTIONS if part.shown(dossier)):
         start += [f"## {part.heading}", *map(_block, part.blocks(dossier))]
     return "\n\n".join(filter(None, start)) + "\n"
 

@@ -170,6 +170,16 @@ def _mark(style: str, x: float, y: float) -> str:
     return svg.circle(x, y, 4, "o" if style == "ring" else "k") if style in ("ring", "dot") else ""
 
 
+class Bar(NamedTuple):
+    """A bar of a row from one value to another."""
+
+    start: float
+    end: float
+    style: str
+    title: str = ""  # shown when it is pointed at
+    words: str = ""  # written on it where it is wide enough
+
+
 class Row(NamedTuple):
     """One row: bars from one value to another, spans (thin lines), and dots, each with its style."""
 
@@ -177,7 +187,7 @@ class Row(NamedTuple):
     words: str  # to the right
     title: str = ""
     layer: int | None = None
-    bars: tuple[tuple[float, float, str, str], ...] = ()  # from, to, style, title
+    bars: tuple[Bar, ...] = ()
     spans: tuple[tuple[float, float, str], ...] = ()
     dots: tuple[tuple[float, str], ...] = ()  # style d: small, of many; k: full; o: ring
 
@@ -190,6 +200,7 @@ class RowChart(NamedTuple):
     rows: tuple[Row, ...]
     log: bool = False
     axis: bool = True  # whether its ticks are drawn
+    percent: bool = False  # whether they are percentages
     marks: tuple[float, ...] = ()  # values that matter, as dark lines
 
 
@@ -200,7 +211,8 @@ def draw_rows(chart: RowChart) -> str:
     body = ""
     for tick in scale.ticks(5) if chart.axis else ():
         body += line(scale(tick), 0, scale(tick), bottom, "l")
-        body += text(scale(tick), bottom + 10, number(tick, 2), "s", "middle")
+        words = f"{tick:.0%}" if chart.percent else number(tick, 2)
+        body += text(scale(tick), bottom + 10, words, "s", "middle")
     for index, row in enumerate(chart.rows):
         body += _row(row, scale, ROW * index + 7, left)
     body += "".join(line(scale(mark), 0, scale(mark), bottom, "r") for mark in chart.marks)
@@ -209,9 +221,12 @@ def draw_rows(chart: RowChart) -> str:
 
 def _row(row: Row, scale: Scale, y: float, left: float) -> str:
     body = ""
-    for start, end, style, title in row.bars:
-        bar = svg.rect(scale(start), y - 4.5, scale(end) - scale(start), 9, style)
-        body += titled(title, bar) if title else bar
+    for bar in row.bars:
+        start, end = scale(bar.start), scale(bar.end)
+        drawn = svg.rect(start, y - 4.5, end - start, 9, bar.style)
+        if bar.words and end - start > 6 * len(bar.words):
+            drawn += text((start + end) / 2, y + 2.6, bar.words, "i", "middle")
+        body += titled(bar.title, drawn) if bar.title else drawn
     for start, end, style in row.spans:
         body += line(scale(start), y, scale(end), y, style)
     small = "".join(f"M{xy(scale(value))} {xy(y)}h0" for value, style in row.dots if style == "d")

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from headwise.errors import HeadwiseError
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
+from headwise.report._bits import WHOLE, average_bits, is_coded
 from headwise.report._chart import WIDE, Axis, Chart, Series, draw
 from headwise.report._data import value_range
 from headwise.report._html import NO_DATA, document, figure, paragraph, section, table, top
@@ -15,6 +16,8 @@ from headwise.report._rivals import priced
 from headwise.report._tables import Table
 from headwise.report._text import MISSING, as_number, human, interval, listing, number, relative
 from headwise.runs.dossier import Dossier
+
+SHARES = f"Shares of the cache are of the source's at {WHOLE} bits a number, everything that is stored counted."
 
 
 class ComparedRun(NamedTuple):
@@ -72,6 +75,7 @@ def compare(dossiers: Sequence[tuple[str, Dossier]]) -> str:
         f"Damage in {unit}, against the share of the source's price that is left; lower and further left is better. "
     )
     words += "Dots: measured, with 95% intervals. Rings: predicted only. Line: the runs that no other beats."
+    words += f" {SHARES}" if any(is_coded(run.dossier.plan) for run in runs) else ""
     words += f" Sources differ: {listing(sorted(sources))}." if len(sources) > 1 else ""
     body = section(
         "frontier", "On one frontier", paragraph(words) + f'<div class="grid" style="--min:340px">{figures}</div>'
@@ -116,7 +120,7 @@ def run_chart(runs: Sequence[ComparedRun], price: str) -> Chart:
 def run_table(runs: Sequence[ComparedRun]) -> Table:
     """Everything about every run, least damage first."""
     prices = list(dict.fromkeys(price for run in runs for price in run.shares))
-    rows = []
+    rows, coded = [], any(is_coded(run.dossier.plan) for run in runs)
     for run in sorted(runs, key=lambda run: run.damage):
         dossier, plan = run.dossier, run.dossier.plan
         assert plan is not None
@@ -124,6 +128,7 @@ def run_table(runs: Sequence[ComparedRun]) -> Table:
         rows.append((
             run.name, facts.model_name(dossier), ", ".join(b.text for b in plan.budgets),
             "portable" if plan.portable else plan.strategy, str((dossier.healing or {}).get("method", MISSING)),
+            *([f"{average_bits(plan):.1f}"] if coded else []),
             *(f"{run.shares[price]:.1%}" if price in run.shares else MISSING for price in prices),
             number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
             interval(*run.ends) if run.ends else MISSING,
@@ -132,6 +137,14 @@ def run_table(runs: Sequence[ComparedRun]) -> Table:
         ))  # fmt: skip
     words = ("run", "model", "budget", "strategy", "healing")
     label = facts.measures(runs[0].dossier)[0].label.lower()
-    numbers = (*prices, "damage", "95% interval", label, "change", "ms per token")
+    numbers = (
+        *(["cache bits a number"] if coded else []),
+        *prices,
+        "damage",
+        "95% interval",
+        label,
+        "change",
+        "ms per token",
+    )
     numeric = range(len(words), len(words) + len(numbers))
     return Table((*words, *numbers, "verdict"), tuple(rows), numeric, "runs")

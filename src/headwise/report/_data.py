@@ -66,16 +66,16 @@ class Pair(NamedTuple):
 
 def cuts_of(plan: Plan, old: LayerShape, new: LayerShape) -> dict[str, int]:
     """Per reading that prices a cut of a layer: the size on its axis."""
-    found: dict[str, int] = {}
+    found: dict[str, tuple[str, int]] = {}
     pairs = "qk_pairs_shared" if plan.portable else "qk_pairs"
     for unit in CUTS if not new.gone else ():
         if unit.axis == "qk_width" and (plan.source.grain.folds or unit.curve != pairs):
             continue  # what was folded away is no pair that was dropped
         if new.coded and unit.allow in ("qk", "v") or not new.coded and unit.allow == "bits":
             continue  # one price for everything that is not kept
-        if unit.full(new) < unit.full(old):
-            found[unit.kind] = unit.full(new)
-    return found
+        if unit.full(new) < unit.full(old):  # of several curves of a unit the last; keys and values in bits add up
+            found[unit.curve if unit.allow == "bits" else unit.allow] = unit.kind, unit.full(new)
+    return dict(found.values())
 
 
 def chosen_kinds(plan: Plan, layer: int) -> dict[str, int]:
@@ -140,6 +140,8 @@ def _curve_set(kind: str, readings: Readings, plan: Plan | None) -> CurveSet:
 
 def _curve(reading: Reading, earlier: Reading | None, layer: int, chosen: int | None, most: int) -> Curve:
     row = [(t, v) for t, v in zip(reading.ticks[layer], reading.values[layer], strict=True) if math.isfinite(v)]
+    if counts_bytes(reading) and len(row) > 1:
+        row.remove(max(row))  # not coded: twice the bytes of the finest code
     keep = thin([t for t, _ in row], most, chosen, reading.axis in LOG_AXES)
     points = tuple(sorted((t, v) for t, v in row if t in keep))
     errors = None
@@ -170,8 +172,28 @@ def chosen_size(reading: Reading, plan: Plan | None, layer: int) -> int | None:
     used = chosen_kinds(plan, layer)
     if reading.kind in used or reading.kind.startswith("damage.qk_"):
         return used.get(reading.kind)
-    size = getattr(plan.target.layers[layer], reading.axis, None)
-    return size if isinstance(size, int) else None
+    target = plan.target.layers[layer]
+    size = getattr(target, reading.axis, None)
+    other = target.coded and reading.axis in ("qk_dim", "v_dim")  # directions of another basis
+    return size if isinstance(size, int) and not other else None
+
+
+def counts_bytes(reading: Reading) -> bool:
+    """Whether a reading prices codes by their bytes, which are others in every layer."""
+    unit = UNIT_OF.get(reading.kind)
+    return unit is not None and unit.allow == "bits"
+
+
+def byte_steps(reading: Reading, most: int) -> tuple[int, ...]:
+    """Even steps over the bytes of all codes, for tables that all layers share; what is not coded is left out."""
+    codes = [sorted(row)[: max(1, len(row) - 1)] for row in reading.ticks if row]
+    low, high = min((row[0] for row in codes), default=0), max((row[-1] for row in codes), default=0)
+    return tuple(dict.fromkeys(round(low + (high - low) * i / (most - 1)) for i in range(most)))
+
+
+def fitting(sizes: Sequence[int], room: int) -> int | None:
+    """The largest size that fits."""
+    return max((size for size in sizes if size <= room), default=None)
 
 
 def wants_log(kind: str, values: list[float]) -> bool:

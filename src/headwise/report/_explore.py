@@ -13,11 +13,15 @@ from headwise import budgets as prices
 from headwise.errors import HeadwiseError
 from headwise.registry import find
 from headwise.report import _facts as facts
+from headwise.report._bits import WHOLE, in_bits, is_coded, mean_bits, row_sizes
 from headwise.report._commands import allocate_command
 from headwise.report._data import (
     LOG_AXES,
+    byte_steps,
     chosen_size,
+    counts_bytes,
     damage_rows,
+    fitting,
     layer_damage,
     thin,
     value_range,
@@ -27,10 +31,11 @@ from headwise.report._diagnostics import HEADINGS, StripSet, diagnostics
 from headwise.report._healing import healing_parts
 from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_rows
 from headwise.report._rivals import priced as priced_at
-from headwise.report._tables import SIZE_LABELS
+from headwise.report._tables import CODED_SIZES, SIZE_LABELS
 from headwise.report._text import human, number
 from headwise.runs.dossier import Dossier
 from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
+from headwise.types.shape import SIZES
 
 FAMILIAR = ("kv", "params", "flops", "attention")  # prices that people ask for first
 MANY, FEW, DEEP = 48, 20, 32  # sizes of a reading that a heat map shows, and fewer for more layers than DEEP
@@ -74,7 +79,7 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
     plan, sweep, readings = dossier.plan, dossier.sweep, dossier.readings
     if plan is None or sweep is None or readings is None or len(sweep.answers) < 2:
         return None
-    rows, priced = model_rows(plan), price_list(plan)
+    rows, priced = model_rows(plan, sweep=sweep), price_list(plan)
     answers = sorted(sweep.answers, key=lambda answer: answer.share)
     table = {shape: place for place, shape in enumerate(sweep.shapes)}
     own = [table.setdefault(shape, len(table)) for shape in plan.target.layers]
@@ -82,12 +87,13 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
     command = allocate_command(sweep, facts.settings_of(dossier))
     lists = [*(answer.layers for answer in answers), own]
     return {
-        "shapes": [[getattr(shape, size) for size in LayerShape.__slots__] for shape in table],
+        "shapes": [[getattr(shape, size) for size in SIZES] for shape in table],
         "source": source,
         "own": own,
         "kept": [list(row.heads) for row in rows] if _heads_go(table, plan) else None,
         "orders": _orders(readings) if _heads_go(table, plan) else None,
         "damage": layer_prices(readings, plan, list(table), lists),
+        "bits": layer_bits(plan, list(table), [*lists, source]) if is_coded(plan, sweep) else None,
         "full": [full_dim(rows), full_mlp(rows), GAP, MLP_SHARE],
         "answers": [_answer(answer, plan, sweep, priced, dossier) for answer in answers],
         "at": own_place(answers, plan),
@@ -159,6 +165,15 @@ def layer_prices(
     return found
 
 
+def layer_bits(plan: Plan, table: list[LayerShape], lists: list[Any]) -> dict[str, Any]:
+    """Numbers of every layer's cached rows, and bits of keys and values by the shape's place in the table."""
+    found: list[dict[int, list[str]]] = []
+    for layer, old in enumerate(plan.source.layers):
+        places = sorted({layers[layer] for layers in lists})
+        found.append({place: [f"{bits:.1f}" for bits in mean_bits(old, table[place])] for place in places})
+    return {"rows": [row_sizes(old) for old in plan.source.layers], "layers": found, "whole": WHOLE}
+
+
 def _rounded(value: float | None, digits: int = 4) -> float | None:
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
@@ -171,7 +186,9 @@ def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
     found: list[list[tuple[str, str]]] = [[] for _ in plan.keep]
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
         sizes = [(name, getattr(old, size), getattr(new, size)) for size, name in SIZE_LABELS.items()]
-        cut = [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
+        if new.coded and not new.gone:
+            sizes = [(name, a, b) for name, a, b in sizes if name not in CODED_SIZES]
+        cut = [in_bits(old, new)] * new.coded + [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
         found[index].append(("In this run", "removed" if new.gone else ", ".join(cut) or "nothing is cut"))
     if dossier.readings is not None:
         rows = damage_rows(dossier.readings, plan)
@@ -232,6 +249,9 @@ def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:
     chosen = tuple(chosen_size(reading, plan, layer) for layer in range(len(reading.ticks)))
     kept = thin(sizes, most, None, reading.axis in LOG_AXES)
     ticks = tuple(tick for tick in sizes if tick in kept)
+    if counts_bytes(reading):
+        ticks = byte_steps(reading, most)
+        chosen = tuple(_shown_at(size, own, ticks) for size, own in zip(chosen, reading.ticks, strict=True))
     rows = _table(reading, reading.values, ticks, 4)
     errors = _table(reading, reading.standard_error, ticks, 2) if reading.standard_error else None
     shown = [value for row in rows for value in row if value is not None]
@@ -240,6 +260,14 @@ def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:
     return Heat(f"r{place}", reading, ticks, rows, errors, ends, log, chosen)
 
 
+def _shown_at(chosen: int | None, sizes: tuple[int, ...], ticks: tuple[int, ...]) -> int | None:
+    """The step at which a chosen size is the one that fits; None where a larger one does."""
+    tick = next((tick for tick in ticks if chosen is not None and tick >= chosen), None)
+    return tick if tick is not None and fitting(sizes, tick) == chosen else None
+
+
 def _table(reading: Reading, values: Any, ticks: tuple[int, ...], digits: int) -> tuple[tuple[float | None, ...], ...]:
     known = [dict(zip(sizes, row, strict=True)) for sizes, row in zip(reading.ticks, values, strict=True)]
+    if counts_bytes(reading):  # every layer has codes of its own: the one that fits
+        known = [{tick: row[size] for tick in ticks if (size := fitting(list(row), tick)) is not None} for row in known]
     return tuple(tuple(_rounded(row.get(tick), digits) for tick in ticks) for row in known)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report import _judged as judged
+from headwise.report._bits import is_coded, plan_in_bits
 from headwise.report._commands import how_to_make
 from headwise.report._rivals import rivals
 from headwise.report._text import as_number, human, interval, listing, number, relative
@@ -190,8 +191,11 @@ def way_out(dossier: Dossier) -> str:
     text = "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
     if is_portable(dossier):
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
+    coded = dossier.plan if is_coded(dossier.plan) else None
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
-        text += f" Rows of the cache are shared by {most} key/value heads each: dimensions of heads are those of a row."
+        text += f" Rows of the cache are shared by {most} key/value heads each"
+        text += "." if coded else ": dimensions of heads are those of a row."
+    text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
     others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
     if rival is None or dossier.plan is None:

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from headwise.report._bits import WHOLE, is_coded, mean_bits, row_sizes
 from headwise.report._text import escape
-from headwise.types import GONE, LayerKeep, LayerShape, Plan
+from headwise.types import GONE, LayerKeep, LayerShape, Plan, Sweep
 
 GAP = 0.4  # between heads that do not share keys, in heads
 MLP_SHARE = 96  # percent of its column that the widest MLP fills
@@ -26,6 +27,15 @@ class ModelRow(NamedTuple):
     new: LayerShape
     heads: tuple[int, ...]  # query heads that stay
     damage: float | None  # predicted
+    bits: tuple[tuple[float, float], tuple[float, float]] | None = None  # of keys and values before and after, if coded
+
+    def drawn(self, after: bool) -> tuple[float, float]:
+        """Height of queries/keys and of values: their dimensions, or what is left of these at so many bits."""
+        shape = self.new if after else self.old
+        if self.bits is None:
+            return shape.qk_dim, shape.v_dim
+        (keys, values), rows = self.bits[after], row_sizes(self.old)
+        return rows[0] * keys / WHOLE, rows[1] * values / WHOLE
 
     @property
     def group(self) -> int:
@@ -33,11 +43,16 @@ class ModelRow(NamedTuple):
         return max(1, self.old.queries_per_group)
 
 
-def model_rows(plan: Plan, damages: Sequence[float | None] | None = None) -> tuple[ModelRow, ...]:
-    """The rows of a plan's picture."""
+def model_rows(
+    plan: Plan, damages: Sequence[float | None] | None = None, sweep: Sweep | None = None
+) -> tuple[ModelRow, ...]:
+    """The rows of a plan's picture; `sweep` has what they may be redrawn with."""
     known = damages or (None,) * len(plan.keep)
     layers = zip(plan.source.layers, plan.target.layers, plan.keep, known, strict=True)
-    return tuple(ModelRow(i, old, new, kept_heads(new, keep), cost) for i, (old, new, keep, cost) in enumerate(layers))
+    rows = [ModelRow(i, old, new, kept_heads(new, keep), cost) for i, (old, new, keep, cost) in enumerate(layers)]
+    if is_coded(plan, sweep):
+        rows = [row._replace(bits=(mean_bits(row.old, row.old), mean_bits(row.old, row.new))) for row in rows]
+    return tuple(rows)
 
 
 def kept_heads(new: LayerShape, keep: LayerKeep) -> tuple[int, ...]:
@@ -70,7 +85,7 @@ def _short(value: float) -> str:
 
 def full_dim(rows: Sequence[ModelRow]) -> int:
     """The largest dimension of any head, which fills a row's height."""
-    return max(1, *(max(row.old.qk_dim, row.old.v_dim) for row in rows))
+    return max(1, *(max(*row_sizes(row.old)) for row in rows))
 
 
 def full_mlp(rows: Sequence[ModelRow]) -> int:
@@ -80,11 +95,12 @@ def full_mlp(rows: Sequence[ModelRow]) -> int:
 
 def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
     """The colours of the picture and what they mean."""
-    keys = [("qk", "query/key dim")]
-    if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows):
+    coded = rows[0].bits is not None
+    keys = [("qk", f"keys, height: bits of {WHOLE}" if coded else "query/key dim")]
+    if any(row.new.qk_width > row.new.qk_dim and not row.new.gone for row in rows) and not coded:
         keys.append(("wide-qk", "computed, not cached"))
     keys += [
-        ("v", "value dim"),
+        ("v", "values" if coded else "value dim"),
         *([("mlp", "MLP width")] if full_mlp(rows) > 1 else []),
         ("ghost", "pale: removed"),
     ]
@@ -95,34 +111,44 @@ def draw_model(rows: Sequence[ModelRow], interactive: bool = False) -> str:
     """The table. Interactive: with names for the script, which moves the budget and selects layers."""
     most = max(row.damage or 0.0 for row in rows)
     priced = any(row.damage is not None for row in rows)
-    heads = ["layer", "before", "after", "heads", "qk", "v", *(["MLP"] if full_mlp(rows) > 1 else [])]
+    coded = rows[0].bits is not None
+    heads = {name: name for name in ("layer", "before", "after", "heads", "qk", "v")}
     titles = {"qk": "query/key dimension per head", "v": "value dimension per head", "heads": "query heads"}
-    top = "".join(_head(name, titles.get(name, "")) for name in heads) + (_head("damage", "") if priced else "")
+    if coded:
+        heads |= {"qk": "k bits", "v": "v bits"}
+        titles |= {"qk": "bits a number of cached keys, everything counted", "v": "and of cached values"}
+    heads |= {"MLP": "MLP"} if full_mlp(rows) > 1 else {}
+    heads |= {"damage": "damage"} if priced else {}
+    top = "".join(_head(name, words, titles.get(name, "")) for name, words in heads.items())
     body = "".join(_row(row, rows, most, priced) for row in rows)
     height = max(8.0, min(26.0, 430 / len(rows)))
     dense = " dense" if len(rows) > DENSE else ""
     mark = ' id="model"' if interactive else ""
     return (
         f'<table{mark} class="model{dense}" style="--row:{height:.1f}px">'
-        f'<caption class="sr">Every layer of the model before and after: heads, dimensions, MLP width</caption>'
+        f'<caption class="sr">Every layer of the model before and after: heads, {"bits" if coded else "dimensions"}, '
+        "MLP width</caption>"
         f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>"
     )
 
 
-def _head(name: str, title: str) -> str:
+def _head(name: str, shown: str, title: str) -> str:
     number = " num" if name in ("heads", "qk", "v") else ""
     words = f' title="{title}"' if title else ""
-    return f'<th scope="col" class="c-{name.lower()}{number}"{words}>{name}</th>'
+    return f'<th scope="col" class="c-{name.lower()}{number}"{words}>{shown}</th>'
 
 
 def _row(row: ModelRow, rows: Sequence[ModelRow], most: float, priced: bool) -> str:
     full, widest = full_dim(rows), full_mlp(rows)
     old, new = row.old, row.new
+    known = {"heads": (old.query_heads, new.query_heads), "qk": (old.qk_dim, new.qk_dim), "v": (old.v_dim, new.v_dim)}
+    numbers = {name: (f"{a}", f"{b}") for name, (a, b) in known.items()}
+    if row.bits is not None:
+        numbers |= {name: (f"{a:g}", f"{b:.1f}") for name, a, b in zip(("qk", "v"), *row.bits, strict=True)}
     sizes = "".join(
-        f'<td class="num n-{name}{"" if a == b else " cut"}">{b}<small>/{a}</small></td>'
-        for name, a, b in (("heads", old.query_heads, new.query_heads), ("qk", old.qk_dim, new.qk_dim),
-                           ("v", old.v_dim, new.v_dim))
-    )  # fmt: skip
+        f'<td class="num n-{name}{"" if float(a) == float(b) else " cut"}">{b}<small>/{a}</small></td>'
+        for name, (a, b) in numbers.items()
+    )
     cells = f'<td class="pic c-before">{_heads(row, full, False)}</td><td class="pic c-after">{_heads(row, full, True)}'
     cells += f'<span class="gone">removed</span></td>{sizes}'
     if widest > 1:
@@ -146,13 +172,15 @@ def _heads(row: ModelRow, full: int, after: bool) -> str:
     old = row.old
     width = old.query_heads + GAP * max(0, -(-old.query_heads // row.group) - 1) * (row.group > 1)
     every = tuple(range(old.query_heads))
-    lines = [("q", every, 0.08, old.qk_dim / full), ("v", every, 0.5, old.v_dim / full)]
+    keys, values = row.drawn(after=False)
+    lines = [("q", every, 0.08, keys / full), ("v", every, 0.5, values / full)]
     if after:
         new = row.new if not row.new.gone else GONE
-        through = min(new.qk_width, old.qk_dim) if new.qk_width > new.qk_dim else 0
+        through = min(new.qk_width, old.qk_dim) if new.qk_width > new.qk_dim and row.bits is None else 0
+        keys, values = row.drawn(after=True)
         lines = [(f"p{name}", heads, start, height) for name, heads, start, height in lines]
         lines += [("w", row.heads, 0.08, through / full)]
-        lines += [("q", row.heads, 0.08, new.qk_dim / full), ("v", row.heads, 0.5, new.v_dim / full)]
+        lines += [("q", row.heads, 0.08, keys / full), ("v", row.heads, 0.5, values / full)]
     paths = "".join(
         f'<path class="{name}" d="{dashes(heads, row.group, start, height)}" stroke-width="{_short(height)}"/>'
         for name, heads, start, height in lines

@@ -26,9 +26,10 @@ LONG = ("flops", "attention")  # prices that depend on the length of the input
 def render(dossier: Dossier) -> str:
     """The report: one HTML page that loads nothing. Stages that have not run say which command makes them."""
     maps, slider = heats(dossier), explorer(dossier)
-    names = (("map", "Model and budget"), *((part.name, part.word) for part in SECTIONS))
+    shown = [part for part in SECTIONS if part.shown(dossier)]
+    names = (("map", "Model and budget"), *((part.name, part.word) for part in shown))
     body = f'<section id="map">{_map(dossier, slider is not None)}</section>\n'
-    body += "".join(section(part.name, part.heading, blocks(part.blocks(dossier, maps))) for part in SECTIONS)
+    body += "".join(section(part.name, part.heading, blocks(part.blocks(dossier, maps))) for part in shown)
     layers = len(dossier.plan.keep) if dossier.plan else 0
     return document(
         f"{facts.model_name(dossier)}, reshaped by Headwise",
@@ -104,7 +105,7 @@ def _map(dossier: Dossier, slider: bool) -> str:
     plan = dossier.plan
     assert plan is not None
     damages = [row.total for row in damage_rows(dossier.readings, plan)] if dossier.readings else None
-    rows = model_rows(plan, damages)
+    rows = model_rows(plan, damages, dossier.sweep)
     label = "Picture of the model, layers down, heads across; up and down choose a layer"
     picture = legend(model_keys(rows)) + pickable(label, draw_model(rows, interactive=True))
     picture += '<div id="inspect" class="inspect" role="status" hidden></div>'

@@ -8,8 +8,9 @@ from statistics import median
 from typing import Any
 
 from headwise.report import _judged as judged
-from headwise.report._chart import SQUARE, WIDE, Axis, Chart, Row, RowChart, Series, ends_of
-from headwise.report._data import LOG_AXES, Curve, CurveSet, DamageRow, Pair, value_range
+from headwise.report._bits import WHOLE, BitRow, bit_words, is_coded
+from headwise.report._chart import SQUARE, WIDE, Axis, Bar, Chart, Row, RowChart, Series, ends_of
+from headwise.report._data import LOG_AXES, Curve, CurveSet, DamageRow, Pair, counts_bytes, value_range
 from headwise.report._diagnostics import StripSet
 from headwise.report._facts import Fact
 from headwise.report._healing import HealRow, held_out_curve, loss_curve
@@ -38,7 +39,8 @@ def _curve(group: CurveSet, curve: Curve) -> Series:
     whole = group.kind == "damage.depth"
     words, hidden = "the model" if whole else f"layer {curve.layer}", []
     if curve.chosen:
-        words += f" keeps {curve.chosen[0]}: {number(curve.chosen[1], 3)}"
+        unit = " bytes" if counts_bytes(group.reading) else ""
+        words += f" keeps {curve.chosen[0]}{unit}: {number(curve.chosen[1], 3)}"
     elif curve.note:
         words += f", {curve.note}"
     if len(curve.earlier) > 1 and not group.guide:
@@ -56,7 +58,7 @@ def strips(group: StripSet) -> RowChart:
     """A row per layer, a dot per head; the full size as a ghost behind, the values that matter as dark lines."""
     rows = []
     for strip in group.strips:
-        full = ((0.0, strip.full, "g", ""),) if strip.full else ()
+        full = (Bar(0.0, strip.full, "g"),) if strip.full else ()
         dots = tuple((value, "d") for value in strip.values)
         title = f"layer {strip.layer}: {strip.words}"
         rows.append(Row(str(strip.layer), strip.words, title, strip.layer, full, dots=dots))
@@ -72,13 +74,31 @@ def damage(rows: Sequence[DamageRow]) -> RowChart:
         for unit in (unit for unit in UNITS if unit in row.parts):
             value = max(0.0, row.parts[unit])
             words = f"layer {row.layer}, {LABELS[unit]}: damage {number(row.parts[unit])}"
-            bars.append((start, start + value, f"u-{unit}", words))
+            bars.append(Bar(start, start + value, f"u-{unit}", words))
             start += value
         words = number(row.total) if row.parts else "nothing cut"
         found.append(Row(str(row.layer), words, f"layer {row.layer}: {words}", row.layer, tuple(bars)))
-    most = max((bar[1] for row in found for bar in row.bars), default=0.0) or 1.0
+    most = max((bar.end for row in found for bar in row.bars), default=0.0) or 1.0
     title = "Predicted damage of every layer at its chosen sizes, by unit"
     return RowChart(title, (0.0, most), tuple(found), axis=False)
+
+
+def bits(rows: Sequence[BitRow]) -> RowChart:
+    """A row per layer, from the most important number of a cached row to the least, coloured by bits."""
+    found = []
+    for row in rows:
+        bars, start = [], 0
+        for width, count in row.spans:
+            kept = f"in {bit_words(width)}" if width else bit_words(0)
+            title = f"layer {row.layer}, {row.part}: {count:,} of {row.full:,} coefficients {kept}"
+            bars.append(Bar(start / row.full, (start + count) / row.full, f"bit-{width}", title, str(width)))
+            start += count
+        words = f"{row.mean:.1f} bits"
+        title = f"layer {row.layer}, {row.part}: {words}, {row.kept:,} of {row.full:,} coefficients kept"
+        found.append(Row(str(row.layer), words, title, row.layer, tuple(bars)))
+    part = rows[0].part if rows else ""
+    title = f"Bits of cached {part} by layer, from the most important coefficient of a row to the least"
+    return RowChart(title, (0.0, 1.0), tuple(found), percent=True)
 
 
 def healing(part: str, rows: Sequence[HealRow], every: Mapping[str, Sequence[HealRow]]) -> RowChart:
@@ -164,7 +184,8 @@ def frontier(dossier: Dossier) -> Chart | None:
     low, high = min(shares), max(shares)
     budget = plan.budgets[0]
     title = f"Least predicted damage by share of the source's {budget.name} ({budget.unit}), {len(plans)} plans marked"
-    x = Axis(f"share of {budget.name}", (low if low < high else low - 0.1, high), percent=True)
+    of = f"the cache at {WHOLE} bits a number" if budget.name == "kv" and is_coded(plan) else budget.name
+    x = Axis(f"share of {of}", (low if low < high else low - 0.1, high), percent=True)
     y = Axis("predicted damage", value_range(heights, log), log)
     return Chart(title, x, y, (*known, *plans), frame=WIDE, cursor=solved and log)
 

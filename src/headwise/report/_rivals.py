@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 
 from headwise import budgets as prices
 from headwise.errors import HeadwiseError
+from headwise.report._bits import WHOLE, is_coded
 from headwise.report._text import MISSING, as_number, human
 from headwise.runs.dossier import Dossier
-from headwise.types import Budget, ModelShape
+from headwise.types import Budget, ModelShape, Readings
 
 
 class Rival(NamedTuple):
@@ -51,14 +52,24 @@ def _rival(
 
 
 def left_out(dossier: Dossier) -> str:
-    """Why the published recipe may be missing: prices of two probes cannot be compared."""
+    """What to know of the others: why the published recipe may be missing, or that they code nothing."""
     if dossier.readings is None or any(row.strategy == "published" for row in rivals(dossier)):
         return ""
+    if is_coded(dossier.plan):
+        return _without_bits(dossier.readings)
     ways = [dossier.readings.curve(kind) for kind in ("damage.qk_projected", "damage.qk_pairs")]
     probes = [reading.probe for reading in ways if reading is not None]
     if len(probes) < 2 or probes[0] == probes[1]:
         return ""
     return f" The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
+
+
+def _without_bits(readings: Readings) -> str:
+    """What other plans do where this one codes the cache, and who priced it."""
+    ways = [readings.curve(kind) for kind in ("damage.k_bits", "damage.qk_projected")]
+    probes = [reading.probe for reading in ways if reading is not None]
+    words = f" The others code nothing: they keep fewer dimensions of {WHOLE} bits each."
+    return words + (f" Those were priced by {probes[1]} alone, bits by {probes[0]}." if len(set(probes)) > 1 else "")
 
 
 def priced(budget: Budget, shape: ModelShape) -> float | None:

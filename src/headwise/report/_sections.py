@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from headwise.report import _bits as bits
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
 from headwise.report._commands import FOLDER, how_to_make, run_command
-from headwise.report._data import CurveSet, curve_sets, damage_rows, price_pairs
+from headwise.report._data import CurveSet, counts_bytes, curve_sets, damage_rows, price_pairs
 from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
 from headwise.report._explore import Heat
 from headwise.report._healing import healing_in_words, healing_parts
@@ -27,6 +28,9 @@ Maps = tuple[Heat, ...]
 Blocks = Iterator[Block]
 HOW = "A line per layer, early ones faint, late ones strong; choose a layer to see its error bars."
 PICK = "up and down choose a layer"
+BITS_WORDS = (
+    "Layers down; across, the coefficients of a cached row as shares of it, most important first. Right: bits a number."
+)
 ROUNDS = " The plan adds up its rounds; these are the first round's curves at the final sizes."
 SAMPLES = (
     "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
@@ -53,6 +57,24 @@ def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
     yield budgets if budgets.rows else Words("The plan has no budget.")
     if dossier.plan and dossier.plan.frontier:
         yield Folded("Least predicted damage for every share of the first budget", tables.frontier(dossier.plan))
+
+
+def _bits(dossier: Dossier, maps: Maps) -> Blocks:
+    """The cache of a coded plan: a heat map of bits, and what every layer takes."""
+    plan = dossier.plan
+    assert plan is not None
+    yield Words(f"{bits.HOW} {bits.share_in_words(plan)}")
+    rows = {part: bits.bit_rows(plan, part) for part in bits.PARTS}
+    widths = sorted({width for found in rows.values() for row in found for width, _ in row.spans}, reverse=True)
+    yield Html(legend([(f"bit-{width}", bits.bit_words(width)) for width in widths]))
+    yield Html('<div class="pair">')
+    for part, found in rows.items():
+        picture = pickable(f"Bits of {part} by layer; {PICK}", draw_rows(pictures.bits(found)))
+        yield Html(figure(f"Bits of {part} by layer", picture, BITS_WORDS))
+    yield Html("</div>")
+    yield tables.layer_bits(plan)
+    yield Heading("How it is used")
+    yield Items((bits.GENERATE, *bits.LIMITS))
 
 
 def _damage(dossier: Dossier, maps: Maps) -> Blocks:
@@ -166,6 +188,7 @@ def _heat(found: Heat, name: str) -> str:
 def _line_words(group: CurveSet) -> str:
     words = group.reading.meaning + (" Logarithmic, with zero on the floor." if group.log else "")
     words += f" Dashed: {group.guide}." if group.guide else ""
+    words += " In the heat map: of the code that fits into so many bytes." if counts_bytes(group.reading) else ""
     if group.earlier_probe:
         words += f" Dashed for a chosen layer: as the {group.earlier_probe} probe predicted it."
     return words
@@ -237,7 +260,8 @@ def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     yield Code(run_command(facts.settings_of(dossier)), "sh", "The whole run, into a new folder DIR")
     budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
     again = "Think again with another budget, from the same readings and without a GPU"
-    yield Code(f"headwise allocate DIR --budget {budget}=60%", "sh", again)
+    share = "20%" if bits.is_coded(dossier.plan) else "60%"
+    yield Code(f"headwise allocate DIR --budget {budget}={share}", "sh", again)
     yield tables.provenance(dossier)
 
 
@@ -249,6 +273,11 @@ class Section(NamedTuple):
     heading: str
     needs: tuple[str, ...]
     make: Callable[[Dossier, Maps], Blocks]
+    coded: bool = False  # whether it is for plans that code the cache
+
+    def shown(self, dossier: Dossier) -> bool:
+        """Whether it belongs into the report."""
+        return not self.coded or bits.is_coded(dossier.plan)
 
     def blocks(self, dossier: Dossier, maps: Maps = ()) -> Blocks:
         """What stands under the heading, or what to type."""
@@ -258,6 +287,7 @@ class Section(NamedTuple):
 
 SECTIONS = (
     Section("baselines", "Strategies", "Other strategies", ("plan",), _baselines),
+    Section("bits", "Bits", "The cache in bits", ("plan",), _bits, coded=True),
     Section("damage", "Damage", "Damage by layer", ("readings",), _damage),
     Section("layers", "Layers", "What the layers do", ("readings",), _layers),
     Section("healing", "Healing", "Healing", ("healing",), _healing),

@@ -97,10 +97,14 @@ def titled(title: object, body: str, layer: int | None = None, depth: float | No
 def short_tick(value: float) -> str:
     """A tick of a logarithmic axis in few letters.
 
-    >>> short_tick(0.001), short_tick(100.0)
-    ('1e-3', '100')
+    >>> short_tick(0.001), short_tick(100.0), short_tick(0.0523098)
+    ('1e-3', '100', '0.0523')
     """
-    return f"{value:g}" if 1e-2 <= abs(value) < 1e4 else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return (
+        f"{float(f'{value:.3g}'):g}"
+        if 1e-2 <= abs(value) < 1e4
+        else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    )
 
 
 def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:

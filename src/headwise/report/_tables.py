@@ -7,17 +7,19 @@ from typing import Any, NamedTuple
 
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
+from headwise.report._bits import PARTS, WHOLE, bit_rows, is_coded, mean_bits, row_sizes
 from headwise.report._data import damage_rows
 from headwise.report._healing import healing_parts
 from headwise.report._rivals import priced, rivals
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
 from headwise.runs.dossier import Dossier
 from headwise.types import CUTS, UNITS, Measure, Plan, Readings, Verdict
-from headwise.types.shape import SIZES
+from headwise.types.shape import CACHE_BYTES, SIZES
 from headwise.types.unit import LABELS
 from headwise.types.verdict import LEAST_ROWS, RETRIEVAL_LOSS
 
 SIZE_LABELS = {size: unit.label for size in SIZES for unit in CUTS if unit.size == size}  # of a layer, for a reader
+CODED_SIZES = (SIZE_LABELS["qk_dim"], SIZE_LABELS["v_dim"])  # which say little of a layer whose cache is coded
 RETRIEVAL_WORDS = (
     "A passage of 32 random tokens comes again so many tokens later; the share of its tokens, but for the first, that "
     "each model predicts the second time. It needs no data."
@@ -39,9 +41,32 @@ def layer_sizes(plan: Plan) -> Table:
     """Every size of every layer before and after."""
     names, rows = {**SIZE_LABELS, "qk_width": "query/key width"}, []
     for index, (old, new) in enumerate(zip(plan.source.layers, plan.target.layers, strict=True)):
-        sizes = [(getattr(old, size), getattr(new, size)) for size in names]
-        rows.append((f"{index} {old.role}".strip(), *(f"{a} → {b}" if a != b else str(a) for a, b in sizes)))
+        sizes = {size: (getattr(old, size), getattr(new, size)) for size in names}
+        cells = {size: f"{a} → {b}" if a != b else str(a) for size, (a, b) in sizes.items()}
+        if new.coded:
+            pairs = zip(("qk_dim", "v_dim"), row_sizes(old), mean_bits(old, new), strict=True)
+            cells |= {size: f"{getattr(new, size)} of {full}, {bits:.1f} bits" for size, full, bits in pairs}
+        rows.append((f"{index} {old.role}".strip(), *cells.values()))
+    if is_coded(plan):
+        names |= {"qk_dim": "keys cached", "v_dim": "values cached"}
     return Table(("layer", *names.values()), tuple(rows), range(7), "layers before and after", layers=True)
+
+
+def layer_bits(plan: Plan) -> Table:
+    """What the cached rows of every layer take: bits a number, numbers that have any, bytes."""
+    rows = []
+    for keys, values in zip(*(bit_rows(plan, part) for part in PARTS), strict=True):
+        new = plan.target.layers[keys.layer]
+        taken, full = new.row_bytes(), CACHE_BYTES * (keys.full + values.full)
+        kept = (f"{part.kept:,} of {part.full:,}" for part in (keys, values))
+        bits = (f"{part.mean:.1f}" for part in (keys, values))
+        share = f"{taken / full:.1%}"
+        rows.append((str(keys.layer), *bits, *kept, str(new.kv_heads), f"{taken:,}", f"{full:,}", share))
+    heads = (
+        *("layer", "keys, bits", "values, bits", "keys kept", "values kept"),
+        *("rows of a token", "bytes of a row", f"at {WHOLE} bits", "share"),
+    )
+    return Table(heads, tuple(rows), range(len(heads)), "bits by layer", layers=True)
 
 
 def damage_by_layer(readings: Readings, plan: Plan) -> Table:
@@ -97,8 +122,10 @@ def strategies(dossier: Dossier) -> Table:
 
 
 def frontier(plan: Plan) -> Table:
-    """The least predicted damage at every share of the first budget."""
-    return Table(("share", "damage"), tuple((f"{p.share:.1%}", number(p.damage)) for p in plan.frontier), (0, 1))
+    """The least predicted damage at every share of the first budget, as far as a larger one gains anything."""
+    points = sorted(plan.frontier, key=lambda point: point.share)
+    useful = [p for before, p in zip([None, *points], points, strict=False) if not before or p.damage < before.damage]
+    return Table(("share", "damage"), tuple((f"{p.share:.1%}", number(p.damage)) for p in useful), (0, 1))
 
 
 def healing(record: dict[str, Any]) -> Table:

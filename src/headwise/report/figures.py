@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headwise.errors import OutputError
 from headwise.report import _pictures as pictures
+from headwise.report._bits import PARTS, WHOLE, bit_rows, bit_words, is_coded
 from headwise.report._chart import Axis, Chart, RowChart, Series
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
@@ -18,14 +19,15 @@ from headwise.report._healing import healing_parts
 from headwise.report._tables import SIZE_LABELS
 from headwise.report.plots import PALETTE, SUFFIXES, new_figure, save
 from headwise.runs.dossier import Dossier
-from headwise.types import CUTS, UNITS, Plan
+from headwise.types import BITS, CUTS, UNITS, Plan
 from headwise.types.unit import LABELS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLOURS = {unit: PALETTE[place] for unit, place in zip(UNITS, (0, 4, 2, 3, 5, 1), strict=True)}
+PLACES = {"qk": 0, "v": 4, "mlp": 2, "bits": 6, "heads": 3, "kv_heads": 5, "depth": 1}
+COLOURS = {unit: PALETTE[PLACES[unit]] for unit in UNITS}
 MARKS = {"diamond": "D", "ring": "o", "dot": "o", "dots": ".", "cross": "x"}
 DOTS = {"d": (".", "full"), "k": ("o", "full"), "o": ("o", "none")}
 Picture = Plan | Chart | RowChart
@@ -47,6 +49,8 @@ def save_figures(dossier: Dossier, folder: Path, overwrite: bool = False) -> lis
 def charts(dossier: Dossier) -> dict[str, Picture]:
     """Every picture by its name."""
     found: dict[str, Picture | None] = {"allocation": dossier.plan, "frontier": pictures.frontier(dossier)}
+    if dossier.plan is not None and is_coded(dossier.plan):
+        found |= {f"bits-{part}": pictures.bits(bit_rows(dossier.plan, part)) for part in PARTS}
     if dossier.plan is not None and dossier.readings is not None:
         found["damage"] = pictures.damage(damage_rows(dossier.readings, dossier.plan))
     readings = dossier.readings
@@ -129,12 +133,13 @@ def _draw_series(axes: Axes, one: Series, y: Axis, colour: Any, name: str) -> No
 
 def draw_rows(axes: Axes, chart: RowChart) -> None:
     """A chart with a row per layer or name."""
-    styles = {f"u-{unit}": (COLOURS[unit], LABELS[unit]) for unit in UNITS} | {"g": ("#dddddd", "")}
+    styles = {f"u-{unit}": (COLOURS[unit], LABELS[unit]) for unit in UNITS} | {"g": ("#dddddd", "")} | _bit_styles()
     for place, row in enumerate(chart.rows):
-        for start, end, style, _ in row.bars:
-            colour, label = styles[style]
+        for bar in row.bars:
+            colour, label = styles[bar.style]
             known = axes.get_legend_handles_labels()[1]
-            axes.barh(place, end - start, left=start, color=colour, label=None if label in known else label or None)
+            more = {"color": colour, "label": None if label in known else label or None}
+            axes.barh(place, bar.end - bar.start, left=bar.start, **more)
         for start, end, _ in row.spans:
             axes.plot([start, end], [place, place], color=PALETTE[0], linewidth=1)
         for value, style in row.dots:
@@ -147,20 +152,38 @@ def draw_rows(axes: Axes, chart: RowChart) -> None:
     if chart.log:
         axes.set_xscale("log")
     axes.set_title(_plain(chart.title.partition(",")[0]), fontsize=8)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="best")
+    if chart.percent:
+        axes.xaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    if named := dict(zip(*axes.get_legend_handles_labels()[::-1], strict=True)):
+        beside = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)} if chart.percent else {"loc": "best"}
+        order = [label for _, label in styles.values() if label in named]
+        axes.legend([named[label] for label in order], order, **beside)
+
+
+def _bit_styles() -> dict[str, tuple[Any, str]]:
+    """Colours of numbers by their bits: many bits are dark, none is grey."""
+    from matplotlib import colormaps
+
+    shades = {bits: colormaps["cividis_r"](bits / BITS[0]) for bits in BITS}
+    colours = {WHOLE: "#000000", **shades, 0: "#dddddd"}
+    return {f"bit-{bits}": (colour, bit_words(bits)) for bits, colour in colours.items()}
 
 
 def _allocation(figure: Figure, plan: Plan) -> None:
     """What stays of every layer: one panel per size, pale behind it what was."""
     units = {unit.size: unit.allow for unit in CUTS}
-    sizes = [size for size in SIZE_LABELS if size != "kv_heads"]
+    labels = {size: words for size, words in SIZE_LABELS.items() if size != "kv_heads"}
+    if is_coded(plan):  # dimensions say little of rows in bits
+        bytes_of = {"qk_dim": ("k_bytes", "key bytes of a row"), "v_dim": ("v_bytes", "value bytes of a row")}
+        units |= {"k_bytes": "qk", "v_bytes": "v"}
+        labels = dict(bytes_of.get(size, (size, words)) for size, words in labels.items())
+    sizes = list(labels)
     layers = range(len(plan.keep))
     for place, size in enumerate(sizes):
         axes = figure.add_subplot(1, len(sizes), place + 1)
         axes.barh(layers, [getattr(s, size) for s in plan.source.layers], color="#dddddd")
         axes.barh(layers, [getattr(s, size) for s in plan.target.layers], color=COLOURS[units[size]])
-        axes.set_xlabel(SIZE_LABELS[size])
+        axes.set_xlabel(labels[size])
         axes.locator_params(axis="x", integer=True)
         axes.invert_yaxis()
         axes.grid(False)

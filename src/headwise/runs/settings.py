@@ -78,7 +78,13 @@ class Settings(Record):
     ] = False
     allow: Annotated[
         tuple[str, ...],
-        Flag(f"What may be cut, of {','.join(UNITS)}.", "run probe allocate", CUT, "UNITS", commas=True),
+        Flag(
+            f"What may be cut, of {','.join(UNITS)}; bits: cached keys and values in fewer bits, where kv is limited.",
+            commands="run probe allocate",
+            group=CUT,
+            value="UNITS",
+            commas=True,
+        ),
     ] = DEFAULT_UNITS
     seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
     device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"

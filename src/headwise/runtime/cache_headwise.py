@@ -2,10 +2,10 @@
 
 A coded row is a vector of coefficients in a basis in which they are uncorrelated with a spread of one, most important
 first. The first of them get up to 8 bits each, the next fewer; those that get none are not computed at all. A scale of
-one byte belongs to every token and 64 neighbouring coefficients: it is as large as the largest of them, so that no
-outlier is cut off. Codes and scales of a token lie together in one row of bytes, which the cache of transformers stores
-in place of numbers: it appends, crops, reorders and copies such rows as all others. The first tokens of a text are
-also kept whole: all later tokens look at them, and their rows are unlike all others.
+one byte belongs to every token and about 64 neighbouring coefficients. It is as large as the largest of them, so that
+no outlier is cut off. Codes and scales of a token lie together in one row of bytes, which the cache of transformers
+stores in place of numbers: it appends, crops, reorders and copies such rows as all others. The first tokens of a text
+are also kept whole: all later tokens look at them, and their rows are unlike all others.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +22,8 @@ from transformers.cache_utils import DynamicLayer
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
-GROUP = 64  # neighbouring coefficients that share a scale, at most
-PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes; a code of 6 bits is stored as 4 and 2
+GROUP = 64  # neighbouring coefficients that share a scale, about
+PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes
 OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
 MIDDLE = 128  # the byte that stands for a scale of one
 ONE_BIT = 0.42  # what a code of one bit stands for, as a part of the scale
@@ -176,68 +176,55 @@ def _first(x: torch.Tensor, past: Any, padding: torch.Tensor) -> torch.Tensor:
     return ((place >= 0) & (place < WHOLE))[:, None, :, None]
 
 
-class Part(NamedTuple):
-    """Neighbouring coefficients of one width, and where their codes begin in the row of bytes."""
-
-    bits: int
-    first: int
-    size: int
-    byte: int
-
-    def planes(self) -> list[tuple[int, int, int]]:
-        """Bits, the first byte and the bytes of everything that their codes are stored as; the highest bits first."""
-        found, byte = [], self.byte
-        for bits in PLANES:
-            if self.bits & bits:
-                found.append((bits, byte, -(-self.size * bits // 8)))
-                byte += found[-1][2]
-        return found
-
-
 class RowCoder:
     """Codes rows of coefficients (B, G, T, K) as bytes (B, G, T, N) and reads them again.
 
-    `counts` says how many coefficients have how many bits: {"4": 96, "2": 32}. What becomes of a token depends on that
-    token alone.
+    `counts` says how many coefficients have how many bits: {"4": 96, "2": 32}. Codes are stored in planes of 8, 4, 2
+    and 1 bits, one behind the other: a code of 6 bits has its highest 4 in one plane and the other 2 in another. What
+    becomes of a token depends on that token alone.
     """
 
     def __init__(self, counts: dict[str, int]) -> None:
-        self.parts: list[Part] = []
-        first = byte = 0
+        self.parts: list[tuple[int, int]] = []  # bits and coefficients, most bits first
         for bits in sorted(map(int, counts), reverse=True):
-            if size := counts[str(bits)]:
-                self.parts.append(Part(bits, first, size, byte))
-                first, byte = first + size, sum(self.parts[-1].planes()[-1][1:])
-        self.size, self.codes = first, byte
-        self.groups = -(-first // GROUP)
-        self.bytes = byte + self.groups
+            self.parts.append((bits, counts[str(bits)]))
+        self.size, self.bits = sum(counts.values()), 0
+        self.planes: list[tuple[int, int, int]] = []  # bits of a field, the first bit of all, fields
+        for plane in PLANES:
+            if fields := sum(size for bits, size in self.parts if bits & plane):
+                self.planes.append((plane, self.bits, fields))
+                self.bits += fields * plane
+        self.codes, self.groups = -(-self.bits // 8), max(1, round(self.size / GROUP))
+        self.bytes = self.codes + self.groups
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""
         x = x.float()
-        padded = nn.functional.pad(x, (0, self.groups * GROUP - self.size)).unflatten(-1, (self.groups, GROUP))
-        size = padded.abs().amax(-1).clamp_min(2.0**-15)
+        padded = nn.functional.pad(x, (0, -self.size % self.groups))
+        size = padded.unflatten(-1, (self.groups, -1)).abs().amax(-1).clamp_min(2.0**-15)
         scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
-        x = x / self._spread(_factor(scale))
-        rows = []
-        for part in self.parts:
-            codes = _levels(x.narrow(-1, part.first, part.size), part.bits)
-            below = part.bits
-            for bits, _, _ in part.planes():
-                below -= bits
-                rows.append(_packed((codes >> below) & ((1 << bits) - 1), bits))
-        return torch.cat((*rows, scale.to(torch.uint8)), -1)
+        parts = (x / self._spread(_factor(scale))).split([size for _, size in self.parts], -1)
+        codes = [(_levels(part, bits), bits) for part, (bits, _) in zip(parts, self.parts, strict=True)]
+        rows = torch.zeros((*x.shape[:-1], self.codes), dtype=torch.uint8, device=x.device)
+        for plane, start, _ in self.planes:  # below a field of a code are those of smaller planes
+            fields = [code >> (bits & (plane - 1)) for code, bits in codes if bits & plane]
+            packed = _packed(torch.cat(fields, -1) & ((1 << plane) - 1), plane, start % 8 // plane)
+            rows |= nn.functional.pad(packed, (start // 8, self.codes - start // 8 - packed.shape[-1]))
+        return torch.cat((rows, scale.to(torch.uint8)), -1)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Coefficients of such rows."""
-        found = []
-        for part in self.parts:
-            codes = torch.zeros((), dtype=torch.uint8, device=rows.device)
-            for bits, byte, count in part.planes():
-                codes = (codes << bits) | _unpacked(rows.narrow(-1, byte, count), bits, part.size)
-            found.append(_values(codes, part.bits))
+        codes: list[Any] = [0] * len(self.parts)
+        for plane, start, count in self.planes:
+            end = -(-(start + count * plane) // 8)
+            fields, at = _unpacked(rows[..., start // 8 : end], plane), start % 8 // plane
+            for number, (bits, size) in enumerate(self.parts):
+                if bits & plane:
+                    codes[number] = codes[number] << plane | fields.narrow(-1, at, size)
+                    at += size
+        values = [_values(code, bits) for code, (bits, _) in zip(codes, self.parts, strict=True)]
         scale = _factor(rows.narrow(-1, self.codes, self.groups).float())
-        return (torch.cat(found, -1) * self._spread(scale)).to(dtype)
+        return (torch.cat(values, -1) * self._spread(scale)).to(dtype)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
@@ -247,7 +234,7 @@ class RowCoder:
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
         """A scale for every coefficient."""
-        return scale.repeat_interleave(GROUP, -1)[..., : self.size]
+        return scale.repeat_interleave(-(-self.size // self.groups), -1)[..., : self.size]
 
 
 def _factor(code: torch.Tensor) -> torch.Tensor:
@@ -268,19 +255,19 @@ def _values(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes + 0.5) * (2.0 / (1 << bits)) - 1
 
 
-def _packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of few bits, several to a byte, the first in the lowest bits."""
+def _packed(fields: torch.Tensor, bits: int, skipped: int) -> torch.Tensor:
+    """Fields of few bits, several to a byte, the first in the lowest bits; the first byte begins with others."""
     if bits == 8:
-        return codes
+        return fields
     each = 8 // bits
-    codes = nn.functional.pad(codes, (0, -codes.shape[-1] % each)).unflatten(-1, (-1, each))
-    places = torch.arange(0, 8, bits, device=codes.device, dtype=torch.uint8)
-    return (codes << places).sum(-1, dtype=torch.uint8)
+    fields = nn.functional.pad(fields, (skipped, -(skipped + fields.shape[-1]) % each)).unflatten(-1, (-1, each))
+    places = torch.arange(0, 8, bits, device=fields.device, dtype=torch.uint8)
+    return (fields << places).sum(-1, dtype=torch.uint8)
 
 
-def _unpacked(rows: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """The first `count` codes that were packed."""
+def _unpacked(rows: torch.Tensor, bits: int) -> torch.Tensor:
+    """All fields of some bytes."""
     if bits == 8:
         return rows
     places = torch.arange(0, 8, bits, device=rows.device, dtype=torch.uint8)
-    return ((rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)[..., :count]
+    return ((rows.unsqueeze(-1) >> places) & ((1 << bits) - 1)).flatten(-2)

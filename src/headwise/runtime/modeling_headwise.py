@@ -212,6 +212,7 @@ class TailoredAttention(nn.Module):
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
         coded = sizes.get("k_code") and sizes.get("v_code")
         self.coders = (RowCoder(sizes["k_code"]), RowCoder(sizes["v_code"])) if coded else None
+        self.gains: Any = None  # factors of keys and values (G, 1, K) before they are coded, while they are trained
         self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
         self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))
         self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
@@ -342,8 +343,10 @@ class TailoredAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
         if self.coders is not None:
-            whole = self.attend.sliding_window is None
-            return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
+            whole, gains = self.attend.sliding_window is None, self.gains and [gain.to(k) for gain in self.gains]
+            k, v = (k * gains[0], v * gains[1]) if gains else (k, v)
+            k, v = remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
+            return (k / gains[0], v / gains[1]) if gains else (k, v)
         return (k, v) if cache is None else append(cache, k, v, self.layer_idx)
 
     def _many(self, q: torch.Tensor) -> bool:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from headwise.strategies.exact import Answerer
 
 LEAST = 40  # limits to solve
+FLOOR = 3.0  # percent: the least limit where the cache is coded; less is left of keys and values than can be of use
+CODED_STEPS = ((15.0, 0.5), (30.0, 1.0), (100.0, 2.0))  # up to so many percent, percent between limits
 STEPS = (5.0, 2.0, 1.0, 0.5, 0.25, 0.2, 0.1, 0.05, 0.02, 0.01)  # percent between them: the largest that gives as many
 SECONDS = 15.0  # for all exact solves of one call, and again for rough ones; the one that is under way is finished
 ROUGH = 1e-3  # relative gap at which a solve may stop when time is short: finer than any drawing shows
@@ -34,7 +36,9 @@ def fingerprint(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> str:
     first = [(budget.key, budget.length) for budget in plan.budgets[:1]]
     budgets = [*first, *(budget.to_json() for budget in plan.budgets[1:])]
     budgets += [budget.table.to_json() for budget in plan.budgets if budget.table is not None]
-    text = json.dumps([METHOD, readings.source.to_json(), curves, readings.depth, budgets, allow], sort_keys=True)
+    codes = [order[name] for order in readings.orders for name in ("k_bits", "v_bits") if name in order]
+    asked = [METHOD, readings.source.to_json(), curves, readings.depth, budgets, allow, *([codes] if codes else [])]
+    text = json.dumps(asked, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -74,7 +78,8 @@ def solve(
         raise PlanError(missing)
 
     least, answer = answers(shape, readings, plan.budgets, allow)
-    full, wanted = prices.price(first, shape), limits(first, least, shape)
+    full, most = prices.price(first, shape), _most_coded(first, shape, answer)
+    wanted = limits(first, least, shape, most)
     table: dict[LayerShape, int] = {}
     found = {a.text: _place(a, known, table) for a in known.answers} if known else {}
     done = True
@@ -112,22 +117,48 @@ def _place(answer: Answer, sweep: Sweep, table: dict[LayerShape, int]) -> Answer
     return replace(answer, layers=tuple(table.setdefault(layer, len(table)) for layer in sweep.target(answer)))
 
 
-def limits(first: Budget, least: float, shape: ModelShape) -> dict[str, float]:
-    """Budgets as `--budget` takes them, in even percentages from all down to the least, with the run's own; limits."""
+def _most_coded(first: Budget, shape: ModelShape, answer: Answerer) -> float | None:
+    """The price of the finest code of the cache, above which more room gains nothing; None where nothing is coded."""
+    best = answer(prices.price(first, shape), ROUGH) if first.name == "kv" else None
+    if best is None or not any(layer.coded for layer in best[2]):
+        return None
+    return prices.price(first, shape.with_layers(tuple(best[2])))
+
+
+def limits(first: Budget, least: float, shape: ModelShape, most: float | None = None) -> dict[str, float]:
+    """Budgets as `--budget` takes them, from all down to the least, with the run's own; limits.
+
+    Even percentages or, where the cache is coded, from `most` down and closer where less is left.
+    """
     full, at = prices.price(first, shape), "".join(first.text.partition("@")[1:])
     low = 100 * least / full if full else 100.0
-    grid: list[float] = []
-    for step in STEPS:
-        count = int((100 - low) / step + 1e-9)
-        grid = [100 - step * index for index in range(count + 1)]
-        if len(grid) >= LEAST:
-            break
+    grid = _even(low) if most is None else _closer(low, 100 * most / full)
     texts = [f"{first.name}={percent:g}%{at}" for percent in grid]
     tables = () if first.table is None else (first.table,)
     wanted = {text: prices.parse(text, shape, tables).limit for text in texts}
     if first.limit <= full and first.limit not in wanted.values():
         wanted[first.text] = first.limit
     return dict(sorted(wanted.items(), key=lambda pair: -pair[1]))
+
+
+def _even(low: float) -> list[float]:
+    """Percentages down to `low`, at least `LEAST` of them."""
+    grid: list[float] = []
+    for step in STEPS:
+        count = int((100 - low) / step + 1e-9)
+        grid = [100 - step * index for index in range(count + 1)]
+        if len(grid) >= LEAST:
+            break
+    return grid
+
+
+def _closer(low: float, high: float) -> list[float]:
+    """Percentages from the first that is not below `low` or `FLOOR` to the first that is not below `high`."""
+    grid, place, low = [], 0.0, max(low, FLOOR)
+    while place < min(high, 100.0):
+        place += next(step for end, step in CODED_STEPS if place < end)
+        grid += [place] if place >= low - 1e-9 else []
+    return grid[::-1]
 
 
 def coarse_first(texts: list[str]) -> list[str]:
@@ -153,15 +184,18 @@ def coarse_first(texts: list[str]) -> list[str]:
 def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
     """What other strategies would have predicted for the same budgets, where the same probe priced them."""
     found: list[dict[str, Any]] = []
-    names = ["exact", "uniform"]
-    names += ["published"] if "qk_pairs" in strategies.ways(readings) else []
-    names += ["depth"] if "depth" in allow and readings.curve("damage.depth") else []
+    names = {"exact": "exact", "uniform": "uniform"}  # what a rival is called, and the strategy
+    names |= {"published": "published"} if "qk_pairs" in strategies.ways(readings) else {}
+    names |= {"depth": "depth"} if "depth" in allow and readings.curve("damage.depth") else {}
+    names |= {"exact, no bits": "exact"} if any(layer.coded for layer in plan.target.layers) else {}
     pooled = any(layer.pooled > 1 for layer in plan.source.layers)
-    for name in names:
-        if (name == plan.strategy and not plan.portable) or (pooled and name not in strategies.POOLING):
+    sizes = tuple(unit for unit in allow if unit != "bits")
+    for name, strategy in names.items():
+        if (name == plan.strategy and not plan.portable) or (pooled and strategy not in strategies.POOLING):
             continue
         try:
-            other = strategies.allocate(readings, plan.budgets, name, allow, seed=plan.seed)
+            units = allow if name == "exact" else sizes
+            other = strategies.allocate(readings, plan.budgets, strategy, units, seed=plan.seed)
         except HeadwiseError:
             continue
         found.append({"strategy": name, "predicted_damage": other.predicted_damage, "spent": other.spent})

@@ -118,8 +118,8 @@ class _Probing:
         found = gram.collect(self.family, self.model, rows, self.mlp, self.track)
         if self.coded:
             less_memory = bool(self.settings.recompute), self.source.spread
-            some, seed = self._some(SENSITIVITY_TOKENS), self.settings.seed
-            priced = fisher.collect(self.family, self.model, some, seed, self.track, self.task, *less_memory)
+            rows, seed = self.source.calibration, self.settings.seed  # all: few tokens matter much more than others
+            priced = fisher.collect(self.family, self.model, rows, seed, self.track, self.task, *less_memory)
             found = [one | more for one, more in zip(found, priced, strict=True)]
         if file:
             processes.by_first(partial(write_moments, file, found))
@@ -141,19 +141,15 @@ class _Probing:
         known = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in orders]
         found = [Reading.from_json(reading) for reading in curves]
         if self.coded:
-            read = min(SENSITIVITY_TOKENS, data.places(self.source.calibration))
+            read = data.places(self.source.calibration)
             bits, codes = fisher.measure(self.shape.layers, self.moments, read, self.settings.seed)
             found, known = [*found, *bits], [one | more for one, more in zip(known, codes, strict=True)]
         return found, known
 
-    def _some(self, tokens: int) -> torch.Tensor:
-        """Rows of the calibration, evenly spaced, with about so many tokens."""
-        rows = self.source.calibration
-        count = max(1, tokens // data.mean_length(rows, self.task.row_tokens))
-        return rows[:: max(1, len(rows) // count)]
-
     def _sensitivity(self) -> list[Any]:
-        settings, some = self.settings, self._some(SENSITIVITY_TOKENS)
+        rows, settings = self.source.calibration, self.settings
+        count = max(1, SENSITIVITY_TOKENS // data.mean_length(rows, self.task.row_tokens))
+        some = rows[:: max(1, len(rows) // count)]
         less_memory = settings.recompute, self.source.spread
         found = sensitivity.measure(
             self.family, self.model, some, self.moments, self.mlp, settings.seed, self.track, self.task, *less_memory

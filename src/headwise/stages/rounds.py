@@ -9,22 +9,13 @@ from headwise.stages.source import Fitted
 from headwise.types import Budget, LayerKeep, LayerShape, ModelShape, Plan
 
 
-def budgets_of_rounds(
-    budgets: tuple[Budget, ...], source: ModelShape, rounds: int, coded: bool
-) -> list[tuple[Budget, ...]]:
-    """The budgets of every round: equal factors from the source's price to the limit.
-
-    A cache that is coded in bits is coded in the last round; rounds that are left with no budget are left out.
-    """
-    found = [_part_of_the_way(budgets, source, number / rounds, coded) for number in range(1, rounds)]
-    return [*filter(None, found), budgets]
-
-
-def _part_of_the_way(budgets: tuple[Budget, ...], source: ModelShape, way: float, coded: bool) -> tuple[Budget, ...]:
+def budgets_of_round(budgets: tuple[Budget, ...], source: ModelShape, number: int, rounds: int) -> tuple[Budget, ...]:
+    """The budgets of round `number` (from 1): equal factors from the source's price to the limit."""
     out = []
-    for budget in (b for b in budgets if not (coded and b.name == "kv")):
+    for budget in budgets:
         full = prices.price(budget, source)
-        out.append(replace(budget, limit=min(1.0, budget.limit / full) ** way * full))
+        share = min(1.0, budget.limit / full) ** (number / rounds)
+        out.append(budget if number == rounds else replace(budget, limit=share * full))
     return tuple(out)
 
 

@@ -8,7 +8,7 @@ Large models have so many sizes that HiGHS alone takes minutes. So budgets first
 column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
 size, the least additional damage. Sizes beyond the best known plan cannot be part of a better one and are left out;
 HiGHS searches the rest, usually a hundredth of the whole. The search is limited by nodes, not by time, so a plan never
-depends on the machine; what is not proven within them is the plan's `gap`.
+depends on the machine; what is not proven within them is the plan's `gap`. `_knapsack` takes what has one budget.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array, hstack
 
 from headwise import budgets as prices
+from headwise.strategies._knapsack import Knapsack
 from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
 from headwise.types import Budget, LayerShape, ModelShape
 
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
+GOLDEN = (5**0.5 - 1) / 2
 NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
 Floats = NDArray[np.float64]
@@ -65,6 +67,7 @@ class Problem:
         self.fixed = self.full - layers
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
+        self.table = Knapsack(self.program) if Knapsack.fits(self.program) else None
 
     def solve(self, limits: Sequence[float] | None = None, gap: float = 0.0) -> Solution | None:
         """The selection of least total damage that meets every budget, or other limits; None where there is none.
@@ -86,7 +89,10 @@ class Problem:
         return float("inf") if solved is None else float(self.program.damage[solved[0]].sum())
 
     def _select(self, limits: Sequence[float], gap: float) -> tuple[list[int], float] | None:
-        return select(self.program, np.array(limits) - self.fixed, self.seen, gap)
+        left = np.array(limits) - self.fixed
+        if self.table is None:
+            return select(self.program, left, self.seen, gap)
+        return self.table.select(float(self.program.reachable(left)[0]))
 
 
 def solve(
@@ -280,6 +286,8 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
     best, highest = np.zeros(len(limits)), -np.inf
     if not len(limits):
         return best
+    if len(limits) == 1:
+        return _multiplier(program, float(limits[0]))
     unit = np.maximum(np.abs(program.price).max(axis=1), 1e-30)
     ceiling = 100.0 * max(float(program.damage.max()), 1e-30)  # of a multiplier: what overspending costs
     for point in np.vstack([np.zeros(len(limits)), np.diag(ceiling / unit), ceiling / unit]):  # ends of the range
@@ -305,6 +313,21 @@ def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
             break
         seen |= excess <= _nth(excess, 2 * _free(program))
     return best
+
+
+def _multiplier(program: Program, limit: float) -> Floats:
+    """What a unit of the only budget is worth in damage: where the bound, which is concave in it, is highest."""
+    unit = max(float(np.abs(program.price).max()), 1e-30)
+    low, high = -60.0, float(np.log(1e3 * max(float(program.damage.max()), 1e-30)))
+
+    def bound(point: float) -> float:
+        value = np.exp(point) / unit
+        return float(program.cheapest(program.damage + value * program.price[0])[0] - value * limit)
+
+    for _ in range(64):  # golden section
+        first, second = high - (high - low) * GOLDEN, low + (high - low) * GOLDEN
+        low, high = (low, second) if bound(first) > bound(second) else (first, high)
+    return np.array([np.exp((low + high) / 2) / unit])
 
 
 def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:

@@ -129,7 +129,7 @@ class StreamedBuild:
             moments = read_layer(moments_file(self.moments, index), shape, index)
         made = cut_layer(layer, shape, self.plan.target.layers[index], self.plan.keep[index], moments)
         if contexts:
-            made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer[name]}
+            made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer.get(name)}
         family.put_layer(cut, index, made, source.config)
         if not contexts:
             return cut

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,15 +20,17 @@ from headwise.errors import PlanError
 from headwise.families import repeated
 from headwise.families._watch import spaced, watching
 from headwise.files.json import read_object
+from headwise.probes import fisher
 from headwise.probes._magnitude import Orders
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.progress import Track, silently
+from headwise.runs.moments import read_layer
 from headwise.stream._model import Streamed
 from headwise.stream._store import AGAIN, StreamStore, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
 from headwise.tasks.causal import Causal
-from headwise.types import Reading, Readings, write_atomically
+from headwise.types import ModelShape, Reading, Readings, write_atomically
 
 NAME = "stream"
 LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
@@ -42,6 +45,7 @@ class Wanted(NamedTuple):
     seed: int = 0
     mlp: bool = False  # also prices and moments of MLP channels
     pairs: bool = False  # also prices of rotary pairs
+    bits: bool = False  # also bases and prices for codes of cached rows
     few: int = 4_096  # tokens that errors and gains are measured on; 0: no gains
     context: int = 0  # tokens over which rows begin
 
@@ -81,6 +85,8 @@ class Walk:
         rows = [(store.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
         priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
+        if self.wanted.bits:
+            moments |= fisher.local(block, rows, self.wanted.seed)
         if self.wanted.few:
             for number, (stream, context) in enumerate(rows):
                 store.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
@@ -150,17 +156,31 @@ def probe(source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path, 
     walk.store.clear()
     unit = Causal.unit if wanted.few else UNITLESS
     kinds = [name for name in AXES if name in layers[0].errors]
-    curves = [_reading(name, layers, gains, sum(p.numel() for p in walk.few), wanted.seed, unit) for name in kinds]
+    read, orders = sum(p.numel() for p in walk.few), [layer.orders for layer in layers]
+    curves = [_reading(name, layers, gains, read, wanted.seed, unit) for name in kinds]
+    if wanted.bits:
+        bits, codes = fisher.measure(source.shape.layers, _row_prices(folder, source.shape, gains), read, wanted.seed)
+        curves += [replace(reading, probe=NAME, unit=unit) for reading in bits]
+        orders = [one | more for one, more in zip(orders, codes, strict=True)]
     return Readings(
         model=wanted.model,
         shape=source.shape,
         curves=tuple(curves),
-        orders=tuple(layer.orders for layer in layers),
+        orders=tuple(orders),
         tokens=count_tokens(tokens),
         seed=wanted.seed,
         context=wanted.context,
         seconds=time.perf_counter() - start,
     )
+
+
+def _row_prices(folder: Path, shape: ModelShape, gains: list[float]) -> list[dict[str, torch.Tensor]]:
+    """Prices of the coefficients of every layer's rows: the error that they leave in the stream times its gain."""
+    found = []
+    for index, (layer, gain) in enumerate(zip(shape.layers, gains, strict=True)):
+        moments = read_layer(moments_file(folder, index), layer, index)
+        found.append({name: 2 * gain * moments[name] for name in ("k_price", "v_price")})  # half of a price is damage
+    return found
 
 
 def _reading(name: str, layers: list[Priced], gains: list[float], n: int, seed: int, unit: str) -> Reading:

@@ -19,7 +19,7 @@ from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
-from headwise.stages.source import Fitted, Judged, Probed, Source, refuse_other_plan
+from headwise.stages.source import Fitted, Judged, Probed, Source, codes_rows, refuse_other_plan
 from headwise.stages.texts import read_texts
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
@@ -42,7 +42,8 @@ class Streaming(Source):
         if not folder.finished("probe"):
             mlp = not settings.only_kv and "mlp" in settings.allow
             pairs = not settings.only_kv or settings.strategy == "published"
-            wanted = Wanted(settings.model, self.seed, mlp, pairs, settings.swap_tokens, self.context)
+            bits = codes_rows(settings, self.shape, self.task)
+            wanted = Wanted(settings.model, self.seed, mlp, pairs, bits, settings.swap_tokens, self.context)
             probe(self.model, self.calibration, wanted, folder.streaming, track).save(folder.readings_file)
             folder.ledger.record("probe", ("readings.json", "streaming/moments"))
         return Probed(Readings.read(folder.readings_file), [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +13,7 @@ SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width") 
 POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 CODES = ("k_code", "v_code")  # of a layer whose cache is coded
 BITS = (8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
-PLANES = (8, 4, 2, 1)  # a code of other widths is stored in several parts: one of 6 bits as 4 and 2
-CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, at most
+CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, about
 WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
 COUNTED_TOKENS = 4_096  # of a text over which they are spread when bytes are counted
 CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
@@ -161,17 +161,18 @@ def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
     return code_bytes(code, number) if code else size * number
 
 
+@functools.cache
 def code_bytes(code: tuple[int, ...], number: int = CACHE_BYTES) -> int:
     """Bytes of a row with so many numbers in 8, 7, ... 1 bits: codes, scales, and a share of the first tokens.
 
-    Codes of every width begin a byte. The first tokens of a text are also kept whole, in `number` bytes each.
+    The first tokens of a text are also kept whole, in `number` bytes each.
 
-    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 2 + 2 + 2 + 1 of codes, 1 scale, 1 for the first tokens
+    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 7 of codes, 1 scale, 1 for the first tokens
     9
     """
-    codes = sum(-(-count * p // 8) for bits, count in zip(BITS, code, strict=True) for p in PLANES if bits & p)
-    scales, first = -(-sum(code) // CODE_GROUP), -(-WHOLE_TOKENS * sum(code) * number // COUNTED_TOKENS)
-    return codes + scales + first
+    size, bits = sum(code), sum(width * count for width, count in zip(BITS, code, strict=True))
+    first = -(-WHOLE_TOKENS * size * number // COUNTED_TOKENS)
+    return -(-bits // 8) + max(1, round(size / CODE_GROUP)) + first
 
 
 def _by_bits(code: tuple[int, ...]) -> dict[str, int]:

@@ -34,24 +34,38 @@ function keptHeads(layer, shape, source) {
   });
 }
 
-function drawLayer(row, layer, shape, heads, damage, most) {
+// Heights of keys and values: their dimensions or, where the cache is coded, what is left of these at so many bits.
+function heights(layer, shape, bits) {
+  if (!bits) return [shape[sizes.qk], shape[sizes.v]];
+  return sweep.bits.rows[layer].map((size, part) => size * Number(bits[part]) / sweep.bits.whole);
+}
+
+function bitsOf(layer, place) {
+  return sweep.bits && sweep.bits.layers[layer][place];
+}
+
+function drawLayer(row, layer, place, heads, damage, most) {
+  const shape = sweep.shapes[place], bits = bitsOf(layer, place), before = bitsOf(layer, sweep.source[layer]);
   const source = sweep.shapes[sweep.source[layer]];
   const [full, widest, gap, share] = sweep.full;
   const group = Math.max(1, source[sizes.kv] ? source[sizes.heads] / source[sizes.kv] : 1);
   const gone = !shape[sizes.heads] && !shape[sizes.mlp];
-  const through = shape[sizes.width] > shape[sizes.qk] ? Math.min(shape[sizes.width], source[sizes.qk]) : 0;
-  const lines = { w: [0.08, through], q: [0.08, shape[sizes.qk]], v: [0.5, shape[sizes.v]] };
+  const wider = shape[sizes.width] > shape[sizes.qk] && !bits;
+  const through = wider ? Math.min(shape[sizes.width], source[sizes.qk]) : 0;
+  const [keys, values] = heights(layer, shape, bits);
+  const lines = { w: [0.08, through], q: [0.08, keys], v: [0.5, values] };
   for (const [name, [start, size]] of Object.entries(lines)) {
     const path = row.querySelector(`.c-after .${name}`);
     path.setAttribute("d", dashes(heads, group, start, size / full, gap));
     path.setAttribute("stroke-width", short(size / full));
   }
-  for (const name of ["heads", "qk", "v"]) {
-    const cell = row.querySelector(`.n-${name}`);
-    const before = source[sizes[name]], after = shape[sizes[name]];
-    cell.firstChild.nodeValue = String(after);
-    cell.classList.toggle("cut", before !== after);
-  }
+  ["heads", "qk", "v"].forEach((name, index) => {
+    const cell = row.querySelector(`.n-${name}`), coded = bits && index > 0;
+    const was = coded ? before[index - 1] : source[sizes[name]];
+    const is = coded ? bits[index - 1] : shape[sizes[name]];
+    cell.firstChild.nodeValue = String(is);
+    cell.classList.toggle("cut", was !== is);
+  });
   const mlp = row.querySelector(".b-mlp");
   if (mlp) {
     mlp.style.width = `${(share * shape[sizes.mlp] / widest).toFixed(1)}%`;
@@ -79,7 +93,7 @@ function showAnswer(place) {
   layers.forEach((shapePlace, layer) => {
     const shape = sweep.shapes[shapePlace];
     const heads = own && sweep.kept ? sweep.kept[layer] : keptHeads(layer, shape, sweep.shapes[sweep.source[layer]]);
-    drawLayer(rows[layer], layer, shape, heads, damages[layer], most);
+    drawLayer(rows[layer], layer, shapePlace, heads, damages[layer], most);
   });
   put("budget-text", answer.text);
   put("budget-damage", own ? sweep.ownWords : answer.words);
@@ -161,7 +175,12 @@ function inspect() {
   if (sweep && shown !== null) {
     const before = sweep.shapes[sweep.source[picked]];
     const after = sweep.shapes[sweep.answers[shown].layers[picked]];
-    const parts = names.map((name, i) => (before[i] === after[i] ? null : `${name} ${before[i]} → ${after[i]}`));
+    const bits = bitsOf(picked, sweep.answers[shown].layers[picked]);
+    const parts = names.map((name, i) => {
+      const said = bits && (i === sizes.qk || i === sizes.v); // in bits
+      return said || before[i] === after[i] ? null : `${name} ${before[i]} → ${after[i]}`;
+    });
+    if (bits) parts.unshift(`keys ${bits[0]} bits, values ${bits[1]} bits`);
     lines.unshift(["At this budget", parts.filter(Boolean).join(", ") || "nothing is cut"]);
   }
   inspector.replaceChildren(...[["Layer " + picked, ""], ...lines].map(([name, words], index) => {
