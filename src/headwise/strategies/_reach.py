@@ -15,8 +15,9 @@ import numpy as np
 from headwise import budgets as prices
 from headwise.errors import BudgetError
 from headwise.strategies._equal import refuse_unequal
+from headwise.strategies._multipliers import Floats
 from headwise.strategies._options import applicable, menus, nothing_portable, portable_limits, refuse
-from headwise.strategies._program import Floats, Program, build
+from headwise.strategies._program import Program, build
 from headwise.types import BITS, UNITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
 from headwise.types.unit import Order
 
