@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,8 @@ from headwise.errors import OutputError, PlanError
 from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
+from headwise.runtime.cache_headwise import WHOLE
+from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 from headwise.types.shape import COUNTED_TOKENS
 
@@ -45,8 +48,14 @@ auto = getattr(transformers, auto)
 model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():
-    tensors = load_file(proof)
-    found = model(**{name: tensor for name, tensor in tensors.items() if name != "logits"})
+    given = {name: tensor for name, tensor in load_file(proof).items() if name != "logits"}
+    found = model(**given)
+    coded = [part for part in model.modules() if getattr(part, "coders", None)]
+    if coded:
+        assert found["logits"].isfinite().all(), "answers are no numbers"
+        for part in coded:
+            part.coders = None
+        found = model(**given)
     save_file({"logits": (found["logits"] if "logits" in found else found[0]).contiguous()}, out)
 """
 
@@ -55,13 +64,28 @@ with torch.no_grad():
 def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     """Store the model's answer to a few tokens, to be compared with the reloaded model's answer.
 
-    That is its logits, or the last stream of a model without a head. The class that loads it is stored too.
+    That is its logits, or the last stream of a model without a head. The class that loads it is stored too. Of a model
+    whose cache is coded it is the answer without codes: on another machine a number may lie across the edge of a step.
     """
     family = families.family_of(model.config)
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
-    found = family.call(model, ids.to(model.device))
+    with _uncoded(model):
+        found = family.call(model, ids.to(model.device))
     logits = found["logits"] if "logits" in found else found[0]
     save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
+
+
+@contextmanager
+def _uncoded(model: nn.Module) -> Iterator[None]:
+    """Keys and values as they are, within a block."""
+    coders = {part: part.coders for part in model.modules() if isinstance(part, TailoredAttention)}
+    try:
+        for part in coders:
+            part.coders = None
+        yield
+    finally:
+        for part, coder in coders.items():
+            part.coders = coder
 
 
 def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
@@ -122,8 +146,8 @@ def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
-    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`. An encoder-decoder keeps numbers
-    for a token of the input and for one of the output.
+    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`; they are counted in layers with
+    a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of the output.
     """
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
@@ -134,11 +158,9 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]
     kept = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
-    starts = [start for layer in layers for start in getattr(layer, "starts", ())]
-    first = sum(
-        len(start) * start.shape[1] * -(-start[0, 0].numel() * element_bytes // COUNTED_TOKENS) for start in starts
-    )
-    return int(found + first)
+    coded = [block.attention for block in family.blocks(model) if block.attention.coders is not None]
+    rows = [(attention.kv_heads, coder.size) for attention in coded for coder in attention.coders]
+    return found + sum(count * -(-WHOLE * size * element_bytes // COUNTED_TOKENS) for count, size in rows)
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:

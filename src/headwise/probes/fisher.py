@@ -209,9 +209,9 @@ def _levels(lists: list[Floats]) -> list[float]:
 
 
 def _offered(prices: Floats, levels: list[float], dropped: float) -> dict[int, tuple[tuple[int, ...], float]]:
-    """Codes of a row and their damage, by the bytes that they take, most bytes first."""
+    """Codes of a row and their damage, by the bytes that they take, most bytes first; the last is the smallest."""
     found: dict[int, tuple[tuple[int, ...], float]] = {}
-    for level in levels:
+    for level in (*levels, np.inf):
         code = _code(_reach(prices, level, dropped), len(prices))
         found.setdefault(code_bytes(code), (code, _damage(prices, code, dropped)))
     return dict(sorted(found.items(), reverse=True))

@@ -68,24 +68,29 @@ class CodedLayer(DynamicLayer):
 
     starts: tuple[torch.Tensor, ...] = ()  # keys and values of the first tokens (B, G, WHOLE, K), once there are any
     padding: torch.Tensor | None = None  # tokens before the first of every text (B)
+    begun = 0  # tokens after which every text has more than its first ones
 
-    def keep(self, k: torch.Tensor, v: torch.Tensor, past: int, padding: torch.Tensor) -> None:
-        """Keep those of the new tokens, which come after `past` others, that are among the first of their text."""
+    def keep(self, k: torch.Tensor, v: torch.Tensor, mask: Any) -> None:
+        """Keep those of the new tokens that are among the first of their text."""
+        past, new = self.get_seq_length(), k.shape[2]
+        if self.starts and past >= self.begun:
+            return
         if not self.starts:
             self.starts = tuple(x.new_zeros((*x.shape[:2], WHOLE, x.shape[3])) for x in (k, v))
-        self.padding = padding
-        slot = torch.arange(WHOLE, device=k.device) + padding.unsqueeze(1) - past  # its place among the new tokens
-        given = ((slot >= 0) & (slot < k.shape[2]))[:, None, :, None]
-        slot = slot.clamp(0, k.shape[2] - 1)[:, None, :, None]
-        taken = (x.gather(2, slot.expand(-1, x.shape[1], -1, x.shape[3])) for x in (k, v))
+        self.padding = _padding(mask, k)
+        self.begun = WHOLE + int(self.padding.max())
+        slot = torch.arange(WHOLE, device=k.device) + self.padding.unsqueeze(1) - past  # its place among the new tokens
+        given = ((slot >= 0) & (slot < new))[:, None, :, None]
+        taken = (_at(x.detach(), slot.clamp(0, new - 1)) for x in (k, v))
         self.starts = tuple(torch.where(given, new, old) for new, old in zip(taken, self.starts, strict=True))
 
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-        """Coefficients of all tokens (B, G, T, K), the first of every text as they were."""
-        place = torch.arange(WHOLE, device=found.device) + self.padding.unsqueeze(1)
-        there = (place < found.shape[2])[:, None, :, None]
-        place = place.clamp_max(found.shape[2] - 1)[:, None, :, None].expand(-1, found.shape[1], -1, found.shape[3])
-        return found.scatter(2, place, torch.where(there, start, found.gather(2, place)))
+        """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
+        padding, tokens = self.padding.unsqueeze(1), found.shape[2]
+        last = (tokens - 1 - padding).clamp_min(0)
+        slot = torch.arange(WHOLE, device=found.device).minimum(last)  # of shorter texts the last one, repeatedly
+        place = (slot + padding).clamp_max(tokens - 1)[:, None, :, None]
+        return found.scatter_(2, place.expand(-1, found.shape[1], -1, found.shape[3]), _at(start, slot))
 
     def _each(self, change: Any) -> None:
         if self.padding is not None:
@@ -94,7 +99,7 @@ class CodedLayer(DynamicLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self.starts, self.padding = (), None
+        self.starts, self.padding, self.begun = (), None, 0
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Choose rows of the batch again, for beam search."""
@@ -110,16 +115,6 @@ class CodedLayer(DynamicLayer):
         """Keep some texts of the batch."""
         super().batch_select_indices(indices)
         self._each(lambda x: x[indices])
-
-    def offload(self) -> None:
-        """Move everything to host memory."""
-        super().offload()
-        self._each(lambda x: x.to("cpu", non_blocking=True))
-
-    def prefetch(self) -> None:
-        """Move everything back."""
-        super().prefetch()
-        self._each(lambda x: x.to(self.device, non_blocking=True))
 
 
 def remembered(
@@ -142,14 +137,26 @@ def remembered(
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
-    past, dtype = layer.get_seq_length() if layer.is_initialized else 0, k.dtype
-    keys, values = append(cache, coders[0].encode(k), coders[1].encode(v), index)
-    found = coders[0].decode(keys, dtype), coders[1].decode(values, dtype)
-    if not whole:
+    if type(layer) is CodedLayer:
+        layer.keep(k, v, mask)
+    rows = append(cache, coders[0].encode(k.detach()), coders[1].encode(v.detach()), index)
+    found = [coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True)]
+    if type(layer) is CodedLayer:
+        found = [layer.restore(x, start) for x, start in zip(found, layer.starts, strict=True)]
+    return _as_if_kept(found[0], k), _as_if_kept(found[1], v)
+
+
+def _as_if_kept(found: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """All rows, with gradients of the new ones, which are last, as if nothing had been coded."""
+    if not new.requires_grad:
         return found
-    if not layer.starts or past < WHOLE + int(layer.padding.max()):
-        layer.keep(k, v, past, _padding(mask, k))
-    return layer.restore(found[0], layer.starts[0]), layer.restore(found[1], layer.starts[1])
+    past, coded = found.split((found.shape[-2] - new.shape[-2], new.shape[-2]), -2)
+    return torch.cat((past, new + (coded - new).detach()), -2)
+
+
+def _at(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    """The rows of some tokens (B, G, ...) of every text, by their places (B, ...)."""
+    return x.gather(2, token[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def _padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
@@ -223,7 +230,7 @@ class RowCoder:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
         with torch.no_grad():
             found = self.decode(self.encode(x), x.dtype)
-        return x + (found - x).detach() if x.requires_grad else found
+        return _as_if_kept(found, x)
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
         """A scale for every coefficient."""

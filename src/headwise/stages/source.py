@@ -195,6 +195,8 @@ def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
 
     Rotary pairs that are cut already show in the model alone.
     """
+    if any(layer.coded for layer in shape.layers):
+        raise PlanError("the cache of this model is coded in bits already; cut the model that it was made from.")
     if pooled := any(layer.pooled > 1 for layer in shape.layers):
         settings.refuse_to_pool()
     if settings.pool == "none":

@@ -7,13 +7,15 @@ import json
 import os
 import types
 import typing
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files.disk import write_atomically as write_atomically
 from headwise.files.json import INTEGER, read_json, shortened
 
+T = TypeVar("T")
 VERSION = 1  # of every JSON file that Headwise writes; raised when an old reader would misread a new file
 
 
@@ -91,7 +93,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {shortened(data)}.")
-    data, hints = kind.from_file(data), typing.get_type_hints(kind)
+    given, hints = data, typing.get_type_hints(kind)
+    data = _placed(where, lambda: kind.from_file(given))
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(fields)):
         raise PlanError(f"{where} has an unknown field '{unknown[0]}'; known: {', '.join(fields)}.")
@@ -100,8 +103,13 @@ def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
         if name not in data and not optional:
             raise PlanError(f"{where}.{name} is missing.")
     values = {name: _decode(hints[name], item, f"{where}.{name}") for name, item in data.items()}
+    return _placed(where, lambda: kind(**values))
+
+
+def _placed(where: str, make: Callable[[], T]) -> T:
+    """What is made; an error begins with its place in the file."""
     try:
-        return kind(**values)
+        return make()
     except HeadwiseError as error:
         raise type(error)(f"{where}: {error}") from None
     except (TypeError, ValueError, ArithmeticError, LookupError) as error:

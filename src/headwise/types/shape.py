@@ -90,7 +90,7 @@ class LayerShape(Record):
         for name, code, size in (("k_code", self.k_code, self.qk_dim), ("v_code", self.v_code, self.v_dim)):
             if code and (len(code) != len(BITS) or min(code) < 0 or sum(code) != size):
                 raise ShapeError(
-                    f"{name} has {sum(code)} numbers and a cached row {size}; give counts that add up to it."
+                    f"{name} has {sum(code)} numbers and a cached row {size}; give counts from 0 that add up to it."
                 )
 
     def _pools(self) -> bool:

@@ -1,0 +1,81 @@
+"""Tiny models whose cache is coded, for tests, and ways to read with them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import DynamicCache
+
+from headwise import families
+from headwise.cuts import reshape
+from headwise.probes import fisher, gram
+from headwise.types import BITS, LayerKeep, LayerShape, Plan
+
+
+def drawn(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(3, 60, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def spread_over(size: int, widths: tuple[int, ...]) -> tuple[int, ...]:
+    """A code that gives equal parts of a row so many bits each."""
+    given = [widths[place * len(widths) // size] for place in range(size)]
+    return tuple(given.count(bits) for bits in BITS)
+
+
+def coded_layers(layers: tuple[LayerShape, ...], kept: float) -> tuple[LayerShape, ...]:
+    """Keys and values in other bits in every layer."""
+    made = []
+    for index, layer in enumerate(layers):
+        qk_dim, v_dim = (max(1, int(kept * size)) for size in (layer.qk_dim, layer.v_dim))
+        keys, values = spread_over(qk_dim, (8, 6, 3 - index % 2)), spread_over(v_dim, (5, 4, 2))
+        made.append(replace(layer, qk_dim=qk_dim, v_dim=v_dim, k_code=keys, v_code=values))
+    return tuple(made)
+
+
+@functools.cache
+def made(kind: str, pool: int = 1, kept: float = 0.75, changes: tuple[tuple[str, Any], ...] = ()) -> Any:
+    """A family, a tiny source on our modules, its plan and the coded model; in double precision.
+
+    So no number lies so near to the edge of a step that the order of a sum decides on which side.
+    """
+    family = next(family for family in families.known() if kind in family.model_types)
+    source = family.tailor(family.tiny(kind, **dict(changes)), pool)
+    rows = family.example(source.config, 8, 24)
+    found = zip(gram.collect(family, source, rows, mlp=False), fisher.collect(family, source, rows, 0), strict=True)
+    before = family.shape_of(source.config)
+    after = before.with_layers(coded_layers(before.layers, kept))
+    plan = Plan("", before, after, (LayerKeep(),) * len(after.layers), "exact", (), {}, 0.0, 0)
+    model = reshape(family, source, plan, [one | more for one, more in found])
+    return family, source.double(), plan, model.double().eval()
+
+
+def uncoded(family: Any, model: Any) -> Any:
+    """The same model with coefficients as they are."""
+    other = copy.deepcopy(model)
+    for block in family.blocks(other):
+        for coder in block.attention.coders:
+            coder.rounded = lambda x: x
+    return other
+
+
+@torch.no_grad()
+def said(model: Any, ids: torch.Tensor, cache: Any = None, **more: Any) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **more).logits
+    return found
+
+
+def fresh(model: Any) -> DynamicCache:
+    return DynamicCache(config=model.config)
+
+
+def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
+    return torch.allclose(found, wanted, atol=1e-6, rtol=1e-6)
+
+
+def in_parts(model: Any, ids: torch.Tensor, sizes: list[int], cache: Any = None) -> torch.Tensor:
+    cache = fresh(model) if cache is None else cache
+    return torch.cat([said(model, part, cache) for part in ids.split(sizes, 1)], 1)
