@@ -23,6 +23,7 @@ from headwise.types import Plan, Readings
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "64", "--device", "cpu"]
 RUN = ["--budget", "kv=75%", "--data", "stdlib", *SMALL]
+ROUNDS = ["--allow", "qk,v,mlp", "--rounds", "2"]  # bits are chosen at once
 
 
 @pytest.fixture(scope="session")
@@ -139,8 +140,8 @@ def test_rounds_meet_the_budget_and_compose(folder, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "record_probe", killed_in_the_second)
-        assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 130
-    assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 0
+        assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 130
+    assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 0
     assert (out / "rounds" / "2" / "finished.json").exists(), "as if it had never been killed"
     plan = Plan.read(out / "plan.json")
     assert plan.source == llama.shape_of(families.load(str(folder))[0].config), "the plan starts at the source"

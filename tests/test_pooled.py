@@ -26,6 +26,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.stream.source import load_streaming
+from headwise.tasks.causal import Causal
 from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
@@ -76,7 +77,7 @@ def test_a_cut_row_is_what_the_cache_holds_and_what_is_counted(kind: str) -> Non
         short, long = cut(rows[:, :16]).logits, cut(rows).logits[:, :16]  # by rows, and by every head's own keys
         assert torch.allclose(short, long, atol=1e-5)
         held = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in before.layers)
-        assert held * shape.element_bytes == cost.kv_bytes_per_token(shape)
+        assert held * shape.cache_bytes == cost.kv_bytes_per_token(shape)
         balance(family, cut)
         assert torch.allclose(cut(rows[:, :9]).logits[:, -1], whole, atol=1e-5)
 
@@ -103,7 +104,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path: Path) -> None:
     small = dict(tokens=512, eval_tokens=256, swap_tokens=128, length=64, data="stdlib")
-    more = dict(pool="all", rounds=2, heal="blockwise", heal_options=("steps=5",))
+    more = dict(pool="all", allow=("qk", "v"), rounds=2, heal="blockwise", heal_options=("steps=5",))
     dossier = api.run(str(source), "kv=50%", tmp_path / "run", **small, **more)
     assert dossier.plan is not None and all(layer.pooled == 2 for layer in dossier.plan.target.layers)
     shapes = (dossier.plan.target, dossier.plan.source)
@@ -148,7 +149,7 @@ def test_a_source_that_cannot_be_pooled_or_is_pooled_already_says_so(
     model = llama.tailor(llama.tiny(), heads)
     model = cut_of(llama, model, *cut) if cut else model
     with pytest.raises(HeadwiseError, match=said):
-        pooled_heads(Settings(model="", **asked), llama, model)
+        pooled_heads(Settings(model="", **asked), llama, model, Causal())
 
 
 def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path: Path) -> None:
