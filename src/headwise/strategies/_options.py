@@ -23,7 +23,6 @@ from headwise.types import (
 )
 from headwise.types.unit import Order
 
-
 PRICED = tuple(unit for unit in UNITS if unit != "bits")  # what any probing prices
 
 
