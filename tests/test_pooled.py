@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from report_parts import make_dossier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import api, cost, families
+from headwise.cli.show import finished
 from headwise.cuts import reshape
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
@@ -117,6 +119,13 @@ def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path
     card = (tmp_path / "run" / "report.md").read_text()
     assert "--pool all" in card and "shared by 2 key/value heads" in card
     assert "| uniform |" in card and "| taper |" not in card, "rivals are those that could be carried out"
+
+
+def test_a_run_on_the_cache_alone_whose_heads_keep_their_own_rows_is_told_of_pooling(tmp_path: Path) -> None:
+    dossier = make_dossier()
+    assert dossier.plan is not None
+    alone = replace(dossier, plan=replace(dossier.plan, budgets=dossier.plan.budgets[:1]))
+    assert "--pool all" in finished(alone, tmp_path) and "--pool all" not in finished(dossier, tmp_path)
 
 
 @pytest.mark.parametrize(

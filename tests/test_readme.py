@@ -73,7 +73,6 @@ def test_every_command_runs(home, small, monkeypatch, capsys):
         except SystemExit as stop:
             # On so little text, and not reloaded, a run is not verified, which is code 3.
             assert stop.code in (None, 0, 3), f"{' '.join(command)}: {capsys.readouterr().err[-500:]}"
-    assert "--pool all" in capsys.readouterr().out, "a run on the cache alone says how to lose less"
 
 
 def test_the_python_lines_run_on_the_embedded_model(home):
