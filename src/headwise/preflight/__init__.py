@@ -20,7 +20,7 @@ from headwise.preflight import _disk, _texts
 from headwise.progress import note
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages.source import can_code, heads_to_pool, refuse_rounds, refuse_units
+from headwise.stages.source import heads_to_pool, refuse_rounds, refuse_units
 from headwise.strategies import _reach
 from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
@@ -45,16 +45,16 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     family, task = families.family_of(config), settings.task or families.task_of(config)
     _files(settings.model, family)
     refuse_units(settings, family)
-    shape = _pooled(settings, family.shape_of(config))
+    streamed = _streamed(settings, RunFolder(out), config, bool(latency))
+    shape = family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config))
     refuse_rounds(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:
         prices.workload(text, shape)
-    streamed = _streamed(settings, RunFolder(out), config, bool(latency))
-    cuts = tuple(unit for unit in strategies.cuts(module, settings.allow) if unit != "bits" or not streamed)
-    _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings, streamed)])
+    cuts = strategies.cuts(module, settings.allow)
+    _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
-    notes += _ignored_units(settings, shape, module.NAME, cuts, streamed) + _prices(settings)
+    notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
     notes += _texts.check(settings, family, config, task, length, streamed)
     return notes + _disk.check(settings, Path(out), shape, budgets)
 
@@ -103,18 +103,13 @@ def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[
     return found, [f"--length {settings.length:,} is more than the model takes; rows have {found:,} tokens."]
 
 
-def _bits(settings: Settings, streamed: bool) -> tuple[str, ...]:
+def _bits(settings: Settings) -> tuple[str, ...]:
     """The unit `bits`, where a run with these settings could choose them."""
-    asked = replace(settings, allow=(*settings.allow, "bits"))
-    return ("bits",) if asked.may_code and not streamed else ()
+    return ("bits",) if replace(settings, allow=(*settings.allow, "bits")).may_code else ()
 
 
-def _ignored_units(
-    settings: Settings, shape: ModelShape, strategy: str, cuts: tuple[str, ...], streamed: bool
-) -> list[str]:
-    """Units that were allowed and will stay. Bits are allowed without being asked for: a note only where they help."""
-    if streamed and settings.may_code and can_code(shape):
-        return ["a streamed model's cache is not coded in bits: its keys and values lose dimensions instead."]
+def _ignored_units(settings: Settings, shape: ModelShape, strategy: str, cuts: tuple[str, ...]) -> list[str]:
+    """Units that were allowed and will stay; bits are allowed without being asked for."""
     if strategy == "portable" and shape.grain.portable is not None:
         cuts = tuple(unit for unit in cuts if unit in shape.grain.portable)
     if not (ignored := [unit for unit in settings.allow if unit not in (*cuts, "bits")]):
