@@ -67,10 +67,10 @@ class _Fisher:
             self._see(layer, name, rows)
 
     def _see(self, layer: int, name: str, rows: torch.Tensor) -> None:
-        seen = self.layers[layer]
+        seen, own = self.layers[layer], rows.detach()  # a hook that held the rows themselves would keep their graph
 
         def hook(grad: torch.Tensor) -> None:
-            x, g = (t[:, :, WHOLE:].transpose(0, 1).flatten(1, 2).float() for t in (rows.detach(), grad))
+            x, g = (t[:, :, WHOLE:].transpose(0, 1).flatten(1, 2).float() for t in (own, grad))
             parts = {"square": x.mT @ x, "fisher": g.mT @ g, "sum": x.sum(1)}
             seen.add(**{f"{name}_{what}": part.double().cpu() for what, part in parts.items()})
             seen.tokens += x.shape[1] if name == "k" else 0
