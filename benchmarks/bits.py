@@ -175,7 +175,7 @@ class Methods(Table):
 
     def matched(self, key: Key, bench: Bench, size: float, length: int) -> None:
         try:
-            plan = plans.plan_within(bench.settings, bench.source, bench.probed, size, length)
+            plan = bench.solver.within(size, length)
         except HeadwiseError as error:
             return self.refuse(key, [length], error)
         model, layers = bench.cast(plans.built(bench.source, bench.probed, plan)), plan.target.layers
@@ -217,19 +217,23 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    """Measure what is missing."""
-    asked = arguments().parse_args()
+def settings_of(asked: argparse.Namespace) -> Settings:
+    """The settings of a run that would be asked the same; what was left out gets its default."""
     asked.length, asked.share = asked.length or [1024], asked.share or ["50%", "25%", "18.75%", "12.5%"]
     asked.heal = asked.heal or ["none", "refit"]
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
-    settings = Settings(
+    return Settings(
         model=asked.model, data=asked.data, eval=asked.eval, budgets=("kv=50%",), heal=asked.heal[-1],
         heal_options=tuple(asked.heal_option), tokens=asked.tokens, swap_tokens=asked.swap_tokens,
         eval_tokens=(asked.rows + 1) * max(asked.length), length=asked.row_length, context=asked.context,
         device=asked.device, seed=asked.seed,
     )  # fmt: skip
-    table = Methods(asked, settings)
+
+
+def main() -> None:
+    """Measure what is missing."""
+    asked = arguments().parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    table = Methods(asked, settings_of(asked))
     for group in asked.only or GROUPS:
         getattr(table, group)()
 

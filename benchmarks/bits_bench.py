@@ -83,6 +83,10 @@ class Bench:
     def prices(self) -> plans.Prices:
         return plans.Prices.of(self.probed)
 
+    @cached_property
+    def solver(self) -> plans.Solver:
+        return plans.Solver(self.settings, self.probed)
+
     @property
     def family(self) -> Any:
         return self.source.family
@@ -101,6 +105,8 @@ class Bench:
         text = self.source.long
         if text is None:
             sys.exit("no held-out text: give --data FILE, or --eval FILE.")
+        if length > (most := self.family.longest(self.source.model.config)):
+            sys.exit(f"the model takes {most:,} tokens, not {length:,}; lower --length.")
         found = lengths.rows_of(text.tokens, length, length, count * length, text.start)[:count]
         if not len(found):
             sys.exit(f"the held-out text has {len(text.tokens):,} tokens: too few for one row of {length:,}.")

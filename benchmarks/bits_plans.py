@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rival_caches import FIRST, NUMBER
 
-from headwise import budgets, pipeline
+from headwise import budgets
 from headwise.cost import kv_bytes_per_token
 from headwise.cuts import reshape
 from headwise.errors import BudgetError
@@ -23,6 +23,7 @@ from headwise.probes import fisher
 from headwise.runs.settings import Settings
 from headwise.runtime.cache_headwise import RowCoder
 from headwise.stages.source import Probed
+from headwise.strategies import exact
 from headwise.strategies._options import finish
 from headwise.types import BITS, Budget, LayerShape, Plan, code_bytes
 
@@ -42,17 +43,24 @@ def _row_bytes(layer: LayerShape, length: int) -> int:
     return length * sum(RowCoder(told[name]).bytes for name in ("k_code", "v_code")) + first
 
 
-def plan_within(settings: Settings, bench: Any, probed: Probed, most: float, length: int) -> Plan:
-    """The exact plan for a text of so many tokens in `most` bytes, everything counted."""
-    limit = most / length
-    for _ in range(8):
-        wanted = replace(settings, budgets=(f"kv={limit:.4f}B@1",))
-        plan = pipeline.allocate(wanted, bench, probed.readings, pipeline.budgets_of(wanted, bench))
-        over = stored_bytes(plan.target.layers, length) - most
-        if over <= 0:
-            return plan
-        limit -= over / length + 1e-3  # the first tokens weigh more in a short text than plans assume
-    raise BudgetError(f"no plan for {most:,.0f} bytes at {length:,} tokens was found.")
+class Solver:
+    """The exact program of one probing, for any number of bytes."""
+
+    def __init__(self, settings: Settings, probed: Probed) -> None:
+        self.readings, source = probed.readings, probed.readings.source
+        self.limits = budgets.parse_all(settings.budgets, source)
+        self.least, self.answer = exact.answers(source, self.readings, self.limits, settings.allow)
+
+    def within(self, most: float, length: int) -> Plan:
+        """The exact plan for a text of so many tokens in `most` bytes, everything counted."""
+        limit = most / length
+        while limit >= self.least and (found := self.answer(limit, 0.0)):
+            damage, _, layers = found
+            over = stored_bytes(layers, length) - most
+            if over <= 0:
+                return finish(self.readings.source, self.readings, layers, damage, "exact", (), self.readings.seed)
+            limit -= over / length + 1e-3  # the first tokens weigh more in a short text than plans assume
+        raise BudgetError(f"{most / length:,.1f} bytes a token are out of reach; the least is {self.least:,.0f}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +134,8 @@ class Prices:
             name: [(min(rank, len(prices)), *(0,) * (len(BITS) - 1)) for prices in rows]
             for name, rows in self.lists.items()
         }
-        exact = (0.0,) * len(BITS)
-        damage = sum(self.damage(name, at, code, exact) for name in "kv" for at, code in enumerate(codes[name]))
+        lossless = (0.0,) * len(BITS)
+        damage = sum(self.damage(name, at, code, lossless) for name in "kv" for at, code in enumerate(codes[name]))
         return self.plan(codes, ()), damage
 
 

@@ -103,10 +103,10 @@ def normal_levels(bits: int) -> torch.Tensor:
     >>> [round(x, 2) for x in normal_levels(2).tolist()]
     [-1.51, -0.45, 0.45, 1.51]
     """
-    grid = np.linspace(-8, 8, 200_001)
+    grid = np.linspace(-6, 6, 12_001)
     weight = np.exp(-(grid**2) / 2)
     levels = np.linspace(-3, 3, 2**bits)
-    for _ in range(1000):
+    for _ in range(400):
         place = np.searchsorted((levels[1:] + levels[:-1]) / 2, grid)
         levels = np.bincount(place, weight * grid, 2**bits) / np.bincount(place, weight, 2**bits)
     return torch.tensor(levels, dtype=torch.float32)
