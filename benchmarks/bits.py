@@ -25,7 +25,7 @@ import bits_library as library
 import bits_plans as plans
 import torch
 from bits_bench import DTYPES, HEADS, Bench, Key, Table, say
-from rival_caches import Integers, Rival, rivals
+from rival_caches import Integers, Rival, rivals, whole_bytes
 
 from headwise.checks import _lengths as lengths
 from headwise.errors import HeadwiseError
@@ -153,15 +153,21 @@ class Methods(Table):
         key, coder = Key("rank", f"rank cut, int{bits} by token", share), Integers(bits)
         if not (wanted := self.left(key)):
             return
-        kept = float(share.rstrip("%")) * 2 * coder.group / coder.row_bytes(coder.group)
+        share_of_one = coder.row_bytes(coder.group) / (2 * coder.group)
+        kept = wished = float(share.rstrip("%")) / share_of_one
         if kept >= 100:
             return self.refuse(key, wanted, f"int{bits} alone takes less.")
+        rival = Rival(key.method, coder)
         try:
-            fitted = bench.fitted(bench.plan(f"{kept:.2f}%"))
+            for _ in range(3):  # groups that are not full take more
+                plan = bench.plan(f"{kept:.2f}%")
+                took = rival.stored_bytes(plan.target.layers, 1) / whole_bytes(bench.layers, 1) / share_of_one
+                kept *= min(1.0, wished / (100 * took))
+            fitted = bench.fitted(plan)
         except HeadwiseError as error:
             return self.refuse(key, wanted, error)
-        layers, model = fitted.plan.target.layers, bench.cast(fitted.model)
-        self.rival(key, bench, Rival(key.method, coder), lambda: model, layers)
+        model = bench.cast(fitted.model)
+        self.rival(key, bench, rival, lambda: model, fitted.plan.target.layers)
 
     def match(self) -> None:
         """Our exact plan in the bytes that every other method took."""
