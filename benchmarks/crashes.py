@@ -67,8 +67,8 @@ THINNER = ["allocate", OUT, "--budget", "kv=50%"]
 OTHER = ["run", SOURCE, "--budget", "kv=50%", *SMALL, "--eval-tokens", "64", "--out", OUT, "--overwrite"]
 SCENARIOS = (
     Scenario("run", (RUN,)),
-    Scenario("run, pooled", (_run("--pool", "all"),)),
-    Scenario("run, two rounds", (_run("--rounds", "2"),)),
+    Scenario("run, pooled", (_run("--allow", "qk,v", "--pool", "all"),)),
+    Scenario("run, two rounds", (_run("--allow", "qk,v", "--rounds", "2"),)),
     Scenario("run, blockwise", (_run("--heal", "blockwise", "--heal-option", "steps=2"),)),
     Scenario("run, distilled", (_run("--heal", "distill", "--heal-option", "tokens=256"),)),
     Scenario("run, streamed", (_run("--stream"),)),

@@ -80,7 +80,7 @@ INPUTS = {  # base -> model, data, files that are damaged
 }
 BROKEN = {  # base -> a command that is killed on the way, and resumed on a damaged file
     "unfinished run": RUN,
-    "unfinished rounds": [*RUN, "--rounds", "2"],
+    "unfinished rounds": [*RUN, "--allow", "qk,v", "--rounds", "2"],
     "unfinished blockwise": [*RUN, "--heal", "blockwise", "--heal-option", "steps=2"],
     "unfinished distillation": [*RUN, "--heal", "distill", "--heal-option", "tokens=256"],
     "unfinished stream": [*RUN, "--stream"],

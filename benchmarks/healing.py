@@ -36,6 +36,7 @@ from headwise.types import VERSION, Readings, write_atomically
 
 METHODS = ["refit", "blockwise"]  # the second after the first
 ROUNDS = {"blockwise, at once": 1, "blockwise, 3 rounds": 3}
+ALLOW = ("qk", "v", "mlp")  # the repair of cut dimensions is measured, and bits are not chosen in rounds
 ROUNDS_BUDGETS = ("kv=50%", "kv=25%")
 ROUNDS_TOKENS, ROUNDS_STEPS = 10_240, 36  # of calibration, and per layer
 
@@ -175,7 +176,7 @@ def main() -> None:
     budgets, options = tuple(asked.pop("budget") or ["kv=50%"]), tuple(asked.pop("heal_option") or ["steps=72"])
     torch.set_num_threads(1)
     out.parent.mkdir(parents=True, exist_ok=True)
-    Table(Settings(budgets=budgets, heal_options=options, **asked), out).measure(methods)
+    Table(Settings(budgets=budgets, heal_options=options, allow=ALLOW, **asked), out).measure(methods)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ def measure(asked: argparse.Namespace) -> None:
     settings = Settings(
         model=asked.model, data=asked.data, eval=asked.eval, tokens=asked.tokens, eval_tokens=asked.eval_tokens,
         swap_tokens=asked.swap_tokens, length=asked.length, heal="refit", device=asked.device, budgets=(BUDGETS[0],),
+        allow=("qk", "v", "mlp"),
     )  # fmt: skip
     for pool in asked.pool or ("none", "all"):
         for way, context in (("whole context", None), ("calibrated length", asked.length)):

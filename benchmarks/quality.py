@@ -288,7 +288,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plan", action="append", choices=list(PLANS))
     parser.add_argument("--heal", action="append", choices=HEALINGS)
     parser.add_argument("--heal-option", action="append", default=[], help="such as tokens=2000000")
-    parser.add_argument("--allow", help="units that may be cut, separated by commas")
+    parser.add_argument("--allow", default="qk,v,mlp", help="units that may be cut, separated by commas")
     parser.add_argument("--samples", action="store_true", help="keep texts that source and cut model write")
     parser.add_argument("--zero-shot", type=Path, help="folder of LAMBADA, HellaSwag, ARC-easy and PIQA")
     parser.add_argument("--zero-shot-most", type=int, help="items of each task")
@@ -324,8 +324,8 @@ def main() -> None:
     plans, healings = asked.pop("plan") or known, asked.pop("heal") or list(HEALINGS)
     tasks = Asked(asked.pop("zero_shot"), asked.pop("zero_shot_most"), tuple(asked.pop("zero_shot_heal") or HEALINGS))
     budgets, options, allow = tuple(asked.pop("budget")), tuple(asked.pop("heal_option")), asked.pop("allow")
-    more = {"allow": tuple(allow.split(","))} if allow else {}
-    settings = Settings(budgets=budgets, heal="distill", heal_options=options, **asked, **more)
+    units = tuple(allow.split(","))
+    settings = Settings(budgets=budgets, heal="distill", heal_options=options, allow=units, **asked)
     Table(settings, out, tasks, samples, shared).measure(plans, healings)
 
 

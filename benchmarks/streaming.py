@@ -36,6 +36,7 @@ LLAMA_7B = dict(
 FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whole model
 BATCH = dict(tokens=4_608, eval_tokens=512, swap_tokens=512, length=512)  # a full batch to calibrate on
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
+ALLOW = ("qk", "v", "mlp")  # a streamed model is not coded in bits
 EMBEDDED = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 
@@ -84,7 +85,7 @@ def stages(model: str, out: str, settings: dict[str, Any]) -> dict[str, Any]:
     from headwise.types import Plan
 
     asked, folder = (
-        Settings(model=model, budgets=("kv=75%",), device="cpu", stream=True, data="stdlib", **settings),
+        Settings(model, ("kv=75%",), device="cpu", stream=True, data="stdlib", allow=ALLOW, **settings),
         RunFolder(out),
     )
     folder.claim(asked, model)
@@ -163,7 +164,7 @@ def small(work: Path) -> dict[str, Any]:
     from headwise.stream.source import load_streaming
     from headwise.types import Plan
 
-    asked = Settings(model="embedded", budgets=("kv=75%",), device="cpu", stream=True, data="stdlib", **SMALL)
+    asked = Settings("embedded", ("kv=75%",), device="cpu", stream=True, data="stdlib", allow=ALLOW, **SMALL)
     folder = RunFolder(work / "small")
     folder.claim(asked, "embedded")
     bench = load_streaming(asked)
@@ -200,7 +201,7 @@ def prices(work: Path) -> dict[str, Any]:
     from headwise.runs.settings import Settings
     from headwise.stream.source import load_streaming
 
-    asked = Settings(model="embedded", budgets=("kv=75%",), device="cpu", data="stdlib", heal="none", **EMBEDDED)
+    asked = Settings("embedded", ("kv=75%",), device="cpu", data="stdlib", heal="none", allow=ALLOW, **EMBEDDED)
     bench = pipeline.load_source(asked)
     start = time.perf_counter()
     full, moments = pipeline.probe(asked, bench, diagnose=False)

@@ -10,15 +10,17 @@ from pathlib import Path
 
 import headwise
 
+DIMENSIONS = ("qk", "v")
+
 
 def main(out: Path, **settings: int) -> None:
-    """Print the predicted damage of the exact plan and of the same sizes everywhere, for four budgets."""
+    """Print the predicted damage of a cache in fewer bits and of one with fewer dimensions, for five budgets."""
     if not (out / "readings.json").exists():
-        headwise.probe("embedded", out, budgets=("kv=50%",), **settings)
-    print("cache   exact    uniform   (predicted damage, nats per token)")
-    for share in (90, 75, 60, 50):
-        exact, uniform = (headwise.allocate(out, f"kv={share}%", strategy=name) for name in ("exact", "uniform"))
-        print(f"{share:4}%   {exact.predicted_damage:.4f}   {uniform.predicted_damage:.4f}")
+        headwise.probe("embedded", out, budgets=("kv=25%",), **settings)
+    print("cache     bits   dimensions   (predicted damage, nats per token)")
+    for share in (50, 40, 30, 25, 20):
+        bits, dimensions = (headwise.allocate(out, f"kv={share}%", allow=units) for units in (("bits",), DIMENSIONS))
+        print(f"{share:4}%   {bits.predicted_damage:.4f}   {dimensions.predicted_damage:10.4f}")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,12 @@ def _folder(assets: Path | None, name: str) -> Path | None:
 
 
 def settings_for(name: str, assets: Path | None, device: str, tokens: Tokens, length: int, **more: object) -> Settings:
-    """How a model is probed and evaluated: text of the kind it was made for, never the same for both."""
-    sizes = dict(tokens=tokens[0], eval_tokens=tokens[1], swap_tokens=tokens[2], device=device, **more)
+    """How a model is probed and evaluated: text of the kind it was made for, never the same for both.
+
+    Dimensions are cut, and no bits: the claims are about dimensions.
+    """
+    sizes = dict(tokens=tokens[0], eval_tokens=tokens[1], swap_tokens=tokens[2], device=device)
+    sizes |= {"allow": ("qk", "v", "mlp"), **more}
     if name == "embedded" or assets is None:
         return Settings(model="embedded", length=length, **sizes)
     text = assets / "text"

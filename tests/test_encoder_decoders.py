@@ -51,7 +51,7 @@ def test_halves_of_blocks_can_go(family, gone, tmp_path):
     source = family.tailor(tiny(family, family.name, {}))
     made, plan = without(family, source, gone)
     assert sum(p.numel() for p in made.parameters()) == cost.parameters(plan.target)
-    assert cache_bytes_per_token(made, 4) == cost.kv_bytes_per_token(plan.target)
+    assert cache_bytes_per_token(made, plan.target.cache_bytes) == cost.kv_bytes_per_token(plan.target)
     save(family, made, FakeTokenizer(), tmp_path / "model", portable=False)
     loaded = getattr(transformers, auto_class_of(made)).from_pretrained(tmp_path / "model")
     attending(loaded, "eager")

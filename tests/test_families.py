@@ -41,7 +41,7 @@ def test_formulas_equal_what_is_counted(family, kind, changes):
         plan = random_plan(family, model, seed)
         made = cut(family, model, plan)
         assert sum(p.numel() for p in made.parameters()) == parameters(plan.target)
-        assert cache_bytes_per_token(made, plan.target.element_bytes) == kv_bytes_per_token(plan.target)
+        assert cache_bytes_per_token(made, plan.target.cache_bytes) == kv_bytes_per_token(plan.target)
         assert family.shape_of(made.config).layers == plan.target.layers, "the configuration says what was built"
 
 

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from test_pipeline import RUN, call, refused
+from test_pipeline import ROUNDS, RUN, call, refused
 
 from headwise import families
 from headwise.checks import exactness
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
     llama.tiny(vocab_size=4096, tie_word_embeddings=True).save_pretrained(place / "tiny")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(families.locate("embedded")[0]) / name, place / "tiny" / name)
-    more = ["--rounds", "2", "--heal", "blockwise", "--heal-option", "steps=12"]
+    more = [*ROUNDS, "--heal", "blockwise", "--heal-option", "steps=12"]
     with pytest.MonkeyPatch.context() as patch:  # reloading in a fresh process takes seconds and is tested elsewhere
         patch.setattr(exactness, "reload_check", lambda *told: Check("reloads", True, "not tried", ""))
         assert call("run", place / "tiny", *RUN, *more, "--out", place / "run") == 0

@@ -307,4 +307,6 @@ def test_a_run_under_a_limit_on_time(here, folder, tmp_path, monkeypatch, capsys
     assert call("probe", folder, "--latency", "prefill,64,b2", "--device", "cpu", "--out", out) == 0
     assert (out / "readings.json").stat().st_mtime_ns == before, "only time was measured"
     assert call("allocate", out, "--budget", "latency=95%@prefill,64,b2") == 0
+    few = ["--data", "stdlib", "--tokens", 256, "--swap-tokens", 0, "--length", 32, "--device", "cpu"]
+    assert call("probe", folder, "--latency", "decode,64,b2", *few, "--out", tmp_path / "timed") == 0, "not coded"
     assert "is no phase (decode or prefill)" in refused(capsys, "probe", folder, "--latency", "both", "--out", out)

@@ -23,6 +23,7 @@ from headwise.types import Plan, Readings
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "128", "--length", "64", "--device", "cpu"]
 RUN = ["--budget", "kv=75%", "--data", "stdlib", *SMALL]
+ROUNDS = ["--allow", "qk,v,mlp", "--rounds", "2"]  # bits are chosen at once
 
 
 @pytest.fixture(scope="session")
@@ -139,8 +140,8 @@ def test_rounds_meet_the_budget_and_compose(folder, tmp_path):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunFolder, "record_probe", killed_in_the_second)
-        assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 130
-    assert call("run", folder, *RUN, "--rounds", "2", "--out", out) == 0
+        assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 130
+    assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 0
     assert (out / "rounds" / "2" / "finished.json").exists(), "as if it had never been killed"
     plan = Plan.read(out / "plan.json")
     assert plan.source == llama.shape_of(families.load(str(folder))[0].config), "the plan starts at the source"
@@ -271,10 +272,13 @@ def test_a_plan_edited_into_nonsense_is_refused(finished, tmp_path, capsys):
     out = tmp_path / "edited"
     shutil.copytree(finished, out)
     plan = json.loads((out / "plan.json").read_text())
-    plan["target"]["layers"][1]["v_dim"] = 99
+    layer, before = plan["target"]["layers"][1], tree(out / "model")
+    layer["mlp_width"] *= 2
     (out / "plan.json").write_text(json.dumps(plan))
-    before = tree(out / "model")
-    assert "layer 1: v_dim grows from 16 to 99; plans only shrink" in refused(capsys, "heal", out)
+    assert "layer 1: mlp_width grows from 64 to 128; plans only shrink" in refused(capsys, "heal", out)
+    layer |= {"mlp_width": 64, "v_code": {"9": 16}}
+    (out / "plan.json").write_text(json.dumps(plan))
+    assert "v_code gives a count for '9' bits; widths are 1 to 8 bits" in refused(capsys, "heal", out)
     (out / "plan.json").write_text("{")
     assert "not valid JSON" in refused(capsys, "heal", out)
     assert tree(out / "model") == before, "the model that was there is still there"

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from report_parts import make_dossier
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import api, cost, families
+from headwise.cli.show import finished
 from headwise.cuts import reshape
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
@@ -26,6 +28,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.stream.source import load_streaming
+from headwise.tasks.causal import Causal
 from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
@@ -76,7 +79,7 @@ def test_a_cut_row_is_what_the_cache_holds_and_what_is_counted(kind: str) -> Non
         short, long = cut(rows[:, :16]).logits, cut(rows).logits[:, :16]  # by rows, and by every head's own keys
         assert torch.allclose(short, long, atol=1e-5)
         held = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in before.layers)
-        assert held * shape.element_bytes == cost.kv_bytes_per_token(shape)
+        assert held * shape.cache_bytes == cost.kv_bytes_per_token(shape)
         balance(family, cut)
         assert torch.allclose(cut(rows[:, :9]).logits[:, -1], whole, atol=1e-5)
 
@@ -103,7 +106,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path: Path) -> None:
     small = dict(tokens=512, eval_tokens=256, swap_tokens=128, length=64, data="stdlib")
-    more = dict(pool="all", rounds=2, heal="blockwise", heal_options=("steps=5",))
+    more = dict(pool="all", allow=("qk", "v"), rounds=2, heal="blockwise", heal_options=("steps=5",))
     dossier = api.run(str(source), "kv=50%", tmp_path / "run", **small, **more)
     assert dossier.plan is not None and all(layer.pooled == 2 for layer in dossier.plan.target.layers)
     shapes = (dossier.plan.target, dossier.plan.source)
@@ -116,6 +119,13 @@ def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path
     card = (tmp_path / "run" / "report.md").read_text()
     assert "--pool all" in card and "shared by 2 key/value heads" in card
     assert "| uniform |" in card and "| taper |" not in card, "rivals are those that could be carried out"
+
+
+def test_a_run_on_the_cache_alone_whose_heads_keep_their_own_rows_is_told_of_pooling(tmp_path: Path) -> None:
+    dossier = make_dossier()
+    assert dossier.plan is not None
+    alone = replace(dossier, plan=replace(dossier.plan, budgets=dossier.plan.budgets[:1]))
+    assert "--pool all" in finished(alone, tmp_path) and "--pool all" not in finished(dossier, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +158,7 @@ def test_a_source_that_cannot_be_pooled_or_is_pooled_already_says_so(
     model = llama.tailor(llama.tiny(), heads)
     model = cut_of(llama, model, *cut) if cut else model
     with pytest.raises(HeadwiseError, match=said):
-        pooled_heads(Settings(model="", **asked), llama, model)
+        pooled_heads(Settings(model="", **asked), llama, model, Causal())
 
 
 def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path: Path) -> None:

@@ -86,6 +86,7 @@ WRONG = [
     (["--portable", "--strategy", "uniform"], "would ignore --strategy uniform; leave out one"),
     (["--strategy", "depth"], "strategy depth cuts only depth; name some of these in --allow"),
     (["--task", "speech"], "llama models cannot be reshaped for the task speech, only for: causal"),
+    (["--rounds", "2"], "bits of the cache are chosen at once, not in rounds; leave out --rounds, or cut"),
     (["--pool", "3"], "2 key/value heads cannot share rows by 3"),
     (["--context", "4096"], "the context is 4,096 tokens and the model takes 128"),
     (["--device", "tpu"], "no device is called 'tpu'"),
@@ -115,7 +116,12 @@ def test_a_wrong_probe_is_told_at_once_too(model, tmp_path, monkeypatch, capsys)
         (["--latency", "soon"], "'soon' in 'soon' is no phase"),
         (["--allow", "depth,width"], "'width' is no unit that can be cut"),
         (["--data", "missing.txt"], "missing.txt does not exist"),
-        (["--budget", "kv=5%"], "kv=5% is out of reach: with everything that may be cut (qk, v, mlp) at its smallest"),
+        (
+            ["--budget", "kv=2%"],
+            "kv=2% is out of reach: with everything that may be cut (qk, v, mlp, bits) at its small",
+        ),
+        (["--budget", "kv=5%", "--allow", "qk,v"], "or allow more with --allow qk,v,mlp,heads,kv_heads,depth,bits"),
+        (["--budget", "kv=5%", "--stream"], "kv=5% is out of reach: with everything that may be cut (qk, v, mlp) at"),
     ):
         assert call("probe", model, "--device", "cpu", "--data", "stdlib", *wrong, "--out", tmp_path / "run") == 2
         assert said in capsys.readouterr().err
@@ -167,6 +173,9 @@ def test_units_that_stay_and_lengths_that_are_lowered_are_noted(model):
     assert notes(model, length=4096) == ["--length 4,096 is more than the model takes; rows have 128 tokens."]
     found = notes(model, strategy="uniform", allow=("qk", "v", "depth"))
     assert found == ["depth will not be cut, though --allow names it: strategy uniform cannot for this model."]
+    assert notes(model, strategy="uniform") == notes(model, portable=True, allow=("qk", "v", "bits")) == []
+    (found,) = notes(model, stream=True)
+    assert found.startswith("a streamed model's cache is not coded in bits")
     (found,) = notes(model, swap_tokens=1024)
     assert "--swap-tokens 1,024 leaves none of the 1,024 calibration tokens" in found
 

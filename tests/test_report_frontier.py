@@ -145,7 +145,7 @@ def test_the_page_names_gone_layers_and_prices_every_answer(solved: tuple[Readin
     check_page(page)
     found = data_of(page)["explorer"]
     assert [answer["share"] for answer in found["answers"]] == sorted(a.share for a in sweep.answers)
-    shapes = [LayerShape(*shape) for shape in found["shapes"]]
+    shapes = [LayerShape(*(tuple(x) if isinstance(x, list) else x for x in shape)) for shape in found["shapes"]]
     assert [shapes[place] for place in found["own"]] == list(plan.target.layers)
     kept = [a for a in found["answers"] if all(shapes[p] != GONE for p in a["layers"])]
     for answer in kept[::10]:

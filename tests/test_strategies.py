@@ -128,7 +128,7 @@ def test_unknown_units_and_strategies_are_named() -> None:
     readings = invent(1)
     with pytest.raises(PlanError) as caught:
         plan_for("exact", readings, "kv=80%", allow=("qk", "layers"))
-    known = "qk, v, mlp, heads, kv_heads, depth"
+    known = "qk, v, mlp, bits, heads, kv_heads, depth"
     assert str(caught.value) == f"'layers' is no unit that can be cut; --allow takes: {known}."
     with pytest.raises(UnknownNameError, match="no strategy is called 'exat'. Did you mean 'exact'?"):
         plan_for("exat", readings, "kv=80%")

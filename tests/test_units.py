@@ -9,12 +9,12 @@ from conftest import GRAIN, layer_shapes
 from hypothesis import given
 
 from headwise.errors import ShapeError
-from headwise.types import CUTS, DEFAULT_UNITS, UNIT_OF, UNITS, LayerShape, Measure, ModelShape, Unit
+from headwise.types import CUTS, DEFAULT_UNITS, UNIT_OF, UNITS, LayerShape, Measure, ModelShape, Unit, code_bytes
 from headwise.types.measure import flattened, grouped
 from headwise.types.unit import LABELS
 
 LAYER = LayerShape(query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, mlp_width=16, qk_width=8)
-SIZED = [unit for unit in CUTS if unit.curve != "depth"]  # whole layers have no smaller size
+SIZED = [unit for unit in CUTS if unit.curve != "depth" and unit.allow != "bits"]  # whole layers and codes are not
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_legal_sizes_are_steps_below_the_full_one(full: int, step: int, floor: i
 
 
 def test_units_are_named_once_and_have_labels() -> None:
-    assert UNITS == ("qk", "v", "mlp", "heads", "kv_heads", "depth") and set(DEFAULT_UNITS) <= set(UNITS)
+    assert UNITS == ("qk", "v", "mlp", "bits", "heads", "kv_heads", "depth") and set(DEFAULT_UNITS) <= set(UNITS)
     assert len(UNIT_OF) == len(CUTS) and set(LABELS) == set(UNITS)
 
 
@@ -74,14 +74,22 @@ def test_a_cut_to_a_size_has_that_size_and_the_full_one_changes_nothing(unit: Un
     sizes = unit.sizes(shape, GRAIN)
     assert list(sizes) == sorted(sizes, reverse=True) and (not sizes or sizes[0] == unit.full(shape))
     for size in sizes:
-        cut = unit.shape(shape, size, folds=False)
+        cut = unit.shape(shape, size, folds=False, order={})
         assert unit.full(cut) == size
         assert shape.projected or size < sizes[0] or cut == shape
 
 
 def test_a_projection_that_folds_leaves_nothing_wider() -> None:
     unit = UNIT_OF["damage.qk_projected"]
-    assert unit.shape(LAYER, 4, folds=True).qk_width == 4 and unit.shape(LAYER, 4, folds=False).qk_width == 8
+    assert unit.shape(LAYER, 4, True, {}).qk_width == 4 and unit.shape(LAYER, 4, False, {}).qk_width == 8
+
+
+@pytest.mark.parametrize(("curve", "dim"), [("k_bits", "qk_dim"), ("v_bits", "v_dim")])
+def test_a_code_is_chosen_by_its_bytes(curve: str, dim: str) -> None:
+    unit, codes = UNIT_OF[f"damage.{curve}"], ((8, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 3, 0, 2, 0))
+    fine, coarse = (unit.shape(LAYER, code_bytes(code), False, {curve: codes}) for code in codes)
+    assert unit.full(LAYER) == 16 > unit.full(fine) == 10 > unit.full(coarse) == 5, "bytes: of codes, a scale, a share"
+    assert (getattr(fine, dim), getattr(coarse, dim)) == (8, 5) and fine.coded, "what has no bits is not kept"
 
 
 def test_measures_are_read_from_flat_keys_and_written_back() -> None:

@@ -52,6 +52,8 @@ def probe(
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
     asked, folder, works = Settings(model=model, **settings), RunFolder(out), _texts(latency)
+    if works:  # coded layers are not timed yet
+        asked = replace(asked, allow=tuple(unit for unit in asked.allow if unit != "bits"))
     if works and not overwrite and folder.finished("probe") and folder.require().model == model:
         with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
             return pipeline.measure(replace(known, device=asked.device, allow=asked.allow), folder, works, track)

@@ -24,7 +24,7 @@ from headwise.stages.in_memory import load_source as load_source
 from headwise.stages.probe import probe as probe
 from headwise.stages.probe import probe_in as probe_in
 from headwise.stages.report import write_report
-from headwise.stages.source import Fitted, Probed, Source
+from headwise.stages.source import Fitted, Probed, Source, refuse_rounds
 from headwise.stages.verify import verify as verify
 from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Budget, Plan, Readings
@@ -74,6 +74,7 @@ def fit(
     Results of the probing and of long healings are kept in the folder; without one, `first` is what a probing of the
     source found.
     """
+    refuse_rounds(settings, source.shape)
     limits = budgets_of(settings, source, folder, track)
     if settings.rounds == 1:
         return fit_once(settings, source, limits, folder, first, track)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from headwise.preflight import _disk, _texts
 from headwise.progress import note
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages.source import heads_to_pool, refuse_units
+from headwise.stages.source import heads_to_pool, refuse_rounds, refuse_units
 from headwise.strategies import _reach
 from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
@@ -44,13 +45,14 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     family, task = families.family_of(config), settings.task or families.task_of(config)
     _files(settings.model, family)
     refuse_units(settings, family)
-    shape = _pooled(settings, family.shape_of(config))
+    streamed = _streamed(settings, RunFolder(out), config, bool(latency))
+    shape = family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config))
+    refuse_rounds(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:
         prices.workload(text, shape)
     cuts = strategies.cuts(module, settings.allow)
-    _reach.check(shape, budgets, module, cuts, [*family.units, "depth"])
-    streamed = _streamed(settings, RunFolder(out), config, bool(latency))
+    _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
     notes += _texts.check(settings, family, config, task, length, streamed)
@@ -101,11 +103,16 @@ def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[
     return found, [f"--length {settings.length:,} is more than the model takes; rows have {found:,} tokens."]
 
 
+def _bits(settings: Settings) -> tuple[str, ...]:
+    """The unit `bits`, where a run with these settings could choose them."""
+    return ("bits",) if replace(settings, allow=(*settings.allow, "bits")).may_code else ()
+
+
 def _ignored_units(settings: Settings, shape: ModelShape, strategy: str, cuts: tuple[str, ...]) -> list[str]:
-    """Units that were allowed and will stay."""
+    """Units that were allowed and will stay; bits are allowed without being asked for."""
     if strategy == "portable" and shape.grain.portable is not None:
         cuts = tuple(unit for unit in cuts if unit in shape.grain.portable)
-    if not (ignored := [unit for unit in settings.allow if unit not in cuts]):
+    if not (ignored := [unit for unit in settings.allow if unit not in (*cuts, "bits")]):
         return []
     return [
         f"{', '.join(ignored)} will not be cut, though --allow names it: strategy {strategy} cannot for this model."

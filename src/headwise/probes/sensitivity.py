@@ -77,12 +77,14 @@ class Sensitivity:
     def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         if not q.requires_grad:  # will be computed again
             return
-        q.register_hook(lambda grad: self._see_queries(layer, q.detach(), grad))
-        z.register_hook(lambda grad: self._see_outputs(layer, z.detach(), grad))
+        queries, outputs = q.detach(), z.detach()  # a hook that held the tensors themselves would keep their graph
+        q.register_hook(lambda grad: self._see_queries(layer, queries, grad))
+        z.register_hook(lambda grad: self._see_outputs(layer, outputs, grad))
 
     def _channels(self, layer: int, h: torch.Tensor) -> None:
         if h.requires_grad:
-            h.register_hook(lambda grad: self._see_channels(layer, h.detach() * grad))
+            channels = h.detach()
+            h.register_hook(lambda grad: self._see_channels(layer, channels * grad))
 
     def _answered(self, a: torch.Tensor, tokens: int) -> torch.Tensor:
         """Changes per answer: those of a text's tokens (along that axis), or all of them together."""

@@ -151,13 +151,21 @@ class Settings(Record):
     def refuse_to_pool(self) -> None:
         """Refuse settings that heads with shared rows cannot have."""
         if {"heads", "kv_heads"} & set(self.allow):
-            raise HeadwiseError("pooled heads cannot go one by one; leave heads and kv_heads out of --allow.")
+            raise HeadwiseError(
+                "pooled heads cannot go one by one; leave heads and kv_heads out of --allow, or probe with --pool none."
+            )
         if self.portable:
-            raise HeadwiseError("stock code has no rows that heads share; leave out --portable or --pool.")
+            raise HeadwiseError(
+                "stock code has no rows that heads share; leave out --portable, or probe with --pool none."
+            )
         if self.strategy not in POOLING:
-            raise HeadwiseError(f"pooled heads are allocated by {', '.join(POOLING)}; leave out --pool for others.")
+            raise HeadwiseError(
+                f"pooled heads are allocated by {', '.join(POOLING)}; probe with --pool none for others."
+            )
         if any(text.strip().startswith("latency") for text in self.budgets):
-            raise HeadwiseError("pooled layers are not timed yet; limit kv, params or flops, or leave out --pool.")
+            raise HeadwiseError(
+                "pooled layers are not timed yet; limit kv, params or flops, or probe with --pool none."
+            )
 
     def resumes(self, before: Settings) -> bool:
         """Whether a run with these settings can resume one that was begun with others.

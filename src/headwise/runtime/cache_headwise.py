@@ -26,7 +26,7 @@ GROUP = 64  # neighbouring coefficients that share a scale, about
 PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes
 OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
 MIDDLE = 128  # the byte that stands for a scale of one
-ONE_BIT = 0.42  # what a code of one bit stands for, as a part of the scale
+FEW_STEPS = 0.8  # the part of the scale that codes of one and two bits cover
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
@@ -245,14 +245,17 @@ def _factor(code: torch.Tensor) -> torch.Tensor:
 def _levels(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Whole numbers from 0 for coefficients between -1 and 1: the middles of equal steps stand for them."""
     count = 1 << bits
-    return ((x + 1) * (count / 2)).floor().clamp(0, count - 1).to(torch.uint8)
+    return ((x / _span(bits) + 1) * (count / 2)).floor().clamp(0, count - 1).to(torch.uint8)
 
 
 def _values(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """What such numbers stand for."""
-    if bits == 1:
-        return (2.0 * codes - 1) * ONE_BIT
-    return (codes + 0.5) * (2.0 / (1 << bits)) - 1
+    return ((codes + 0.5) * (2.0 / (1 << bits)) - 1) * _span(bits)
+
+
+def _span(bits: int) -> float:
+    """The part of the scale that the steps cover: with few steps less error is made where most numbers are."""
+    return FEW_STEPS if bits <= 2 else 1.0
 
 
 def _packed(fields: torch.Tensor, bits: int, skipped: int) -> torch.Tensor:

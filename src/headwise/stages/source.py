@@ -157,6 +157,16 @@ def refuse_units(settings: Settings, family: Family) -> None:
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
 
 
+def refuse_rounds(settings: Settings, shape: ModelShape) -> None:
+    """Refuse to choose bits in rounds: a model whose cache is coded is not cut again."""
+    if settings.rounds > 1 and settings.may_code and can_code(shape):
+        units = ",".join(unit for unit in settings.allow if unit != "bits") or "qk,v,mlp"
+        raise PlanError(
+            "bits of the cache are chosen at once, not in rounds; leave out --rounds, or cut in rounds without bits: "
+            f"--allow {units}."
+        )
+
+
 def pooled_heads(settings: Settings, family: Family, model: nn.Module, task: tasks.Task) -> int:
     """How many key/value heads will share a cached row (1: none); refused where the model cannot."""
     shape = family.shape_of(model.config)

@@ -30,8 +30,14 @@ def allocate(
     source = readings.source
     if lacking := unpriced(source, readings, budgets, cuts(module, allow)):
         raise PlanError(lacking)
-    plan: Plan = module.allocate(source, readings, budgets, allow, seed)
+    units = tuple(unit for unit in allow if unit != "bits" or _choose_bits(module, readings))
+    plan: Plan = module.allocate(source, readings, budgets, units, seed)
     return replace(plan, context=readings.context)
+
+
+def _choose_bits(module: ModuleType, readings: Readings) -> bool:
+    """Whether a strategy can choose the bits of cached numbers, and they were priced."""
+    return bool(cuts(module, ("bits",))) and readings.curve("damage.k_bits") is not None
 
 
 def chosen(strategy: str, allow: tuple[str, ...], portable: bool) -> ModuleType:

@@ -8,8 +8,8 @@ from itertools import product
 
 from headwise import budgets as prices
 from headwise.errors import PlanError
-from headwise.strategies._options import Choice, LayerMenu, affordable, refuse, with_choices
-from headwise.types import UNITS, Budget, LayerShape, ModelShape
+from headwise.strategies._options import PRICED, Choice, LayerMenu, affordable, refuse, with_choices
+from headwise.types import Budget, LayerShape, ModelShape
 
 
 def refuse_unequal(source: ModelShape) -> None:
@@ -45,7 +45,7 @@ def best_equal(
     budgets: tuple[Budget, ...],
     allow: tuple[str, ...],
     legal: Callable[[LayerShape], bool] = lambda layer: True,
-    possible: Sequence[str] = UNITS,
+    possible: Sequence[str] = PRICED,
 ) -> tuple[list[LayerShape], float]:
     """The affordable combination of least damage; ties go to the larger model."""
     best: tuple[float, float, list[LayerShape]] | None = None

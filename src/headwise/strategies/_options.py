@@ -23,6 +23,8 @@ from headwise.types import (
 )
 from headwise.types.unit import Order
 
+PRICED = tuple(unit for unit in UNITS if unit != "bits")  # what any probing prices
+
 
 class Choice(NamedTuple):
     """One size of one unit: the fields of LayerShape that it sets, and its damage."""
@@ -66,10 +68,11 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
     return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
 
 
-def applicable(allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
-    """The units that help under some budgets: bits where the cache is limited, and not yet where times are."""
-    useful = any(b.name == "kv" for b in budgets) and not any(b.workload for b in budgets)
-    return tuple(unit for unit in allow if unit != "bits" or useful)
+def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
+    """The units that help under some budgets: bits where a cache is limited that can be coded, and times are not."""
+    limited = any(b.name == "kv" for b in budgets) and not any(b.workload for b in budgets)
+    codable = source.cached and not any(layer.role or layer.coded for layer in source.layers)
+    return tuple(unit for unit in allow if unit != "bits" or (limited and codable))
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
@@ -250,11 +253,12 @@ def refuse(
     budgets: tuple[Budget, ...],
     smallest: Sequence[float],
     allow: Sequence[str],
-    possible: Sequence[str] = UNITS,
+    possible: Sequence[str] = PRICED,
 ) -> BudgetError:
     """The error for budgets that no plan meets: what is out of reach, how far one can go, what would help.
 
     `smallest` holds the least that each budget can come to when it is the only one; `possible` what could be allowed.
+    Bits need prices of their own, so only a check before probing proposes them.
     """
     pooled = ("heads", "kv_heads") if any(layer.pooled > 1 for layer in source.layers) else ()  # which go only together
     more = [unit for unit in possible if unit not in (*allow, *pooled)]
@@ -280,5 +284,5 @@ def nothing_portable(source: ModelShape) -> PlanError:
 
 
 def portable_limits(source: ModelShape) -> str:
-    possible = UNITS if source.grain.portable is None else source.grain.portable
+    possible = PRICED if source.grain.portable is None else source.grain.portable
     return f"Stock {source.family} code can only follow cuts of: {', '.join(possible) or 'nothing'}."

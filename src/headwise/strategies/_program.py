@@ -19,24 +19,19 @@ from itertools import product
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
-from scipy.sparse import csr_array, hstack
+from scipy.optimize import Bounds, LinearConstraint, milp
 
 from headwise import budgets as prices
 from headwise.strategies._knapsack import Knapsack
+from headwise.strategies._multipliers import Floats, Indices, Mask, free_choices, multipliers, nth, rows_of
 from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
 from headwise.types import Budget, LayerShape, ModelShape
 
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
 FRONTIER_GAP = 1e-3  # relative; finer than any drawing shows
 CORE = 4  # sizes per free choice that are tried first
-GOLDEN = (5**0.5 - 1) / 2
 NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
-Floats = NDArray[np.float64]
-Indices = NDArray[np.int64]
-Mask = NDArray[np.bool_]
 Price = Callable[[LayerShape], Sequence[float]]  # what a layer costs in every budget
 Column = tuple[Choice, ...]  # what goes together: mostly one choice
 
@@ -250,10 +245,10 @@ def select(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tu
     Starts with the few columns that the multipliers favour, and widens until what was left out cannot matter.
     """
     limits = program.reachable(limits)
-    multipliers = _multipliers(program, limits, seen)
-    bound, excess = program.cheapest(program.damage + multipliers @ program.price)
-    bound -= float(multipliers @ limits)
-    reach = _nth(excess, CORE * _free(program))
+    worth = multipliers(program, limits, seen)
+    bound, excess = program.cheapest(program.damage + worth @ program.price)
+    bound -= float(worth @ limits)
+    reach = nth(excess, CORE * free_choices(program))
     while True:
         keep = np.flatnonzero(excess <= reach)
         found = _branch_and_bound(program, keep, limits, gap / 2)
@@ -263,76 +258,13 @@ def select(program: Program, limits: Floats, seen: Mask, gap: float = 0.0) -> tu
         if whole or (found and (damage - least <= gap * damage or proven < bound + reach)):
             break
         # Rounding must not drop a column of the optimum; small steps find better plans on the way.
-        reach = min(damage - bound + 1e-9 * abs(bound), _nth(excess, 4 * len(keep)))
+        reach = min(damage - bound + 1e-9 * abs(bound), nth(excess, 4 * len(keep)))
     return (found[0], max(0.0, 1.0 - least / damage) if damage > 0 else 0.0) if found else None
-
-
-def _free(program: Program) -> int:
-    """How many choices a plan makes: head counts and MLP widths."""
-    return int((program.parent < 0).sum())
-
-
-def _nth(excess: Floats, size: int) -> float:
-    """The excess up to which about `size` columns lie; infinite where there are no more."""
-    return float(np.partition(excess, size)[size]) if size < len(excess) else float("inf")
-
-
-def _multipliers(program: Program, limits: Floats, seen: Mask) -> Floats:
-    """What a unit of every budget is worth in damage, by column generation.
-
-    The linear program over the columns met so far gives multipliers, and these show which columns it lacks. Columns are
-    shared between solves. Any result is safe: good multipliers only make the integer program smaller.
-    """
-    best, highest = np.zeros(len(limits)), -np.inf
-    if not len(limits):
-        return best
-    if len(limits) == 1:
-        return _multiplier(program, float(limits[0]))
-    unit = np.maximum(np.abs(program.price).max(axis=1), 1e-30)
-    ceiling = 100.0 * max(float(program.damage.max()), 1e-30)  # of a multiplier: what overspending costs
-    for point in np.vstack([np.zeros(len(limits)), np.diag(ceiling / unit), ceiling / unit]):  # ends of the range
-        seen |= program.cheapest(program.damage + point @ program.price)[1] <= 0
-    for _ in range(60):
-        keep = np.flatnonzero(seen)
-        matrix, sides = _rows(program, keep)
-        extra = len(limits)
-        solved = linprog(
-            np.concatenate([program.damage[keep] / ceiling, np.ones(extra)]),
-            A_ub=np.column_stack([program.price[:, keep] / unit[:, None], -np.eye(extra)]),
-            b_ub=limits / unit,
-            A_eq=hstack([matrix, csr_array((len(sides), extra))]),
-            b_eq=sides,
-            method="highs",
-        )
-        multipliers = np.maximum(-solved.ineqlin.marginals, 0.0) * ceiling / unit
-        least, excess = program.cheapest(program.damage + multipliers @ program.price)
-        bound = least - float(multipliers @ limits)
-        if bound > highest:
-            best, highest = multipliers, bound
-        if highest >= solved.fun * ceiling - 1e-9 * abs(highest):
-            break
-        seen |= excess <= _nth(excess, 2 * _free(program))
-    return best
-
-
-def _multiplier(program: Program, limit: float) -> Floats:
-    """What a unit of the only budget is worth in damage: where the bound, which is concave in it, is highest."""
-    unit = max(float(np.abs(program.price).max()), 1e-30)
-    low, high = -60.0, float(np.log(1e3 * max(float(program.damage.max()), 1e-30)))
-
-    def bound(point: float) -> float:
-        value = np.exp(point) / unit
-        return float(program.cheapest(program.damage + value * program.price[0])[0] - value * limit)
-
-    for _ in range(64):  # golden section
-        first, second = high - (high - low) * GOLDEN, low + (high - low) * GOLDEN
-        low, high = (low, second) if bound(first) > bound(second) else (first, high)
-    return np.array([np.exp((low + high) / 2) / unit])
 
 
 def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: float) -> tuple[list[int], float] | None:
     """The best selection among the columns `keep` and the least damage that any has; None where there is none."""
-    matrix, sides = _rows(program, keep)
+    matrix, sides = rows_of(program, keep)
     damage, price = program.damage[keep], program.price[:, keep]
     unit = np.abs(price).max(axis=1, initial=1e-30) / SCALE
     hair = np.where(program.step > 0, 0.0, 2e-6)  # whole steps are larger than the solver's tolerance
@@ -352,16 +284,3 @@ def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: floa
     picked = [int(i) for i in keep[result.x > 0.5]]
     total = float(program.damage[picked].sum())
     return picked, total if result.status == 0 and gap == 0 else min(total, result.mip_dual_bound / scale)
-
-
-def _rows(program: Program, keep: Indices) -> tuple[csr_array, Floats]:
-    """One row per group that is left: its columns add up to its parent column, or to one."""
-    groups = np.unique(program.group[keep])
-    place = np.full(len(program.damage), -1)
-    place[keep] = np.arange(len(keep))
-    parents = program.parent[groups]
-    below = np.flatnonzero(parents >= 0)
-    row = np.concatenate([np.searchsorted(groups, program.group[keep]), below])
-    column = np.concatenate([np.arange(len(keep)), place[parents[below]]])
-    entries = np.concatenate([np.ones(len(keep)), -np.ones(len(below))])
-    return csr_array((entries, (row, column)), shape=(len(groups), len(keep))), (parents < 0).astype(float)

@@ -15,9 +15,10 @@ import numpy as np
 from headwise import budgets as prices
 from headwise.errors import BudgetError
 from headwise.strategies._equal import refuse_unequal
-from headwise.strategies._options import applicable, menus, nothing_portable, portable_limits, refuse
-from headwise.strategies._program import Floats, Program, build
-from headwise.types import BITS, UNITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
+from headwise.strategies._multipliers import Floats
+from headwise.strategies._options import PRICED, applicable, menus, nothing_portable, portable_limits, refuse
+from headwise.strategies._program import Program, build
+from headwise.types import BITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
 from headwise.types.unit import Order
 
 WEIGHTS = 33  # of two budgets against each other that are tried
@@ -29,7 +30,7 @@ def check(
     budgets: tuple[Budget, ...],
     module: ModuleType,
     cuts: tuple[str, ...],
-    possible: Sequence[str] = UNITS,
+    possible: Sequence[str] = PRICED,
 ) -> None:
     """Refuse budgets that a strategy, which may cut `cuts`, cannot meet, whatever the probes find.
 
@@ -42,7 +43,7 @@ def check(
         cuts = tuple(unit for unit in cuts if unit in possible)
         if not cuts:
             raise nothing_portable(source)
-    refused = _refusal(source, budgets, cuts, possible)
+    refused = _refusal(source, budgets, *(applicable(source, units, budgets) for units in (cuts, possible)))
     if refused and possible is source.grain.portable:
         raise BudgetError(f"{refused} {portable_limits(source)} Leave out --portable to cut more.")
     if refused:
@@ -80,11 +81,11 @@ class _Costs:
         def price(layer: LayerShape) -> list[float]:
             return [prices.layer_price(budget, source, layer) for budget in budgets]
 
-        self.counts, units = Counter(source.layers), applicable(cuts, budgets)
+        self.counts = Counter(source.layers)
         self.programs: dict[LayerShape, Program] = {}
         for layer in self.counts:
             alone = source.with_layers((layer,))
-            self.programs[layer] = build(alone, menus(alone, _legal(alone), units, WAYS), price)
+            self.programs[layer] = build(alone, menus(alone, _legal(alone), cuts, WAYS), price)
         whole = np.array([prices.price(budget, source) for budget in budgets])
         self.fixed = whole - np.sum([np.array(price(layer)) * n for layer, n in self.counts.items()], axis=0)
         self.may_go = len(source.layers) // 2 if "depth" in cuts else 0

@@ -27,7 +27,7 @@ class Depths:
     def __init__(
         self, source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
     ) -> None:
-        allow = applicable(allow, budgets)
+        allow = applicable(source, allow, budgets)
         offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
         self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from headwise.errors import BudgetError
 from headwise.strategies._equal import best_equal
-from headwise.strategies._options import finish, menus, nothing_portable, portable_limits
-from headwise.types import UNITS, Budget, LayerShape, ModelShape, Plan, Readings
+from headwise.strategies._options import PRICED, finish, menus, nothing_portable, portable_limits
+from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "portable"
 MEANING = "one size and one set of rotary pairs for the whole model: loads in stock transformers"
@@ -16,7 +16,7 @@ def allocate(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...], seed: int
 ) -> Plan:
     """The best plan whose result is an ordinary model: one head dimension for queries, keys and values."""
-    possible = UNITS if source.grain.portable is None else source.grain.portable
+    possible = PRICED if source.grain.portable is None else source.grain.portable
     allowed = tuple(unit for unit in allow if unit in possible)
     if not allowed:
         raise nothing_portable(source)

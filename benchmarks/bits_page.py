@@ -1,0 +1,147 @@
+"""Write the tables of docs/BITS.md from the results of benchmarks/bits.py.
+
+python benchmarks/bits_page.py          # rewrite what lies between the page's marks
+python benchmarks/bits_page.py --check  # exit 1 if the page is not what the results say
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
+START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
+Row = dict[str, Any]
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """One section for every result, in the order of their file names."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
+    if not results:
+        return "No results yet: see benchmarks/bits.py."
+    return "\n".join(line for result in results for line in _section(result)).rstrip()
+
+
+def _section(result: dict[str, Any]) -> list[str]:
+    lines = [f"## {result['name']}", ""]
+    for length in sorted({row["length"] for row in result["rows"]}):
+        rows = [row for row in result["rows"] if row["length"] == length]
+        lines += [f"### {length:,} tokens", ""]
+        lines += [*_beside(rows), *_ours(rows), *_left_out(rows), *_missing(rows)]
+    return [*lines, *_about(result), ""]
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    if not rows:
+        return []
+    head = [f"| {' | '.join(titles)} |", "| --- |" + " --- |" * (len(titles) - 1)]
+    return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def _measured(row: Row | None) -> str:
+    if row is None or "why" in row:
+        return ""
+    half = (row["measured_high"] - row["measured_low"]) / 2
+    return f"{row['measured']:.4f} ± {half:.4f}"
+
+
+def _perplexity(row: Row | None) -> str:
+    return "" if row is None or "why" in row else f"{row['perplexity_change']:+.2%}"
+
+
+def _predicted(row: Row) -> str:
+    return "" if row.get("predicted") is None else f"{row['predicted']:.4f}"
+
+
+def _there(rows: Sequence[Row], *groups: str) -> list[Row]:
+    """Rows of some groups that were measured, most bytes first."""
+    found = [row for row in rows if row["group"] in groups and "why" not in row]
+    return sorted(found, key=lambda row: (-row["share"], row["method"]))
+
+
+def _match(rows: Sequence[Row], row: Row) -> Row | None:
+    return next((other for other in _there(rows, "match") if other["asked"] == row["method"]), None)
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """Every rival, and our plan in its bytes."""
+    cells = []
+    for row in _there(rows, "rivals", "library"):
+        ours = _match(rows, row)
+        cells.append(
+            (row["method"], f"{row['share']:.1%}", _measured(row), _perplexity(row), _measured(ours), _perplexity(ours))
+        )
+    titles = ("cache", "bytes", "damage", "perplexity", "ours in these bytes", "perplexity")
+    return _table(titles, cells)
+
+
+def _ours(rows: Sequence[Row]) -> list[str]:
+    """Plans for shares of the cache: ours, and rank cuts."""
+    found = sorted(_there(rows, "ours", "rank"), key=lambda row: -float(row["asked"].rstrip("%")))
+    cells = [
+        (row["asked"], row["method"], f"{row['share']:.1%}", _predicted(row), _measured(row), _perplexity(row))
+        for row in found
+    ]
+    return _table(("asked for", "plan", "bytes", "predicted damage", "damage", "perplexity"), cells)
+
+
+def _left_out(rows: Sequence[Row]) -> list[str]:
+    """What is left without the exact program: plans of as many bytes in the same basis."""
+    cells = []
+    for row in _there(rows, "ablations"):
+        ours = _match(rows, row) or _asked(rows, row)
+        best = ("", "", "") if ours is None else (f"{ours['share']:.1%}", _predicted(ours), _measured(ours))
+        cells.append((row["method"], f"{row['share']:.1%}", _predicted(row), _measured(row), *best))
+    titles = ("in our basis", "bytes", "predicted", "damage", "exact plan: bytes", "predicted", "damage")
+    return _table(titles, cells)
+
+
+def _asked(rows: Sequence[Row], row: Row) -> Row | None:
+    """Our plan for the share that an ablation was given."""
+    same = [other for other in _there(rows, "ours") if other["asked"] == row["asked"]]
+    return next((other for other in same if other["method"] == "ours, pooled"), None)
+
+
+def _missing(rows: Sequence[Row]) -> list[str]:
+    """What could not be measured, and why."""
+    found = [
+        f"- Not measured: {row['method']} {row['asked']}".rstrip() + f": {row['why']}" for row in rows if "why" in row
+    ]
+    return [*found, ""] if found else []
+
+
+def _about(result: dict[str, Any]) -> list[str]:
+    settings = result["settings"]
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
+    texts = max(row.get("texts", 0) for row in result["rows"])
+    return [
+        f"- {texts} held-out texts of each length ({result['evaluation']}), 95% intervals over texts of the difference "
+        f"to the source; calibrated on {settings['tokens']:,} tokens in rows of {settings['length']:,}, "
+        f"{settings['dtype']}; {result['hardware']}, {result['date']}, commit {commits}; {made}."
+    ]
+
+
+def filled(page: str, folder: Path = RESULTS) -> str:
+    """The page with its tables as the results say."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n\n{tables(folder)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Rewrite or check."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--check", action="store_true")
+    old = PAGE.read_text()
+    if parser.parse_args().check:
+        sys.exit(0 if filled(old) == old else "docs/BITS.md is stale; run benchmarks/bits_page.py")
+    PAGE.write_text(filled(old))
+
+
+if __name__ == "__main__":
+    main()
