@@ -11,7 +11,7 @@ from headwise import families, probes, registry
 from headwise.families._watch import watching
 from headwise.families.llama import FAMILY as llama
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
-from headwise.probes import gram, sensitivity
+from headwise.probes import fisher, gram, sensitivity
 from headwise.probes._products import Gram
 from headwise.runtime.modeling_headwise import _signed, _turned
 from headwise.tasks.causal import Causal
@@ -165,3 +165,19 @@ def test_probes_that_describe_layers_are_found_in_their_folder():
     assert kinds == [{"saturation", "lags"}, {"conditioning"}], "those that need a past apart from the others"
     for name in registry.names("headwise.probes"):
         assert registry.find("headwise.probes", name).MEANING, "every probe says what it measures"
+
+
+def test_prices_of_bits_do_not_depend_on_how_rows_are_batched(model):
+    family, tailored, ids = model
+    one, other = (fisher.collect(family, tailored, rows, 0) for rows in (ids, ids.flip(0)))
+    for first, second in zip(one, other, strict=True):
+        assert off(second["k_price"], first["k_price"]) < CLOSE and off(second["v_price"], first["v_price"]) < CLOSE
+    again = fisher.collect(family, tailored, ids, 1)
+    assert off(again[0]["v_price"], one[0]["v_price"]) > CLOSE, "labels are drawn, by the seed"
+
+
+def test_labels_are_drawn_by_their_probabilities():
+    probabilities = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3])
+    rows = probabilities.log().expand(20_000, -1)
+    found = fisher._drawn(rows, torch.Generator().manual_seed(0)).bincount(minlength=5) / 20_000
+    assert found[[0, 2]].sum() == 0 and torch.allclose(found, probabilities, atol=0.02)

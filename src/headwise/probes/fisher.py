@@ -28,6 +28,7 @@ from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
 from headwise.runtime.cache_headwise import WHOLE
 from headwise.tasks import Prepared, Task
+from headwise.tasks._task import random_for
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading, code_bytes
 
@@ -92,12 +93,13 @@ def collect(
 
     The first tokens of every row are left out: they are not coded, and unlike all others.
     """
-    blocks, drawn = family.blocks(model), torch.Generator(model.device).manual_seed(seed)
+    blocks = family.blocks(model)
     found, task = _Fisher(len(blocks)), task or Causal()
 
     def labels(outputs: torch.Tensor, batch: Prepared) -> torch.Tensor:
-        draws = torch.multinomial(outputs.detach()[:, :-1].exp().flatten(0, 1).float(), 1, generator=drawn)
-        return torch.cat((batch.labels[:, :1], draws.view(len(outputs), -1)), 1)
+        rows = zip(batch.inputs, outputs.detach()[:, :-1], strict=True)
+        draws = torch.stack([_drawn(log_probabilities, random_for(row, seed)) for row, log_probabilities in rows])
+        return torch.cat((batch.labels[:, :1], draws), 1)
 
     with watching(blocks, found.attention):
         rows = passes(
@@ -130,6 +132,13 @@ def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], see
             random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
             (middle * random / size).sum().backward()
     return _bases(found.layers[0], block.attention.attend.softcap is None)
+
+
+def _drawn(log_probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A token for every place of a row. Every row has its own numbers: batches and processes do not change them."""
+    reached = log_probabilities.double().exp().cumsum(-1)
+    wanted = torch.rand(len(reached), 1, generator=random, dtype=torch.float64).to(reached.device) * reached[:, -1:]
+    return torch.searchsorted(reached, wanted, right=True).squeeze(1)
 
 
 def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
