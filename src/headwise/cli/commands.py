@@ -35,8 +35,8 @@ app = typer.Typer(
 )
 app.add_typer(command.app, name="theory")
 DEMO: dict[str, Any] = {
-    "model": "embedded", "budgets": ("kv=50%",), "pool": "all", "heal": "blockwise", "heal_options": ("steps=48",),
-    "tokens": 12_288, "eval_tokens": 8_192, "swap_tokens": 1_024, "length": 512, "seed": 0,
+    "model": "embedded", "budgets": ("kv=25%",), "heal": "refit", "tokens": 12_288, "eval_tokens": 8_192,
+    "swap_tokens": 1_024, "length": 512, "seed": 0,
 }  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Run folder; if not given, a free one in runs/.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Halve the cache of the embedded model and heal it, on the source code of your own standard library."""
+    """Quarter the cache of the embedded model and heal it, on the source code of your own standard library."""
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())

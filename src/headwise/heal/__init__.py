@@ -31,6 +31,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
 __all__ = ["check", "healed", "stages"]
 log = logging.getLogger("headwise")
+SMALL = 1e-4  # nats per token: too little damage for a warning
 
 
 def check(method: str, texts: Sequence[str]) -> None:
@@ -79,7 +80,7 @@ def healed(method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None
             damages = f"from {before.expected_damage():.3g} to {after.expected_damage():.3g}"
             reason = f"healing by {module.NAME} raised the damage on held-out text {damages} and was not kept."
             record = replace(record, reason=reason)
-            log.warning("%s", reason)
+            log.log(logging.WARNING if after.expected_damage() > SMALL else logging.INFO, "%s", reason)
         records.append(record)
     found = _joined(records)
     if first and before:
