@@ -119,7 +119,11 @@ class Prices:
         def bits(prices: fisher.Floats) -> Any:
             return np.clip(np.round(0.5 * (np.log2(prices) - level)), 0, BITS[0]).astype(np.int64)
 
-        return {name: [fisher._rounded(bits(prices)) for prices in rows] for name, rows in self.lists.items()}
+        def code(prices: fisher.Floats) -> Code:
+            found = bits(prices)
+            return fisher._code([int((found >= width).sum()) for width in BITS], len(prices))
+
+        return {name: [code(prices) for prices in rows] for name, rows in self.lists.items()}
 
     def equal_ranks(self, limit: float) -> tuple[Plan, float]:
         """As many directions in every layer as 16-bit numbers leave room for, and their predicted damage.

@@ -36,7 +36,7 @@ LLAMA_7B = dict(
 FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whole model
 BATCH = dict(tokens=4_608, eval_tokens=512, swap_tokens=512, length=512)  # a full batch to calibrate on
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
-ALLOW = ("qk", "v", "mlp")  # a streamed model is not coded in bits
+ALLOW = ("qk", "v", "mlp")  # figures are about dimensions
 EMBEDDED = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 

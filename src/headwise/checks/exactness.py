@@ -69,14 +69,14 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
     """
     family = families.family_of(model.config)
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
-    with _uncoded(model):
+    with uncoded(model):
         found = family.call(model, ids.to(model.device))
     logits = found["logits"] if "logits" in found else found[0]
     save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
 
 
 @contextmanager
-def _uncoded(model: nn.Module) -> Iterator[None]:
+def uncoded(model: nn.Module) -> Iterator[None]:
     """Keys and values as they are, within a block."""
     coders = {part: part.coders for part in model.modules() if isinstance(part, TailoredAttention)}
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +53,11 @@ class SideBySide:
         contexts = {side: model.contexts(list(self.parts.values())) for side, model in self.models.items()}
         for index in self.store.walk(self.count, self._begin, track, "quality"):
             for side, model in self.models.items():
-                with model.layer(index):
+                with model.layer(index) as layer:
                     for name, context in zip(self.parts, contexts[side], strict=True):
                         stream = self.store.get(index, f"{side}.{name}")
-                        self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+                        with exactness.uncoded(layer) if name.startswith("proof.") else nullcontext():
+                            self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
 
     def _begin(self) -> None:
         for name, part in self.parts.items():
