@@ -24,9 +24,6 @@ from headwise.types import LayerShape, Reading
 
 NAME = "swap"
 MEANING = "measured damage of some sizes, one layer replaced at a time"
-STEADY = ("damage.k_bits", "damage.v_bits")  # curves whose predicted prices are good to a common factor
-SPREAD = 0.2  # of the logarithm of measured over predicted damage between layers, about
-TINY = 1e-9
 Cut = Callable[[int, LayerShape], nn.Module]  # a layer, cut
 
 
@@ -88,7 +85,6 @@ def measure(
     for (curve, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
         found.setdefault((curve.kind, layer), {})[size] = (damage, error)
     read = places(tokens, swapper.task.row_tokens)
-    _steady(found, [curve for curve in predicted if curve.kind in STEADY])
     return [_corrected(curve, found, read, seed, how) for curve in predicted if curve.kind in options]
 
 
@@ -102,30 +98,6 @@ def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
     if len(cuts) <= count:
         return cuts
     return tuple(cuts[round(i * (len(cuts) - 1) / (count - 1))] for i in range(count))
-
-
-def _steady(found: dict[tuple[str, int], dict[int, tuple[float, float]]], predicted: Sequence[Reading]) -> None:
-    """Draw the ratios of measured to predicted damage to their mean over all layers, the more the less sure they are.
-
-    Few tokens carry most of the damage of codes, so that a layer's ratio is noisy where few tokens were measured, while
-    its predicted price is good. The first, second and last code of a layer that were measured have means of their own.
-    """
-    ratios: list[dict[tuple[str, int, int], tuple[float, float]]] = []
-    for curve in predicted:
-        for layer in range(len(curve.ticks)):
-            for place, size in enumerate(sorted(found.get((curve.kind, layer), ()), reverse=True)):
-                (damage, error), price = found[curve.kind, layer][size], curve.at(layer, size)
-                if damage > TINY and price > TINY:
-                    ratios += [{} for _ in range(place + 1 - len(ratios))]
-                    relative = error / damage if error > 0 else 1.0
-                    ratios[place][curve.kind, layer, size] = math.log(damage / price), relative
-    prices = {curve.kind: curve for curve in predicted}
-    for same in ratios:
-        mean = sum(ratio for ratio, _ in same.values()) / max(1, len(same))
-        for (kind, layer, size), (ratio, relative) in same.items():
-            own = SPREAD**2 / (SPREAD**2 + relative**2)
-            damage = prices[kind].at(layer, size) * math.exp(mean + own * (ratio - mean))
-            found[kind, layer][size] = damage, found[kind, layer][size][1]
 
 
 def _corrected(
@@ -143,7 +115,7 @@ def correct_curve(
     ticks: tuple[int, ...], predicted: tuple[float, ...], measured: dict[int, tuple[float, float]]
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """The predicted curve times measured/predicted, interpolated between measured sizes in the logarithm; monotone."""
-    tiny = TINY
+    tiny = 1e-9
     knots = []
     for tick, value in zip(ticks, predicted, strict=True):
         if tick in measured:
