@@ -159,7 +159,7 @@ def refuse_units(settings: Settings, family: Family) -> None:
 
 def refuse_rounds(settings: Settings, shape: ModelShape) -> None:
     """Refuse to choose bits in rounds: a model whose cache is coded is not cut again."""
-    if settings.rounds > 1 and settings.may_code and can_code(shape):
+    if settings.rounds > 1 and settings.may_code and shape.codable:
         units = ",".join(unit for unit in settings.allow if unit != "bits") or "qk,v,mlp"
         raise PlanError(
             "bits of the cache are chosen at once, not in rounds; leave out --rounds, or cut in rounds without bits: "
@@ -183,7 +183,7 @@ def pooled_heads(settings: Settings, family: Family, model: nn.Module, task: tas
 def _all_that_fit(settings: Settings, shape: ModelShape) -> int:
     """As many heads as make rows of a reasonable width, where rows are coded; 1 where heads cannot be pooled."""
     one_by_one = {"heads", "kv_heads"} & set(settings.allow) or any(layer.projected for layer in shape.layers)
-    if not (settings.may_code and can_code(shape)) or one_by_one:
+    if not (settings.may_code and shape.codable) or one_by_one:
         return 1
     common = math.gcd(*(layer.kv_heads for layer in shape.layers))
     widest = max(max(layer.qk_width, layer.v_dim) for layer in shape.layers)
@@ -192,12 +192,7 @@ def _all_that_fit(settings: Settings, shape: ModelShape) -> int:
 
 def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
     """Whether a run chooses the bits of cached keys and values."""
-    return settings.may_code and can_code(shape) and task.has_past
-
-
-def can_code(shape: ModelShape) -> bool:
-    """Whether keys and values of a model can be cached in few bits: a decoder's, unless they are already."""
-    return shape.cached and not any(layer.role or layer.coded for layer in shape.layers)
+    return settings.may_code and shape.codable and task.has_past
 
 
 def heads_to_pool(settings: Settings, shape: ModelShape) -> int:

@@ -71,8 +71,7 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
 def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
     """The units that help under some budgets: bits where a cache is limited that can be coded, and times are not."""
     limited = any(b.name == "kv" for b in budgets) and not any(b.workload for b in budgets)
-    codable = source.cached and not any(layer.role or layer.coded for layer in source.layers)
-    return tuple(unit for unit in allow if unit != "bits" or (limited and codable))
+    return tuple(unit for unit in allow if unit != "bits" or (limited and source.codable))
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:

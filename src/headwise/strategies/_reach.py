@@ -112,9 +112,8 @@ def _legal(source: ModelShape) -> Readings:
     }
     if grain.rotary and not any(layer.projected for layer in source.layers):
         kinds["qk_pairs"] = [grain.qk_sizes(layer.qk_width) for layer in source.layers]
-    coded = source.cached and not any(layer.role or layer.coded for layer in source.layers)
     order: Order = {}
-    if coded:  # rows of one number in one bit, at least
+    if source.codable:  # rows of one number in one bit, at least
         least = (*(0 for _ in BITS[1:]), 1)
         order = {"k_bits": (least,), "v_bits": (least,)}
         kinds["k_bits"] = [(layer.k_bytes, code_bytes(least)) for layer in source.layers]

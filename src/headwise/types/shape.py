@@ -275,6 +275,11 @@ class ModelShape(Record):
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
 
     @property
+    def codable(self) -> bool:
+        """Whether keys and values can be cached in few bits: a decoder's, unless they are already."""
+        return self.cached and not any(layer.role or layer.coded for layer in self.layers)
+
+    @property
     def cache_bytes(self) -> int:
         """Bytes of one cached number that is not coded."""
         return min(self.element_bytes, CACHE_BYTES)
