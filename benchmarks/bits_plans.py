@@ -21,6 +21,7 @@ from headwise.cuts import reshape
 from headwise.errors import BudgetError
 from headwise.probes import fisher
 from headwise.runs.settings import Settings
+from headwise.runtime import cache_headwise
 from headwise.runtime.cache_headwise import RowCoder
 from headwise.stages.source import Probed
 from headwise.strategies import exact
@@ -31,7 +32,7 @@ Code = tuple[int, ...]
 
 
 def stored_bytes(layers: Sequence[LayerShape], length: int) -> int:
-    """Bytes of a text of so many tokens as our caches hold it: codes, scales, and the first tokens whole."""
+    """Bytes of a text of so many tokens as our caches hold it: codes, scales, and the first and newest tokens."""
     return sum(layer.kv_heads * _row_bytes(layer, length) for layer in layers)
 
 
@@ -39,8 +40,10 @@ def _row_bytes(layer: LayerShape, length: int) -> int:
     if not layer.coded:
         return length * layer.row_bytes(NUMBER)
     told = layer.to_json()
+    coders = [RowCoder(told[name]) for name in ("k_code", "v_code")]
     first = min(FIRST, length) * NUMBER * (layer.qk_dim + layer.v_dim)
-    return length * sum(RowCoder(told[name]).bytes for name in ("k_code", "v_code")) + first
+    newest = min(cache_headwise.NEAR, length) * sum(coder.fine.bytes for coder in coders)
+    return length * sum(coder.bytes for coder in coders) + first + newest
 
 
 class Solver:
@@ -68,19 +71,16 @@ class Prices:
     """What errors cost: prices of all coefficients by layer, for keys and for values, and the probing they are from."""
 
     probed: Probed
-    lists: dict[str, list[fisher.Floats]]
+    lists: dict[str, list[fisher.Costs]]
 
     @classmethod
     def of(cls, probed: Probed) -> Prices:
         """Those of a probing."""
-        return cls(probed, {n: [fisher._prices(m[f"{n}_price"]) for m in probed.moments] for n in "kv"})
+        return cls(probed, {n: [fisher.Costs.of(m, n) for m in probed.moments] for n in "kv"})
 
     def damage(self, name: str, layer: int, code: Code, errors: Sequence[float] = fisher.ERRORS) -> float:
         """Predicted damage of a code of one layer, corrected as far as the probing measured such codes."""
-        prices = self.lists[name][layer]
-        left = len(prices) - sum(code)
-        found = 0.5 * float(prices @ np.repeat((*errors, fisher.DROPPED[name]), (*code, left)))
-        return found * self._correction(name, layer, code_bytes(code))
+        return self.lists[name][layer].damage(code, errors) * self._correction(name, layer, code_bytes(code))
 
     def _correction(self, name: str, layer: int, size: int) -> float:
         """Measured by predicted damage of the code offered whose bytes are nearest."""
@@ -103,7 +103,10 @@ class Prices:
 
     def equal_bits(self, bits: int) -> Plan:
         """Every coefficient of every layer in so many bits."""
-        codes = {n: [tuple(len(p) * (width == bits) for width in BITS) for p in rows] for n, rows in self.lists.items()}
+        codes = {
+            n: [tuple(len(c.prices) * (width == bits) for width in BITS) for c in rows]
+            for n, rows in self.lists.items()
+        }
         return self.plan(codes, ())
 
     def water_filling(self, limits: tuple[Budget, ...]) -> Plan:
@@ -123,7 +126,7 @@ class Prices:
             found = bits(prices)
             return fisher._code([int((found >= width).sum()) for width in BITS], len(prices))
 
-        return {name: [code(prices) for prices in rows] for name, rows in self.lists.items()}
+        return {name: [code(costs.prices) for costs in rows] for name, rows in self.lists.items()}
 
     def equal_ranks(self, limit: float) -> tuple[Plan, float]:
         """As many directions in every layer as 16-bit numbers leave room for, and their predicted damage.
@@ -135,7 +138,7 @@ class Prices:
         if rank < 1:
             raise BudgetError(f"{limit:,.0f} bytes leave no room for one direction of every layer.")
         codes = {
-            name: [(min(rank, len(prices)), *(0,) * (len(BITS) - 1)) for prices in rows]
+            name: [(min(rank, len(costs.prices)), *(0,) * (len(BITS) - 1)) for costs in rows]
             for name, rows in self.lists.items()
         }
         lossless = (0.0,) * len(BITS)

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from headwise.runtime.cache_headwise import Rows
 from headwise.types import LayerShape
 
 NUMBER = 2  # bytes of a scale, of a zero point and of a number that is kept whole
@@ -170,7 +171,7 @@ class Rival:
                     block.attention.__dict__.pop(name, None)
 
     def _act(self, attention: Any) -> None:
-        attention.remembered = self.remembered
+        attention.remembered = lambda *given: Rows(*self.remembered(*given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,10 +203,9 @@ class Kivi(Rival):
             raise ValueError("KIVI needs the keys of every head by themselves.")
         attention.attended = functools.partial(self.attended, attention.attend)
 
-    def attended(
-        self, attend: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **_: Any
-    ) -> tuple[torch.Tensor, None]:
+    def attended(self, attend: Any, q: torch.Tensor, rows: Rows, mask: Any, **_: Any) -> tuple[torch.Tensor, None]:
         """What the heads give the output projection; queries that see the same keys whole go together."""
+        k, v = rows.k, rows.v
         stored_k, tokens = self.keys(k), q.shape[2]
         stored_v = torch.cat((v[:, :, : self.whole], self.coder.rounded(v[:, :, self.whole :])), 2)
         out, start = [], 0

@@ -58,7 +58,7 @@ def uncoded(family: Any, model: Any) -> Any:
     other = copy.deepcopy(model)
     for block in family.blocks(other):
         for coder in block.attention.coders:
-            coder.rounded = lambda x: x
+            coder.rounded = coder.fine.rounded = lambda x: x
     return other
 
 

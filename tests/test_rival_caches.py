@@ -14,6 +14,8 @@ from transformers import DynamicCache
 
 from headwise.checks._lengths import last_stream
 from headwise.families import family_of_type
+from headwise.runtime import cache_headwise
+from headwise.runtime.cache_headwise import Rows
 from headwise.strategies import exact
 from headwise.types import LayerShape
 
@@ -143,7 +145,7 @@ def test_kivi_attends_as_token_by_token(tiny, first):
     q = torch.randn(1, groups * attend.num_key_value_groups, 30, size)
     k, v = torch.randn(2, 1, groups, 30, size).unbind()
     rival = caches.Kivi("", caches.Integers(2, 4), whole=first, newest=8)
-    found, _ = rival.attended(attend, q, k, v, None)
+    found, _ = rival.attended(attend, q, Rows(k, v), None)
     for at in range(30):
         coded = max(0, at - first) // 8 * 8  # keys
         keys = [k[:, :, :first]]
@@ -163,6 +165,7 @@ ASKED += ["--length", "32", "--rows", "4", "--share", "50%", "--rival", "int4 by
 
 def test_the_benchmark_measures_every_group_once(folder, tmp_path, monkeypatch, capsys):  # noqa: F811
     bits, out = module("bits"), tmp_path / "bits-tiny.json"
+    monkeypatch.setattr(cache_headwise, "NEAR", 2)  # of few tokens
     monkeypatch.setattr(exact, "FRONTIER_POINTS", 2)
     monkeypatch.setattr(sys, "argv", ["bits.py", "--model", str(folder), *ASKED, "--out", str(out)])
     bits.main()
@@ -189,6 +192,7 @@ def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  
     model(input_ids=ids, past_key_values=cache, use_cache=True)
     held = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     held += sum(2 * start.numel() for layer in cache.layers for start in layer.starts)
+    held += sum(newest.nbytes for layer in cache.layers for newest in layer.newest)
     assert held == plans.stored_bytes(bench.family.shape_of(model.config).layers, 20)
 
 

@@ -14,6 +14,7 @@ from headwise.types import BITS, code_bytes, shape
 
 def test_constants_are_those_that_costs_are_counted_with() -> None:
     assert cache_headwise.WHOLE == shape.WHOLE_TOKENS
+    assert cache_headwise.NEAR == shape.NEAR_TOKENS
     assert cache_headwise.GROUP == shape.CODE_GROUP
 
 
@@ -32,8 +33,7 @@ def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: d
     x[0, 0, 0] = 0.0
     rows = coder.encode(x)
     assert rows.dtype == torch.uint8 and rows.shape == (2, 3, 11, coder.bytes)
-    share = -(-shape.WHOLE_TOKENS * sum(code) * shape.CACHE_BYTES // shape.COUNTED_TOKENS)
-    assert coder.bytes == code_bytes(code) - share
+    assert coder.bytes == code_bytes(code) - shape.beside_bytes(sum(code))
     found = coder.decode(rows, x.dtype)
     bits = torch.tensor([b for b, count in zip(BITS, code, strict=True) for _ in range(count)])
     half = 1 - torch.where(bits <= 2, FEW_STEPS, 1.0) * (1 - 0.5**bits)  # few steps do not reach the largest numbers

@@ -24,10 +24,9 @@ from headwise.errors import OutputError, PlanError
 from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
-from headwise.runtime.cache_headwise import WHOLE
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
-from headwise.types.shape import COUNTED_TOKENS
+from headwise.types.shape import beside_bytes
 
 PROOF_TOKENS = 64
 RELOADS = "reloads in a fresh process without headwise"
@@ -146,8 +145,9 @@ def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
-    First tokens that are also kept whole are spread over a text of `COUNTED_TOKENS`; they are counted in layers with
-    a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of the output.
+    First and newest tokens that are kept beside codes are spread over a text of `COUNTED_TOKENS`; they are counted in
+    layers with a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of
+    the output.
     """
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
@@ -160,7 +160,7 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
     coded = [block.attention for block in family.blocks(model) if block.attention.coders is not None]
     rows = [(attention.kv_heads, coder.size) for attention in coded for coder in attention.coders]
-    return found + sum(count * -(-WHOLE * size * element_bytes // COUNTED_TOKENS) for count, size in rows)
+    return found + sum(count * beside_bytes(size, element_bytes) for count, size in rows)
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:

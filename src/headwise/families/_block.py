@@ -76,9 +76,9 @@ class Block:
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """What the heads put out (B, T, H O), for queries and keys before projection."""
         q, k = self.attention.looked_up(q, k)
-        k, v = self.attention.remembered(k, v, context.get("attention_mask"))
-        mask = self.attention.added(q, k, context.get("attention_mask"), context.get("position_bias"))
-        found: torch.Tensor = self.attention.attended(q, k, v, mask)[0]
+        rows = self.attention.remembered(k, v, context.get("attention_mask"))
+        mask = self.attention.added(q, rows.k, context.get("attention_mask"), context.get("position_bias"))
+        found: torch.Tensor = self.attention.attended(q, rows, mask)[0]
         return found
 
     def read_out(self) -> torch.Tensor:

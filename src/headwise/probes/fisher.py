@@ -5,12 +5,15 @@ and of the values of every row. With it and the covariance of the rows there is 
 uncorrelated, have a spread of one, and an error `e` costs `1/2 sum(price * e**2)`: one price list for keys and values
 of all layers. A coefficient with b bits costs `price * D(b) / 2`. Codes are made for a list of common price levels:
 the codes of all layers at one level are together the best for the bits that they take.
+Near tokens are read in 8 bits, but without the directions that get no bits. So gradients of near and of far reading are
+summed apart: near reading adds little to the price of a bit, and its full price to that of a direction without any.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +24,6 @@ from torch import nn
 
 from headwise import processes
 from headwise.families import Block, Family
-from headwise.families._watch import watching
 from headwise.linalg import priced_basis
 from headwise.probes._backward import passes
 from headwise.probes._layers import Row, reading
@@ -39,6 +41,7 @@ ERRORS = (4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47)  # of a coef
 # Squared errors of a direction that gets no bits. One of the keys does more than noise of its size, as all keys lose
 # what they have in common. The factor was chosen in trials on two small models; it is not measured for each model.
 DROPPED = {"k": 3.0, "v": 1.0}
+NEARLY = 0.1  # of the price of near reading counts when bits are given: a direction without any is read by nobody
 MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
 STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
@@ -56,28 +59,39 @@ class _RowSums:
             self.sums[name] = self.sums[name] + part if name in self.sums else part
 
 
-class _Fisher:
-    """Sums of squares of rows and of their gradients, while the model runs forward and backward."""
+class _Watcher:
+    """In place of a coder: rows stay as they are, and squares of them and of their gradients are summed."""
 
-    def __init__(self, layers: int) -> None:
-        self.layers = [_RowSums() for _ in range(layers)]
+    def __init__(self, sums: _RowSums, name: str, near: bool = False) -> None:
+        self.sums, self.name, self.near = sums, name, near
+        self.fine = self if near else _Watcher(sums, name, True)
 
-    def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        if not k.requires_grad:  # will be computed again
-            return
-        for name, rows in (("k", k), ("v", v)):
-            self._see(layer, name, rows)
-
-    def _see(self, layer: int, name: str, rows: torch.Tensor) -> None:
-        seen, own = self.layers[layer], rows.detach()  # a hook that held the rows themselves would keep their graph
+    def rounded(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.requires_grad:  # will be computed again
+            return x
+        own, rows = x.detach(), x.clone()  # a hook that held the rows themselves would keep their graph
 
         def hook(grad: torch.Tensor) -> None:
             x, g = (t[:, :, WHOLE:].transpose(0, 1).flatten(1, 2).float() for t in (own, grad))
-            parts = {"square": x.mT @ x, "fisher": g.mT @ g, "sum": x.sum(1)}
-            seen.add(**{f"{name}_{what}": part.double().cpu() for what, part in parts.items()})
-            seen.tokens += x.shape[1] if name == "k" else 0
+            parts = {"near": g.mT @ g} if self.near else {"far": g.mT @ g, "square": x.mT @ x, "sum": x.sum(1)}
+            self.sums.add(**{f"{self.name}_{what}": part.double().cpu() for what, part in parts.items()})
+            self.sums.tokens += x.shape[1] if self.name == "k" and not self.near else 0
 
         rows.register_hook(hook)
+        return rows
+
+
+@contextmanager
+def _watching(attentions: Sequence[Any]) -> Iterator[list[_RowSums]]:
+    """Sum over the rows of these layers until the end."""
+    found = [_RowSums() for _ in attentions]
+    try:
+        for sums, attention in zip(found, attentions, strict=True):
+            attention.coders = (_Watcher(sums, "k"), _Watcher(sums, "v"))
+        yield found
+    finally:
+        for attention in attentions:
+            attention.coders = None
 
 
 def collect(
@@ -95,22 +109,20 @@ def collect(
     The first tokens of every row are left out: they are not coded, and unlike all others.
     """
     blocks = family.blocks(model)
-    found, task = _Fisher(len(blocks)), task or Causal()
+    task = task or Causal()
 
     def labels(outputs: torch.Tensor, batch: Prepared) -> torch.Tensor:
         rows = zip(batch.inputs, outputs.detach()[:, :-1], strict=True)
         draws = torch.stack([_drawn(log_probabilities, random_for(row, seed)) for row, log_probabilities in rows])
         return torch.cat((batch.labels[:, :1], draws), 1)
 
-    with watching(blocks, found.attention):
+    with _watching([block.attention for block in blocks]) as found:
         rows = passes(
             family, model, task, tokens, seed, track, "prices of bits", recompute, spread, None if spread else labels
         )
         for _, run in rows:
             run()
-    return [
-        _bases(sums, block.attention.attend.softcap is None) for sums, block in zip(found.layers, blocks, strict=True)
-    ]
+    return [_bases(sums, block.attention.attend.softcap is None) for sums, block in zip(found, blocks, strict=True)]
 
 
 def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
@@ -119,20 +131,15 @@ def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], see
     In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half
     a squared error is half of that.
     """
-    found = _Fisher(1)
-    for number, (stream, context) in enumerate(rows):
-        q, k, v = block.heads(stream, context)
-        q, k = block.attention.project(q, k)
-        k, v = (x.detach().requires_grad_() for x in (k, v))
-        with torch.enable_grad():
-            found.attention(0, q, k, v, q)
-            z, _ = block.attention.attend(q.detach(), k, v, context.get("attention_mask"))
-            middle = block.middle(stream, block.attention.own_values(z))
+    with _watching([block.attention]) as found, torch.enable_grad():
+        for number, (stream, context) in enumerate(rows):
+            q, k, v = (x.detach() for x in block.heads(stream, context))
+            middle = block.middle(stream, block.attended(q, k.requires_grad_(), v.requires_grad_(), context))
             size = middle.detach().square().sum(-1, keepdim=True).clamp_min(1e-30).sqrt()
             drawn = torch.Generator(stream.device).manual_seed(seed + number)
             random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
             (middle * random / size).sum().backward()
-    return _bases(found.layers[0], block.attention.attend.softcap is None)
+    return _bases(found[0], block.attention.attend.softcap is None)
 
 
 def _drawn(log_probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
@@ -150,37 +157,54 @@ def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
     for name in "kv":
         mean = sums[f"{name}_sum"] * (centred or name == "v")
         covariance = sums[f"{name}_square"] - mean.unsqueeze(2) * mean.unsqueeze(1)
-        basis, prices, _ = priced_basis(covariance, sums[f"{name}_fisher"])
+        far = sums[f"{name}_far"]
+        near = sums.get(f"{name}_near", torch.zeros_like(far))  # layers with a window read all alike
+        basis, prices, _ = priced_basis(covariance, far + NEARLY * near)
         out |= {f"{name}_basis": basis, f"{name}_mean": mean, f"{name}_price": prices}
+        out[f"{name}_near"] = (basis * (near @ basis)).sum(1)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What errors in the coefficients of a row's keys or values cost."""
+
+    prices: Floats  # by which bits are given, highest first
+    near: Floats  # of reading by near tokens, of which a small part is among these
+    dropped: float  # the squared error of a coefficient that gets no bits
+
+    @classmethod
+    def of(cls, moments: dict[str, torch.Tensor], name: str) -> Costs:
+        """From what `collect` found of a layer's keys (k) or values (v); all rows of a token share a code."""
+        prices, near = (moments[f"{name}_{what}"].double().sum(0).cpu().numpy() for what in ("price", "near"))
+        least = max(float(prices.max()), 1e-30) * 1e-9
+        return cls(np.maximum(prices, least), np.minimum(near, prices / NEARLY), DROPPED[name])
+
+    def damage(self, code: tuple[int, ...], errors: Sequence[float] = ERRORS) -> float:
+        """Of a code that gives so many coefficients 8, 7, ... 1 bits, whose squared errors are these."""
+        kept, far = sum(code), self.prices - NEARLY * self.near
+        read = far[:kept] @ np.repeat(errors, code) + errors[0] * self.near[:kept].sum()
+        return 0.5 * float(read + self.dropped * (far + self.near)[kept:].sum())
 
 
 def measure(
     shapes: Sequence[LayerShape], moments: Sequence[dict[str, torch.Tensor]], tokens: int, seed: int
 ) -> tuple[list[Reading], list[dict[str, tuple[tuple[int, ...], ...]]]]:
     """Damage of every code of keys and of values, by its bytes, and the codes themselves, by layer."""
-    lists = {name: [_prices(moment[f"{name}_price"]) for moment in moments] for name in "kv"}
-    levels = _levels([prices for rows in lists.values() for prices in rows])
+    lists = {name: [Costs.of(moment, name) for moment in moments] for name in "kv"}
+    levels = _levels([costs.prices for rows in lists.values() for costs in rows])
     curves, codes = [], [{} for _ in shapes]  # type: ignore[var-annotated]
     for name, rows in lists.items():
         table: list[Row] = []
-        for layer, prices in enumerate(rows):
-            offered = _offered(prices, levels, DROPPED[name])
-            table.append(
-                ((CACHE_BYTES * len(prices), *offered), (0.0, *(damage for _, damage in offered.values())), None)
-            )
+        for layer, costs in enumerate(rows):
+            offered, whole = _offered(costs, levels), CACHE_BYTES * len(costs.prices)
+            table.append(((whole, *offered), (0.0, *(damage for _, damage in offered.values())), None))
             codes[layer][f"{name}_bits"] = tuple(code for code, _ in offered.values())
         what = "keys" if name == "k" else "values"
         meaning = f"Predicted loss increase with {what} cached in fewer bits, by the bytes of a row."
         axis, unit = f"bytes of a row's {what}", Causal.unit
         curves.append(reading(NAME, f"damage.{name}_bits", axis, table, unit, meaning, tokens, seed))
     return curves, codes
-
-
-def _prices(price: torch.Tensor) -> Floats:
-    """Of the coefficients of all rows of a token, which share a code."""
-    found: Floats = price.double().sum(0).cpu().numpy()
-    return np.maximum(found, max(float(found.max()), 1e-30) * 1e-9)
 
 
 @functools.cache
@@ -219,12 +243,12 @@ def _levels(lists: list[Floats]) -> list[float]:
     return found
 
 
-def _offered(prices: Floats, levels: list[float], dropped: float) -> dict[int, tuple[tuple[int, ...], float]]:
+def _offered(costs: Costs, levels: list[float]) -> dict[int, tuple[tuple[int, ...], float]]:
     """Codes of a row and their damage, by the bytes that they take, most bytes first; the last is the smallest."""
     found: dict[int, tuple[tuple[int, ...], float]] = {}
     for level in (*levels, np.inf):
-        code = _code(_reach(prices, level, dropped), len(prices))
-        found.setdefault(code_bytes(code), (code, _damage(prices, code, dropped)))
+        code = _code(_reach(costs.prices, level, costs.dropped), len(costs.prices))
+        found.setdefault(code_bytes(code), (code, costs.damage(code)))
     return dict(sorted(found.items(), reverse=True))
 
 
@@ -233,8 +257,3 @@ def _code(reach: list[int], size: int) -> tuple[int, ...]:
     step = STEP if size >= 8 * STEP else 1
     kept = min(size, max(step, -(-reach[-1] // step) * step))  # something is kept
     return tuple(b - a for a, b in zip([0, *reach[:-1]], [*reach[:-1], kept], strict=True))
-
-
-def _damage(prices: Floats, code: tuple[int, ...], dropped: float) -> float:
-    errors = np.repeat((*ERRORS, dropped), (*code, len(prices) - sum(code)))
-    return 0.5 * float(prices @ errors)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headwise.cost import kv_bytes_per_token
 from headwise.report._text import human
 from headwise.types import LayerShape, Plan, Sweep
-from headwise.types.shape import BITS, CACHE_BYTES, CODE_GROUP, COUNTED_TOKENS, WHOLE_TOKENS
+from headwise.types.shape import BITS, CACHE_BYTES, CODE_GROUP, COUNTED_TOKENS, NEAR_TOKENS, WHOLE_TOKENS
 
 WHOLE = 8 * CACHE_BYTES  # bits of a cached number that is not coded
 PARTS = ("keys", "values")
@@ -16,8 +16,9 @@ HOW = (
     f"{BITS[0]} to 0 bits: the more, the more an error in it would cost. What gets no bits is not computed."
 )
 COUNTED = (
-    f"Everything that is stored counts: codes, scales (a byte for {CODE_GROUP} numbers), and the first {WHOLE_TOKENS} "
-    f"tokens of a text, which are also kept whole (their bytes are spread over {COUNTED_TOKENS:,} tokens)."
+    f"Everything that is stored counts: codes, scales (a byte for {CODE_GROUP} numbers), the first {WHOLE_TOKENS} "
+    f"tokens of a text, which are also kept whole, and the newest {NEAR_TOKENS}, which are also kept in 8 bits a "
+    f"number (the bytes of both are spread over {COUNTED_TOKENS:,} tokens)."
 )
 GENERATE = "model.generate(...) uses the coded cache by itself: the DynamicCache of transformers then holds bytes."
 LIMITS = (

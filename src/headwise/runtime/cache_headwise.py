@@ -5,7 +5,8 @@ first. The first of them get up to 8 bits each, the next fewer; those that get n
 one byte belongs to every token and about 64 neighbouring coefficients. It is as large as the largest of them, so that
 no outlier is cut off. Codes and scales of a token lie together in one row of bytes, which the cache of transformers
 stores in place of numbers: it appends, crops, reorders and copies such rows as all others. The first tokens of a text
-are also kept whole: all later tokens look at them, and their rows are unlike all others.
+are also kept whole: all later tokens look at them, and their rows are unlike all others. Every token reads itself and
+its nearest predecessors in 8 bits a number: attention looks at them most, and there are few of them.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
 """
 
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,6 +24,9 @@ from transformers.cache_utils import DynamicLayer
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
+NEAR = 32  # tokens, the reading one among them, that are read in 8 bits a number
+BACK = 32  # tokens that can be taken back, at most, with as many still read so
+BLOCK = 256  # queries that read together
 GROUP = 64  # neighbouring coefficients that share a scale, about
 PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes
 OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
@@ -66,6 +71,7 @@ def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
 class CodedLayer(DynamicLayer):
     """A layer of a cache whose rows are bytes, with the first tokens of every text as they are."""
 
+    newest: tuple[torch.Tensor, ...] = ()  # keys and values of the newest tokens in 8 bits a number (B, G, T, N)
     starts: tuple[torch.Tensor, ...] = ()  # keys and values of the first tokens (B, G, WHOLE, K), once there are any
     padding: torch.Tensor | None = None  # tokens before the first of every text (B)
     begun = 0  # tokens after which every text has more than its first ones
@@ -84,6 +90,15 @@ class CodedLayer(DynamicLayer):
         taken = (_at(x.detach(), slot.clamp(0, new - 1)) for x in (k, v))
         self.starts = tuple(torch.where(given, new, old) for new, old in zip(taken, self.starts, strict=True))
 
+    def nearest(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Rows in 8 bits of the new tokens (B, G, T, N), after those that are near the first of them."""
+        new: tuple[torch.Tensor, ...] = (k, v)
+        tokens = k.shape[2]
+        if self.newest:
+            new = tuple(torch.cat(both, 2) for both in zip(self.newest, new, strict=True))
+        self.newest = tuple(x[:, :, -(NEAR - 1 + min(tokens, BACK)) :].clone() for x in new)
+        return tuple(x[:, :, -(NEAR - 1 + tokens) :] for x in new)
+
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
         padding, tokens = self.padding.unsqueeze(1), found.shape[2]
@@ -92,14 +107,30 @@ class CodedLayer(DynamicLayer):
         place = (slot + padding).clamp_max(tokens - 1)[:, None, :, None]
         return found.scatter_(2, place.expand(-1, found.shape[1], -1, found.shape[3]), _at(start, slot))
 
+    def restore_near(self, near: torch.Tensor, start: torch.Tensor, before: int) -> torch.Tensor:
+        """The same for the rows of the newest tokens, with so many tokens before them."""
+        if before >= self.begun:
+            return near
+        slot = torch.arange(near.shape[2], device=near.device) + before - self.padding.unsqueeze(1)
+        first = ((slot >= 0) & (slot < WHOLE))[:, None, :, None]
+        return torch.where(first, _at(start, slot.clamp(0, WHOLE - 1)), near)
+
     def _each(self, change: Any) -> None:
         if self.padding is not None:
-            self.starts, self.padding = tuple(map(change, self.starts)), change(self.padding)
+            self.starts, self.newest = tuple(map(change, self.starts)), tuple(map(change, self.newest))
+            self.padding = change(self.padding)
 
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        self.starts, self.padding, self.begun = (), None, 0
+        self.starts, self.newest, self.padding, self.begun = (), (), None, 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest tokens."""
+        before = self.get_seq_length()
+        super().crop(tokens_to_remove)
+        gone = before - self.get_seq_length()
+        self.newest = tuple(x[:, :, : max(0, x.shape[2] - gone)] for x in self.newest)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Choose rows of the batch again, for beam search."""
@@ -117,33 +148,129 @@ class CodedLayer(DynamicLayer):
         self._each(lambda x: x[indices])
 
 
+class Rows(NamedTuple):
+    """Keys and values that queries read: coded ones, and near them those in 8 bits, if they are not among the coded."""
+
+    k: torch.Tensor  # (B, G, S, K)
+    v: torch.Tensor
+    near: tuple[torch.Tensor, ...] = ()  # keys and values of the newest places
+    start: int = 0  # the place of the first of them
+    past: Any = 0  # the place of the first query
+
+    def changed(self, keys: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Rows:
+        """The same after a linear map of all keys and one of all values."""
+        near = (keys(self.near[0]), values(self.near[1])) if self.near else ()
+        return self._replace(k=keys(self.k), v=values(self.v), near=near)
+
+    def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the heads' queries (B, H, T, K) find: values (B, T, H, V), and weights if the kernel gives them."""
+        if not self.near:
+            found: tuple[torch.Tensor, torch.Tensor | None] = attend(q, self.k, self.v, mask, **kwargs)
+            return found
+        parts = [self._part(attend, q, mask, *block, **kwargs) for block in self._blocks(q.shape[2])]
+        z, weights = zip(*parts, strict=True)
+        return torch.cat(z, 1), None if weights[0] is None else torch.cat(weights, 2)
+
+    def _blocks(self, tokens: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Queries that read together, and the places that they read: as coded, and in 8 bits."""
+        end = self.start + self.near[0].shape[2]
+        if not isinstance(self.past, int):  # on the device; places without tokens are hidden by the mask
+            yield slice(0, tokens), slice(0, self.k.shape[2]), slice(self.start, end)
+            return
+        for first in range(0, tokens, BLOCK):
+            last = min(first + BLOCK, tokens)
+            near = max(self.start, self.past + first - NEAR + 1), self.past + last
+            far = max(self.start, self.past + last - NEAR)
+            yield slice(first, last), slice(0, far), slice(*near)
+
+    def _part(
+        self, attend: Any, q: torch.Tensor, mask: Any, those: slice, far: slice, near: slice, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        query = (torch.arange(those.start, those.stop, device=q.device) + self.past).unsqueeze(1)
+        places = [torch.arange(part.start, part.stop, device=q.device) for part in (far, near)]
+        seen = [(query - places[0] >= NEAR) | (places[0] < self.start), (query - places[1]).abs() < NEAR]
+        if mask is None:
+            seen[1] &= query >= places[1]
+        else:
+            if not isinstance(mask, torch.Tensor):
+                raise ValueError('a coded cache cannot be read with this attention; set attn_implementation="sdpa"')
+            if mask.dim() == 2:  # which tokens are not padding
+                mask = mask.bool()[:, None, None, : near.stop] & (query >= torch.arange(near.stop, device=q.device))
+            else:
+                mask = mask[:, :, those]
+            if mask.dtype == torch.bool:
+                seen = [mask[..., part] & one for part, one in zip((far, near), seen, strict=True)]
+            else:
+                least = torch.finfo(mask.dtype).min
+                seen = [mask[..., part].masked_fill(~one, least) for part, one in zip((far, near), seen, strict=True)]
+        own = slice(near.start - self.start, near.stop - self.start)
+        k, v = (torch.cat((x[:, :, far], y[:, :, own]), 2) for x, y in zip(self[:2], self.near, strict=True))
+        both = torch.cat(seen, -1)
+        z, weights = attend(q[:, :, those], k, v, both if both.dim() == 4 else both[None, None], masked=True, **kwargs)
+        if weights is None:
+            return z, None
+        found = weights.new_zeros((*weights.shape[:3], self.k.shape[2]))
+        found[..., far] += weights[..., : far.stop]
+        found[..., near] += weights[..., far.stop :]
+        return z, found
+
+
 def remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Rows:
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
-    `whole`: the first tokens of a text are kept as they are. Caches of other kinds get coded numbers, not bytes.
+    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. Caches of other kinds
+    keep numbers as they are, which are coded whenever they are read.
     """
-    if type(cache) is not DynamicCache:
-        past = cache.get_seq_length(index) if cache is not None else 0
+    past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
+    if type(cache) is DynamicCache:
+        return _from_bytes(coders, k, v, cache, index, mask, whole)
+    if not whole:
         new = [coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True)]
-        if whole:
-            first = _first(k, past, _padding(mask, k))
-            new = [torch.where(first, x, y) for x, y in zip((k, v), new, strict=True)]
         k, v = new if cache is None else cache.update(*new, index)
-        return k, v
+        return Rows(k, v)
+    alone = k.shape[2] == 1
+    k, v = (k, v) if cache is None else cache.update(k, v, index)
+    first = _first(k, _padding(mask, k))
+    rows = [torch.where(first, x, coder.rounded(x)) for coder, x in zip(coders, (k, v), strict=True)]
+    near = tuple(torch.where(first, x, coder.fine.rounded(x)) for coder, x in zip(coders, (k, v), strict=True))
+    if not alone:
+        return Rows(rows[0], rows[1], near, 0, past)
+    place = torch.arange(k.shape[2], device=k.device)
+    those = ((place <= past) & (place > past - NEAR))[:, None]
+    k, v = (torch.where(those, x, y) for x, y in zip(near, rows, strict=True))
+    return Rows(k, v)
+
+
+def _from_bytes(
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
+) -> Rows:
+    """The same with transformers' own cache, which holds rows of bytes."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
+    near: list[torch.Tensor] = []
+    start = past = 0
     if type(layer) is CodedLayer:
         layer.keep(k, v, mask)
-    rows = append(cache, coders[0].encode(k.detach()), coders[1].encode(v.detach()), index)
+        fine = layer.nearest(*(coder.fine.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True)))
+        near = [coder.fine.decode(row, k.dtype) for coder, row in zip(coders, fine, strict=True)]
+    coded_k, coded_v = (coder.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True))
+    rows = append(cache, coded_k, coded_v, index)
     found = [coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True)]
-    if type(layer) is CodedLayer:
-        found = [layer.restore(x, start) for x, start in zip(found, layer.starts, strict=True)]
-    return _as_if_kept(found[0], k), _as_if_kept(found[1], v)
+    if near:
+        found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
+        start, past = (found[0].shape[2] - x.shape[2] for x in (near[0], k))
+        near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
+    if near and k.shape[2] == 1:
+        for x, y in zip(found, near, strict=True):
+            x[:, :, start:] = y
+        near = []
+    given_k, given_v = map(_as_if_kept, found, (k, v))
+    return Rows(given_k, given_v, tuple(map(_as_if_kept, near, (k, v))), start, past)
 
 
 def _as_if_kept(found: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -170,9 +297,9 @@ def _padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
     return (seen.argmax(1) + none).expand(len(like))
 
 
-def _first(x: torch.Tensor, past: Any, padding: torch.Tensor) -> torch.Tensor:
-    """Which of the new tokens are among the first of their text (B, 1, T, 1)."""
-    place = torch.arange(x.shape[2], device=x.device) + past - padding.unsqueeze(1)
+def _first(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
+    """Which of all tokens are among the first of their text (B, 1, T, 1)."""
+    place = torch.arange(x.shape[2], device=x.device) - padding.unsqueeze(1)
     return ((place >= 0) & (place < WHOLE))[:, None, :, None]
 
 
@@ -196,6 +323,7 @@ class RowCoder:
                 self.bits += fields * plane
         self.codes, self.groups = -(-self.bits // 8), max(1, round(self.size / GROUP))
         self.bytes = self.codes + self.groups
+        self.fine = self if set(counts) == {"8"} else RowCoder({"8": self.size})  # for tokens that are near
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""

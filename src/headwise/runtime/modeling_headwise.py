@@ -24,7 +24,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
-from .cache_headwise import RowCoder, append, remembered
+from .cache_headwise import RowCoder, Rows, append, remembered
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,8 +146,15 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them."""
-        name = self.config._attn_implementation
+        """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them.
+
+        With `masked=True` the mask is no common one, which some kernels do not take.
+        """
+        name, masked = self.config._attn_implementation, kwargs.pop("masked", False)
+        if masked and name == "eager":
+            attention_mask = _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
+        elif masked:
+            name = "sdpa"
         qk_dim, v_dim = q_BHTK.shape[-1], v_BGTV.shape[-1]
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
             name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
@@ -330,7 +337,8 @@ class TailoredAttention(nn.Module):
             k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
         else:
             k_BGTK = k_BGTW @ self.k_down_GWK
-        return k_BGTK if self.coders is None else k_BGTK - self.k_mean_GK.unsqueeze(1)
+        mean_GK = self._parameters.get("k_mean_GK")
+        return k_BGTK if mean_GK is None else k_BGTK - mean_GK.unsqueeze(1)
 
     def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as `attended` takes them: keys in their cached form."""
@@ -338,33 +346,42 @@ class TailoredAttention(nn.Module):
             return self.project(q, k)
         return q, self._project_keys(k)
 
-    def remembered(
-        self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def remembered(self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Rows:
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
-        if self.coders is not None:
-            whole, gains = self.attend.sliding_window is None, self.gains and [gain.to(k) for gain in self.gains]
-            k, v = (k * gains[0], v * gains[1]) if gains else (k, v)
-            k, v = remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
-            return (k / gains[0], v / gains[1]) if gains else (k, v)
-        return (k, v) if cache is None else append(cache, k, v, self.layer_idx)
+        if self.coders is None:
+            return Rows(*((k, v) if cache is None else append(cache, k, v, self.layer_idx)))
+        whole, gains = self.attend.sliding_window is None, self.gains and [gain.to(k) for gain in self.gains]
+        if not gains:
+            return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
+        rows = remembered(self.coders, k * gains[0], v * gains[1], cache, self.layer_idx, mask, whole)
+        return rows.changed(lambda keys: keys / gains[0], lambda values: values / gains[1])
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
         return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
 
-    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **kwargs: Any) -> Any:
+    def attended(self, q: torch.Tensor, rows: Rows, mask: Any, **kwargs: Any) -> Any:
         """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
         if not self._many(q):
-            z, weights = self.attend(q, k, v, mask, **kwargs)
+            z, weights = rows.read(self.attend, q, mask, **kwargs)
             return self.own_values(z), weights
+        z, weights = rows.changed(self._keys_apart, self._values_apart).read(self.attend_apart, q, mask, **kwargs)
+        return z.flatten(2), weights
+
+    def _keys_apart(self, k: torch.Tensor) -> torch.Tensor:
+        """The keys of every head, from rows that heads share."""
         if self.projects:
             k = k.unsqueeze(2) @ self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT
+        return self._heads_of(k)
+
+    def _values_apart(self, v: torch.Tensor) -> torch.Tensor:
+        """The values of every head, from rows that heads share."""
         if self.v_projects:
             v = v.unsqueeze(2) @ self.v_up_NVO.unflatten(0, (self.kv_heads, -1))
-        apart = (x if x.dim() == 5 else x.unflatten(-1, (self.pooled, -1)).transpose(2, 3) for x in (k, v))
-        z, weights = self.attend_apart(q, *(x.flatten(1, 2) for x in apart), mask, **kwargs)
-        return z.flatten(2), weights
+        return self._heads_of(v)
+
+    def _heads_of(self, x: torch.Tensor) -> torch.Tensor:
+        return (x if x.dim() == 5 else x.unflatten(-1, (self.pooled, -1)).transpose(2, 3)).flatten(1, 2)
 
     def spread(self, q_BHTW: torch.Tensor) -> torch.Tensor:
         """Queries as wide as the rows of pooled heads: zero beside their own head's part."""
@@ -403,14 +420,14 @@ class TailoredAttention(nn.Module):
             cache = both.self_attention_cache if key_value_states is None else both.cross_attention_cache
         if both is not None and key_value_states is not None and both.is_updated.get(self.layer_idx):
             q = self._normed(self.q_proj(hidden_states), self.q_norm, self.query_heads)
-            k, v = cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values
+            rows = Rows(cache.layers[self.layer_idx].keys, cache.layers[self.layer_idx].values)
         else:
             q, k, v = self.heads(hidden_states, position_embeddings, key_value_states)
             q, k = self.looked_up(q, k)
-            k, v = self.remembered(k, v, attention_mask, cache)
+            rows = self.remembered(k, v, attention_mask, cache)
             if both is not None and key_value_states is not None:
                 both.is_updated[self.layer_idx] = True
-        z, weights = self.attended(q, k, v, self.added(q, k, attention_mask, position_bias), **kwargs)
+        z, weights = self.attended(q, rows, self.added(q, rows.k, attention_mask, position_bias), **kwargs)
         output = self._modules.get("o_proj")
         z = z if output is None else output(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights

@@ -179,7 +179,9 @@ def _row_prices(folder: Path, shape: ModelShape, gains: list[float]) -> list[dic
     found = []
     for index, (layer, gain) in enumerate(zip(shape.layers, gains, strict=True)):
         moments = read_layer(moments_file(folder, index), layer, index)
-        found.append({name: 2 * gain * moments[name] for name in ("k_price", "v_price")})  # half of a price is damage
+        found.append(
+            {name: 2 * gain * moments[name] for name in ("k_price", "v_price", "k_near", "v_near")}
+        )  # half of a price is damage
     return found
 
 

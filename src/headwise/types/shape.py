@@ -15,7 +15,8 @@ CODES = ("k_code", "v_code")  # of a layer whose cache is coded
 BITS = (8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
 CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, about
 WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
-COUNTED_TOKENS = 4_096  # of a text over which they are spread when bytes are counted
+NEAR_TOKENS = 32  # newest ones, which are also kept in 8 bits a number
+COUNTED_TOKENS = 4_096  # of a text over which both are spread when bytes are counted
 CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 MOST_LAYERS = 4_096
@@ -163,16 +164,26 @@ def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
 
 @functools.cache
 def code_bytes(code: tuple[int, ...], number: int = CACHE_BYTES) -> int:
-    """Bytes of a row with so many numbers in 8, 7, ... 1 bits: codes, scales, and a share of the first tokens.
+    """Bytes of a row with so many numbers in 8, 7, ... 1 bits: codes, scales, and its share of what is kept beside.
 
-    The first tokens of a text are also kept whole, in `number` bytes each.
+    The first tokens of a text are also kept whole, in `number` bytes each, and the newest in 8 bits a number.
 
-    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 7 of codes, 1 scale, 1 for the first tokens
+    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 7 of codes, 1 scale, 1 for first and newest tokens
     9
     """
     size, bits = sum(code), sum(width * count for width, count in zip(BITS, code, strict=True))
-    first = -(-WHOLE_TOKENS * size * number // COUNTED_TOKENS)
-    return -(-bits // 8) + max(1, round(size / CODE_GROUP)) + first
+    scales = max(1, round(size / CODE_GROUP))
+    return -(-bits // 8) + scales + beside_bytes(size, number)
+
+
+def beside_bytes(size: int, number: int = CACHE_BYTES) -> int:
+    """Bytes of the first and the newest tokens of a text, kept beside codes, for each of its tokens.
+
+    >>> beside_bytes(512)
+    6
+    """
+    newest = NEAR_TOKENS * (size + max(1, round(size / CODE_GROUP)))
+    return -(-(WHOLE_TOKENS * size * number + newest) // COUNTED_TOKENS)
 
 
 def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
