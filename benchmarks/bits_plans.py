@@ -40,7 +40,7 @@ def _row_bytes(layer: LayerShape, length: int) -> int:
     if not layer.coded:
         return length * layer.row_bytes(NUMBER)
     told = layer.to_json()
-    coders = [RowCoder(told[name]) for name in ("k_code", "v_code")]
+    coders = [RowCoder(told["k_code"], layer.qk_dim), RowCoder(told["v_code"], layer.v_dim)]
     first = min(FIRST, length) * NUMBER * (layer.qk_dim + layer.v_dim)
     newest = min(cache_headwise.NEAR, length) * sum(coder.fine.bytes for coder in coders)
     return length * sum(coder.bytes for coder in coders) + first + newest
@@ -80,7 +80,9 @@ class Prices:
 
     def damage(self, name: str, layer: int, code: Code, errors: Sequence[float] = fisher.ERRORS) -> float:
         """Predicted damage of a code of one layer, corrected as far as the probing measured such codes."""
-        return self.lists[name][layer].damage(code, errors) * self._correction(name, layer, code_bytes(code))
+        return self.lists[name][layer].damage(code, errors) * self._correction(
+            name, layer, code_bytes(code, len(self.lists[name][layer].prices))
+        )
 
     def _correction(self, name: str, layer: int, size: int) -> float:
         """Measured by predicted damage of the code offered whose bytes are nearest."""
@@ -95,7 +97,7 @@ class Prices:
         readings = self.probed.readings
         source = readings.source
         targets = [
-            replace(layer, qk_dim=sum(k), k_code=k, v_dim=sum(v), v_code=v)
+            replace(layer, k_code=k, v_code=v)
             for layer, k, v in zip(source.layers, codes["k"], codes["v"], strict=True)
         ]
         damage = sum(self.damage(name, at, code) for name in "kv" for at, code in enumerate(codes[name]))
@@ -143,7 +145,9 @@ class Prices:
         }
         lossless = (0.0,) * len(BITS)
         damage = sum(self.damage(name, at, code, lossless) for name in "kv" for at, code in enumerate(codes[name]))
-        return self.plan(codes, ()), damage
+        plan = self.plan(codes, ())
+        layers = [replace(layer, qk_dim=sum(layer.k_code), v_dim=sum(layer.v_code)) for layer in plan.target.layers]
+        return replace(plan, target=plan.target.with_layers(tuple(layers))), damage
 
 
 def built(bench: Any, probed: Probed, plan: Plan) -> Any:

@@ -30,9 +30,9 @@ def coded_layers(layers: tuple[LayerShape, ...], kept: float) -> tuple[LayerShap
     """Keys and values in other bits in every layer."""
     made = []
     for index, layer in enumerate(layers):
-        qk_dim, v_dim = (max(1, int(kept * size)) for size in (layer.qk_dim, layer.v_dim))
-        keys, values = spread_over(qk_dim, (8, 6, 3 - index % 2)), spread_over(v_dim, (5, 4, 2))
-        made.append(replace(layer, qk_dim=qk_dim, v_dim=v_dim, k_code=keys, v_code=values))
+        keys, values = (max(1, int(kept * size)) for size in (layer.qk_dim, layer.v_dim))
+        codes = spread_over(keys, (8, 6, 3 - index % 2)), spread_over(values, (5, 4, 2))
+        made.append(replace(layer, k_code=codes[0], v_code=codes[1]))
     return tuple(made)
 
 

@@ -76,12 +76,12 @@ def test_a_run_meets_its_budgets_and_what_it_made_is_as_planned(finished: Path) 
     assert verdict["size"]["kv_bytes_per_token_after"] == cost.kv_bytes_per_token(plan.target)
     assert 0.2 < share(plan) <= 0.25
     for layer in plan.target.layers:
-        assert layer.coded and layer.pooled == 2 and sum(layer.k_code) == layer.qk_dim
+        assert layer.coded and layer.pooled == 2 and 0 < sum(layer.k_code) <= layer.qk_dim
     model = api.load(finished / "model")
     with torch.no_grad():
         cache = model(torch.arange(3, 23)[None]).past_key_values
     rows = [(one.keys.dtype, one.keys.shape[-1]) for one in cache.layers]
-    assert rows == [(torch.uint8, code_bytes(layer.k_code) - 1) for layer in plan.target.layers]
+    assert rows == [(torch.uint8, code_bytes(layer.k_code, layer.qk_dim) - 1) for layer in plan.target.layers]
 
 
 def test_one_probing_answers_every_budget(copied: Path) -> None:
@@ -101,7 +101,7 @@ def test_one_probing_answers_every_budget(copied: Path) -> None:
     assert shape.layers == ranks.target.layers
 
 
-@pytest.mark.parametrize("budget", ("params=97%", "flops=97%"))
+@pytest.mark.parametrize("budget", ("params=99%", "flops=97%"))
 def test_other_budgets_are_met_beside_that_of_the_cache(folder: Path, budget: str) -> None:
     asked = settings(folder, "kv=25%", budget)
     plan = pipeline.fit(asked, pipeline.load_source(asked)).plan
@@ -153,8 +153,8 @@ def test_a_legal_edit_of_a_code_is_carried_out_and_judged(copied: Path) -> None:
 @pytest.mark.parametrize(
     "changes, said",
     (
-        (dict(k_code={"4": 1, "2": 1}), r"layers\[0\]: k_code has 2 numbers and a cached row \d+; give counts"),
-        (dict(k_code={"4": -1}), r"layers\[0\]: k_code has .* counts from 0 that add up"),
+        (dict(k_code={"4": 39, "2": 1}), r"layers\[0\]: k_code gives bits to 40 numbers of a cached row, which has 32; give counts"),
+        (dict(k_code={"4": -1}), r"layers\[0\]: k_code gives bits to .* counts from 0 that add up"),
         (dict(k_code={"9": 4}), r"layers\[0\]: k_code gives a count for '9' bits; widths are 1 to 8 bits"),
         (dict(k_code={"4": 1.5}), r"layers\[0\].k_code\[4\] must be int"),
         (dict(k_code="4"), r"layers\[0\].k_code must be a list"),

@@ -27,13 +27,14 @@ def some_codes() -> list[dict[str, int]]:
 
 @pytest.mark.parametrize("counts", some_codes(), ids=str)
 def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: dict[str, int]) -> None:
-    coder, code = RowCoder(counts), tuple(counts.get(str(bits), 0) for bits in BITS)
+    code = tuple(counts.get(str(bits), 0) for bits in BITS)
+    coder = RowCoder(counts, sum(code))
     spread = torch.logspace(-3, 3, 11)[None, None, :, None]
     x = spread * torch.randn(2, 3, 11, sum(code), generator=torch.Generator().manual_seed(0))
     x[0, 0, 0] = 0.0
     rows = coder.encode(x)
     assert rows.dtype == torch.uint8 and rows.shape == (2, 3, 11, coder.bytes)
-    assert coder.bytes == code_bytes(code) - shape.beside_bytes(sum(code))
+    assert coder.bytes == code_bytes(code, sum(code)) - shape.beside_bytes(sum(code))
     found = coder.decode(rows, x.dtype)
     bits = torch.tensor([b for b, count in zip(BITS, code, strict=True) for _ in range(count)])
     half = 1 - torch.where(bits <= 2, FEW_STEPS, 1.0) * (1 - 0.5**bits)  # few steps do not reach the largest numbers
@@ -43,7 +44,7 @@ def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: d
 
 
 def test_what_becomes_of_a_token_does_not_depend_on_others() -> None:
-    coder = RowCoder({"7": 20, "3": 70, "1": 9})
+    coder = RowCoder({"7": 20, "3": 70, "1": 9}, 104)
     x = torch.randn(2, 2, 6, 99, generator=torch.Generator().manual_seed(0))
     x[1, :, 2] *= 1e4
     rows = coder.encode(x)
@@ -56,7 +57,7 @@ def test_what_becomes_of_a_token_does_not_depend_on_others() -> None:
 
 
 def test_no_outlier_is_cut_off_and_halves_are_coded_as_floats() -> None:
-    coder, x = RowCoder({"8": 8}), torch.tensor([1.0, -2.0, 3e4, 0.5, 7.0, -9.0, 2.0, 0.0])
+    coder, x = RowCoder({"8": 8}, 8), torch.tensor([1.0, -2.0, 3e4, 0.5, 7.0, -9.0, 2.0, 0.0])
     assert abs(float(coder.rounded(x)[2]) / 3e4 - 1) < 0.01
     small = torch.randn(40, 8)
     for dtype in (torch.float16, torch.bfloat16, torch.float64):

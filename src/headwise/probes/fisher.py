@@ -5,8 +5,7 @@ and of the values of every row. With it and the covariance of the rows there is 
 uncorrelated, have a spread of one, and an error `e` costs `1/2 sum(price * e**2)`: one price list for keys and values
 of all layers. A coefficient with b bits costs `price * D(b) / 2`. Codes are made for a list of common price levels:
 the codes of all layers at one level are together the best for the bits that they take.
-Near tokens are read in 8 bits, but without the directions that get no bits. So gradients of near and of far reading are
-summed apart: near reading adds little to the price of a bit, and its full price to that of a direction without any.
+Near tokens are read in 8 bits: gradients of near and of far reading are summed apart, and bits are given by the latter.
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ ERRORS = (4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47)  # of a coef
 # Squared errors of a direction that gets no bits. One of the keys does more than noise of its size, as all keys lose
 # what they have in common. The factor was chosen in trials on two small models; it is not measured for each model.
 DROPPED = {"k": 3.0, "v": 1.0}
-NEARLY = 0.1  # of the price of near reading counts when bits are given: a direction without any is read by nobody
 MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
 STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
@@ -159,9 +157,9 @@ def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
         covariance = sums[f"{name}_square"] - mean.unsqueeze(2) * mean.unsqueeze(1)
         far = sums[f"{name}_far"]
         near = sums.get(f"{name}_near", torch.zeros_like(far))  # layers with a window read all alike
-        basis, prices, _ = priced_basis(covariance, far + NEARLY * near)
+        basis, prices, _ = priced_basis(covariance, far)
         out |= {f"{name}_basis": basis, f"{name}_mean": mean, f"{name}_price": prices}
-        out[f"{name}_near"] = (basis * (near @ basis)).sum(1)
+        out[f"{name}_near"] = (basis * (near @ basis)).sum((1, 2))
     return out
 
 
@@ -169,22 +167,21 @@ def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
 class Costs:
     """What errors in the coefficients of a row's keys or values cost."""
 
-    prices: Floats  # by which bits are given, highest first
-    near: Floats  # of reading by near tokens, of which a small part is among these
+    prices: Floats  # highest first
+    near: float  # of reading by near tokens, of all coefficients together
     dropped: float  # the squared error of a coefficient that gets no bits
 
     @classmethod
     def of(cls, moments: dict[str, torch.Tensor], name: str) -> Costs:
         """From what `collect` found of a layer's keys (k) or values (v); all rows of a token share a code."""
-        prices, near = (moments[f"{name}_{what}"].double().sum(0).cpu().numpy() for what in ("price", "near"))
+        prices: Floats = moments[f"{name}_price"].double().sum(0).cpu().numpy()
         least = max(float(prices.max()), 1e-30) * 1e-9
-        return cls(np.maximum(prices, least), np.minimum(near, prices / NEARLY), DROPPED[name])
+        return cls(np.maximum(prices, least), float(moments[f"{name}_near"].sum()), DROPPED[name])
 
     def damage(self, code: tuple[int, ...], errors: Sequence[float] = ERRORS) -> float:
         """Of a code that gives so many coefficients 8, 7, ... 1 bits, whose squared errors are these."""
-        kept, far = sum(code), self.prices - NEARLY * self.near
-        read = far[:kept] @ np.repeat(errors, code) + errors[0] * self.near[:kept].sum()
-        return 0.5 * float(read + self.dropped * (far + self.near)[kept:].sum())
+        every = np.repeat((*errors, self.dropped), (*code, len(self.prices) - sum(code)))
+        return 0.5 * float(self.prices @ every + errors[0] * self.near)
 
 
 def measure(
@@ -248,7 +245,7 @@ def _offered(costs: Costs, levels: list[float]) -> dict[int, tuple[tuple[int, ..
     found: dict[int, tuple[tuple[int, ...], float]] = {}
     for level in (*levels, np.inf):
         code = _code(_reach(costs.prices, level, costs.dropped), len(costs.prices))
-        found.setdefault(code_bytes(code), (code, costs.damage(code)))
+        found.setdefault(code_bytes(code, len(costs.prices)), (code, costs.damage(code)))
     return dict(sorted(found.items(), reverse=True))
 
 

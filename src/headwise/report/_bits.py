@@ -91,7 +91,7 @@ def bit_rows(plan: Plan, part: str) -> tuple[BitRow, ...]:
             continue
         code, size, taken = ((new.k_code, new.qk_dim, new.k_bytes), (new.v_code, new.v_dim, new.v_bytes))[place]
         spans = [(bits, count) for bits, count in zip(BITS, code, strict=True) if count] if code else [(WHOLE, size)]
-        if lost := row_sizes(old)[place] - size:
+        if lost := row_sizes(old)[place] - sum(count for _, count in spans):
             spans.append((0, lost))
         rows.append(BitRow(index, part, tuple(spans), taken))
     return tuple(rows)

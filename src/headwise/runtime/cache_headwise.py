@@ -1,7 +1,7 @@
 """Keys and values in a cache, whole or in few bits. Needs transformers and torch; lies beside every tailored model.
 
 A coded row is a vector of coefficients in a basis in which they are uncorrelated with a spread of one, most important
-first. The first of them get up to 8 bits each, the next fewer; those that get none are not computed at all. A scale of
+first. The first of them get up to 8 bits each, the next fewer; those that get none are read as zeros. A scale of
 one byte belongs to every token and about 64 neighbouring coefficients. It is as large as the largest of them, so that
 no outlier is cut off. Codes and scales of a token lie together in one row of bytes, which the cache of transformers
 stores in place of numbers: it appends, crops, reorders and copies such rows as all others. The first tokens of a text
@@ -306,29 +306,29 @@ def _first(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
 class RowCoder:
     """Codes rows of coefficients (B, G, T, K) as bytes (B, G, T, N) and reads them again.
 
-    `counts` says how many coefficients have how many bits: {"4": 96, "2": 32}. Codes are stored in planes of 8, 4, 2
-    and 1 bits, one behind the other: a code of 6 bits has its highest 4 in one plane and the other 2 in another. What
-    becomes of a token depends on that token alone.
+    `counts` says how many of the first coefficients have how many bits: {"4": 96, "2": 32}; the others get none. Codes
+    are stored in planes of 8, 4, 2 and 1 bits, one behind the other: a code of 6 bits has its highest 4 in one plane
+    and the other 2 in another. What becomes of a token depends on that token alone.
     """
 
-    def __init__(self, counts: dict[str, int]) -> None:
+    def __init__(self, counts: dict[str, int], size: int) -> None:
         self.parts: list[tuple[int, int]] = []  # bits and coefficients, most bits first
         for bits in sorted(map(int, counts), reverse=True):
             self.parts.append((bits, counts[str(bits)]))
-        self.size, self.bits = sum(counts.values()), 0
+        self.size, self.kept, self.bits = size, sum(counts.values()), 0
         self.planes: list[tuple[int, int, int]] = []  # bits of a field, the first bit of all, fields
         for plane in PLANES:
             if fields := sum(size for bits, size in self.parts if bits & plane):
                 self.planes.append((plane, self.bits, fields))
                 self.bits += fields * plane
-        self.codes, self.groups = -(-self.bits // 8), max(1, round(self.size / GROUP))
+        self.codes, self.groups = -(-self.bits // 8), max(1, round(self.kept / GROUP))
         self.bytes = self.codes + self.groups
-        self.fine = self if set(counts) == {"8"} else RowCoder({"8": self.size})  # for tokens that are near
+        self.fine = self if counts == {"8": size} else RowCoder({"8": size}, size)  # for tokens that are near
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""
-        x = x.float()
-        padded = nn.functional.pad(x, (0, -self.size % self.groups))
+        x = x[..., : self.kept].float()
+        padded = nn.functional.pad(x, (0, -self.kept % self.groups))
         size = padded.unflatten(-1, (self.groups, -1)).abs().amax(-1).clamp_min(2.0**-15)
         scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
         parts = (x / self._spread(_factor(scale))).split([size for _, size in self.parts], -1)
@@ -352,7 +352,8 @@ class RowCoder:
                     at += size
         values = [_values(code, bits) for code, (bits, _) in zip(codes, self.parts, strict=True)]
         scale = _factor(rows.narrow(-1, self.codes, self.groups).float())
-        return (torch.cat(values, -1) * self._spread(scale)).to(dtype)
+        found = (torch.cat(values, -1) * self._spread(scale)).to(dtype)
+        return found if self.kept == self.size else nn.functional.pad(found, (0, self.size - self.kept))
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
@@ -362,7 +363,7 @@ class RowCoder:
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
         """A scale for every coefficient."""
-        return scale.repeat_interleave(-(-self.size // self.groups), -1)[..., : self.size]
+        return scale.repeat_interleave(-(-self.kept // self.groups), -1)[..., : self.kept]
 
 
 def _factor(code: torch.Tensor) -> torch.Tensor:

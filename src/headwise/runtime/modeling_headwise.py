@@ -218,7 +218,8 @@ class TailoredAttention(nn.Module):
         self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
         coded = sizes.get("k_code") and sizes.get("v_code")
-        self.coders = (RowCoder(sizes["k_code"]), RowCoder(sizes["v_code"])) if coded else None
+        both = (("k_code", self.qk_dim), ("v_code", self.v_dim))
+        self.coders = tuple(RowCoder(sizes[name], size) for name, size in both) if coded else None
         self.gains: Any = None  # factors of keys and values (G, 1, K) before they are coded, while they are trained
         self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
         self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))

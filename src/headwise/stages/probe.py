@@ -177,7 +177,7 @@ class _Probing:
             return found
         finest = {name: order[name][0] for name in ("k_bits", "v_bits")}
         keys, values = found.k_code or finest["k_bits"], found.v_code or finest["v_bits"]
-        return replace(found, qk_dim=sum(keys), k_code=keys, v_dim=sum(values), v_code=values)
+        return replace(found, k_code=keys, v_code=values)
 
     def _cut(self, index: int, target: LayerShape) -> nn.Module:
         """One layer cut to a size, and healed where the run heals."""

@@ -116,8 +116,8 @@ def _legal(source: ModelShape) -> Readings:
     if source.codable:  # rows of one number in one bit, at least
         least = (*(0 for _ in BITS[1:]), 1)
         order = {"k_bits": (least,), "v_bits": (least,)}
-        kinds["k_bits"] = [(layer.k_bytes, code_bytes(least)) for layer in source.layers]
-        kinds["v_bits"] = [(layer.v_bytes, code_bytes(least)) for layer in source.layers]
+        kinds["k_bits"] = [(layer.k_bytes, code_bytes(least, layer.qk_dim)) for layer in source.layers]
+        kinds["v_bits"] = [(layer.v_bytes, code_bytes(least, layer.v_dim)) for layer in source.layers]
     curves = tuple(_free(f"damage.{kind}", tuple(sizes)) for kind, sizes in kinds.items())
     return Readings("", source, curves, (order,) * len(source.layers), 0, 0)
 

@@ -47,7 +47,7 @@ class LayerShape(Record):
     pooled: int = 1  # key/value heads whose keys and values share a cached row
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
     k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
-    v_code: tuple[int, ...] = ()  # and how many of its v_dim values
+    v_code: tuple[int, ...] = ()  # and how many of its v_dim values; the others get no bits
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
@@ -89,9 +89,10 @@ class LayerShape(Record):
 
     def _check_codes(self) -> None:
         for name, code, size in (("k_code", self.k_code, self.qk_dim), ("v_code", self.v_code, self.v_dim)):
-            if code and (len(code) != len(BITS) or min(code) < 0 or sum(code) != size):
+            if code and (len(code) != len(BITS) or min(code) < 0 or not 0 < sum(code) <= size):
                 raise ShapeError(
-                    f"{name} has {sum(code)} numbers and a cached row {size}; give counts from 0 that add up to it."
+                    f"{name} gives bits to {sum(code)} numbers of a cached row, which has {size}; give counts from 0 "
+                    f"that add up to 1 to {size}."
                 )
 
     def _pools(self) -> bool:
@@ -159,20 +160,20 @@ class LayerShape(Record):
 
 
 def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
-    return code_bytes(code, number) if code else size * number
+    return code_bytes(code, size, number) if code else size * number
 
 
 @functools.cache
-def code_bytes(code: tuple[int, ...], number: int = CACHE_BYTES) -> int:
-    """Bytes of a row with so many numbers in 8, 7, ... 1 bits: codes, scales, and its share of what is kept beside.
+def code_bytes(code: tuple[int, ...], size: int, number: int = CACHE_BYTES) -> int:
+    """Bytes of a row of `size` numbers, of which so many have 8, 7, ... 1 bits: codes, scales, and what is beside.
 
     The first tokens of a text are also kept whole, in `number` bytes each, and the newest in 8 bits a number.
 
-    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8))  # 7 of codes, 1 scale, 1 for first and newest tokens
+    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8), 32)  # 7 of codes, 1 scale, 1 for first and newest tokens
     9
     """
-    size, bits = sum(code), sum(width * count for width, count in zip(BITS, code, strict=True))
-    scales = max(1, round(size / CODE_GROUP))
+    bits = sum(width * count for width, count in zip(BITS, code, strict=True))
+    scales = max(1, round(sum(code) / CODE_GROUP))
     return -(-bits // 8) + scales + beside_bytes(size, number)
 
 

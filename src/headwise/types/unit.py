@@ -70,13 +70,11 @@ def _kv_heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
 
 def _key_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     """The code of keys that takes so many bytes, of those that the probing found best."""
-    code = next(code for code in order["k_bits"] if code_bytes(code) == size)
-    return {"qk_dim": sum(code), "k_code": code}
+    return {"k_code": next(code for code in order["k_bits"] if code_bytes(code, shape.qk_dim) == size)}
 
 
 def _value_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    code = next(code for code in order["v_bits"] if code_bytes(code) == size)
-    return {"v_dim": sum(code), "v_code": code}
+    return {"v_code": next(code for code in order["v_bits"] if code_bytes(code, shape.v_dim) == size)}
 
 
 # In the order in which prices are measured.
