@@ -153,7 +153,10 @@ def test_a_legal_edit_of_a_code_is_carried_out_and_judged(copied: Path) -> None:
 @pytest.mark.parametrize(
     "changes, said",
     (
-        (dict(k_code={"4": 39, "2": 1}), r"layers\[0\]: k_code gives bits to 40 numbers of a cached row, which has 32; give counts"),
+        (
+            dict(k_code={"4": 39, "2": 1}),
+            r"layers\[0\]: k_code gives bits to 40 numbers of a cached row, which has 32; give counts",
+        ),
         (dict(k_code={"4": -1}), r"layers\[0\]: k_code gives bits to .* counts from 0 that add up"),
         (dict(k_code={"9": 4}), r"layers\[0\]: k_code gives a count for '9' bits; widths are 1 to 8 bits"),
         (dict(k_code={"4": 1.5}), r"layers\[0\].k_code\[4\] must be int"),

@@ -63,7 +63,7 @@ def codes(layer: int, part: str) -> tuple[tuple[int, ...], ...]:
 def curve(part: str, probe: str, scale: float) -> Reading:
     ticks, values = [], []
     for layer in range(LAYERS):
-        sizes = [code_bytes(one) for one in codes(layer, part)]
+        sizes = [code_bytes(one, ROW) for one in codes(layer, part)]
         assert sizes == sorted(set(sizes), reverse=True)
         ticks.append((2 * ROW, *sizes))
         values.append((0.0, *(scale * (layer + 1) * 4.0 ** -(8 * size / ROW) for size in sizes)))
@@ -114,8 +114,8 @@ def hand_made() -> Plan:
     """One layer of pooled rows and one without; one that is gone; and one that is not coded."""
     plain = LayerShape(4, 2, 64, 64, 128, 64)
     target = (
-        replace(LAYER, qk_dim=104, v_dim=32, k_code=code(b8=8, b4=96), v_code=code(b1=32)),
-        replace(plain, qk_dim=64, v_dim=16, k_code=code(b5=64), v_code=code(b3=16)),
+        replace(LAYER, k_code=code(b8=8, b4=96), v_code=code(b1=32)),
+        replace(plain, k_code=code(b5=64), v_code=code(b3=16)),
         LayerShape(0, 0, 0, 0, 0, 0),
         plain,
     )
@@ -133,11 +133,11 @@ def test_rows_add_up_and_count_everything_that_is_stored() -> None:
     assert keys[0].spans == ((8, 8), (4, 96), (0, 152)) and (keys[0].kept, keys[0].full) == (104, ROW)
     assert values[0].spans == ((1, 32), (0, 224)) and values[1].spans == ((3, 16), (0, 48))
     assert keys[2].spans == ((16, 64),) and keys[2].mean == 16, "not coded"
-    assert keys[0].bytes == code_bytes(code(b8=8, b4=96)) == plan.target.layers[0].k_bytes
+    assert keys[0].bytes == code_bytes(code(b8=8, b4=96), ROW) == plan.target.layers[0].k_bytes
     assert keys[0].mean == 8 * keys[0].bytes / ROW > (8 * 8 + 4 * 96) / ROW, "scales and first tokens are counted"
     share = kv_bytes_per_token(plan.target) / kv_bytes_per_token(plan.source)
     assert bits.average_bits(plan) == pytest.approx(16 * share), "bits and percentages say the same"
-    assert bits.in_bits(plan.source.layers[0], plan.target.layers[0]).startswith("keys 1.8 bits, values 0.2 bits")
+    assert bits.in_bits(plan.source.layers[0], plan.target.layers[0]).startswith("keys 1.9 bits, values 0.2 bits")
     assert bits.mean_bits(plan.source.layers[2], plan.target.layers[2]) == (0.0, 0.0)
 
 
@@ -146,7 +146,7 @@ def test_a_source_that_is_coded_already_keeps_its_bits() -> None:
     again = replace(plan, source=plan.target.with_layers(plan.target.layers[:1]), keep=plan.keep[:1],
                     target=plan.target.with_layers(plan.target.layers[:1]))  # fmt: skip
     old = again.source.layers[0]
-    assert bits.row_sizes(old) == (ROW, ROW) and bits.mean_bits(old, old) == (1.8, 0.2)
+    assert bits.row_sizes(old) == (ROW, ROW) and bits.mean_bits(old, old) == (1.9, 0.2)
     check_page(render(Dossier(plan=again)))
 
 
@@ -159,20 +159,20 @@ def test_the_picture_of_bits_says_what_every_colour_says() -> None:
         (0, 8 / 256, "bit-8"), (8 / 256, 104 / 256, "bit-4"), (104 / 256, 1, "bit-0"),
     ]  # fmt: skip
     assert row.bars[1].title == "layer 0, keys: 96 of 256 coefficients in 4 bits"
-    assert row.bars[2].title == "layer 0, keys: 152 of 256 coefficients dropped"
-    assert row.words == "1.8 bits" and "104 of 256 coefficients kept" in row.title and row.layer == 0
+    assert row.bars[2].title == "layer 0, keys: 152 of 256 coefficients without bits"
+    assert row.words == "1.9 bits" and "104 of 256 coefficients kept" in row.title and row.layer == 0
 
 
 def test_the_table_of_bits() -> None:
     found = tables.layer_bits(hand_made())
     assert found.heads[0] == "layer" and found.layers and len(found.rows) == 3
     taken = hand_made().target.layers[0].row_bytes()
-    assert found.rows[0] == ("0", "1.8", "0.2", "104 of 256", "32 of 256", "1", str(taken), "1,024",
+    assert found.rows[0] == ("0", "1.9", "0.2", "104 of 256", "32 of 256", "1", str(taken), "1,024",
                              f"{taken / 1024:.1%}")  # fmt: skip
     assert found.rows[1][5] == "2", "rows of a token"
     sizes = tables.layer_sizes(hand_made())
     assert "keys cached" in sizes.heads and "query/key dim" not in sizes.heads
-    assert sizes.rows[0][3] == "104 of 256, 1.8 bits" and sizes.rows[2][3] == "64 → 0"
+    assert sizes.rows[0][3] == "104 of 256, 1.9 bits" and sizes.rows[2][3] == "64 → 0"
 
 
 def test_the_page_and_the_card_of_a_coded_run(dossier: Dossier) -> None:
@@ -238,7 +238,7 @@ def test_curves_of_codes(dossier: Dossier) -> None:
     sets = {group.kind: group for group in data.curve_sets(dossier.readings, plan)}
     keys = sets["damage.k_bits"]
     assert keys.used and keys.earlier_probe == "fisher" and keys.reading.probe == "swap"
-    assert keys.ticks[1] == code_bytes(code(b8=ROW)) < 2 * ROW, "what is not coded is left out"
+    assert keys.ticks[1] == code_bytes(code(b8=ROW), ROW) < 2 * ROW, "what is not coded is left out"
     taken = plan.target.layers[2].k_bytes
     assert keys.curves[2].chosen is not None and keys.curves[2].chosen[0] == taken
     chart = pictures.curves(keys)
@@ -267,7 +267,7 @@ def test_the_slider_goes_from_the_finest_code_to_three_percent() -> None:
     readings, plan, sweep = coded()
     shares = [answer.share for answer in sweep.answers]
     assert sweep.done and len(shares) >= 40 and min(shares) == pytest.approx(0.03)
-    finest = code_bytes(code(b8=ROW)) / (2 * ROW)
+    finest = code_bytes(code(b8=ROW), ROW) / (2 * ROW)
     assert finest <= max(shares) < finest + 0.03, "above the finest code nothing is gained"
     damages = [answer.damage for answer in sweep.answers]
     assert damages == sorted(damages) and "kv=25%" in [answer.text for answer in sweep.answers]

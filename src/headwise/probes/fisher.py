@@ -37,9 +37,7 @@ from headwise.types.shape import CACHE_BYTES
 NAME = "fisher"
 MEANING = "what errors in cached keys and values cost, from gradients"
 ERRORS = (4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47)  # of a coefficient with 8, 7, ... 1 bits, squared
-# Squared errors of a direction that gets no bits. One of the keys does more than noise of its size, as all keys lose
-# what they have in common. The factor was chosen in trials on two small models; it is not measured for each model.
-DROPPED = {"k": 3.0, "v": 1.0}
+NEARLY = 0.01  # of the price of near reading counts too: there may be little far reading in short texts
 MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
 STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
@@ -157,7 +155,7 @@ def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
         covariance = sums[f"{name}_square"] - mean.unsqueeze(2) * mean.unsqueeze(1)
         far = sums[f"{name}_far"]
         near = sums.get(f"{name}_near", torch.zeros_like(far))  # layers with a window read all alike
-        basis, prices, _ = priced_basis(covariance, far)
+        basis, prices, _ = priced_basis(covariance, far + NEARLY * near)
         out |= {f"{name}_basis": basis, f"{name}_mean": mean, f"{name}_price": prices}
         out[f"{name}_near"] = (basis * (near @ basis)).sum((1, 2))
     return out
@@ -169,18 +167,17 @@ class Costs:
 
     prices: Floats  # highest first
     near: float  # of reading by near tokens, of all coefficients together
-    dropped: float  # the squared error of a coefficient that gets no bits
 
     @classmethod
     def of(cls, moments: dict[str, torch.Tensor], name: str) -> Costs:
         """From what `collect` found of a layer's keys (k) or values (v); all rows of a token share a code."""
         prices: Floats = moments[f"{name}_price"].double().sum(0).cpu().numpy()
         least = max(float(prices.max()), 1e-30) * 1e-9
-        return cls(np.maximum(prices, least), float(moments[f"{name}_near"].sum()), DROPPED[name])
+        return cls(np.maximum(prices, least), float(moments[f"{name}_near"].sum()))
 
     def damage(self, code: tuple[int, ...], errors: Sequence[float] = ERRORS) -> float:
         """Of a code that gives so many coefficients 8, 7, ... 1 bits, whose squared errors are these."""
-        every = np.repeat((*errors, self.dropped), (*code, len(self.prices) - sum(code)))
+        every = np.repeat((*errors, 1.0), (*code, len(self.prices) - sum(code)))
         return 0.5 * float(self.prices @ every + errors[0] * self.near)
 
 
@@ -205,12 +202,12 @@ def measure(
 
 
 @functools.cache
-def _thresholds(dropped: float) -> tuple[float, ...]:
+def _thresholds() -> tuple[float, ...]:
     """How much more than a bit a coefficient must cost to get 1, 2, ... 8 bits.
 
-    `dropped` is the squared error of one that gets none. Widths that are never best have the threshold of the next one.
+    Widths that are never best have the threshold of the next one.
     """
-    errors = (dropped, *ERRORS[::-1])
+    errors = (1.0, *ERRORS[::-1])
     found, bits = [0.0] * 8, 0
     while bits < 8:  # along the convex hull of errors by bits
         gain, best = max(((errors[bits] - errors[b]) / 2 / (b - bits), b) for b in range(bits + 1, 9))
@@ -219,10 +216,10 @@ def _thresholds(dropped: float) -> tuple[float, ...]:
     return tuple(found)
 
 
-def _reach(prices: Floats, level: float, dropped: float) -> list[int]:
+def _reach(prices: Floats, level: float) -> list[int]:
     """How many coefficients, highest prices first, get at least 8, 7, ... 1 bits where a bit costs `level`."""
     rising = prices[::-1]
-    wanted = level * np.array(_thresholds(dropped)[::-1])
+    wanted = level * np.array(_thresholds()[::-1])
     return [len(prices) - int(place) for place in np.searchsorted(rising, wanted)]
 
 
@@ -234,7 +231,7 @@ def _levels(lists: list[Floats]) -> list[float]:
         below, above = np.log(every[-1]) - 20, np.log(every[0]) + 5
         for _ in range(40):
             middle = (below + above) / 2
-            more = sum(_reach(every, np.exp(middle), 1.0)) > wanted * len(every)
+            more = sum(_reach(every, np.exp(middle))) > wanted * len(every)
             below, above = (middle, above) if more else (below, middle)
         found.append(float(np.exp(above)))
     return found
@@ -244,7 +241,7 @@ def _offered(costs: Costs, levels: list[float]) -> dict[int, tuple[tuple[int, ..
     """Codes of a row and their damage, by the bytes that they take, most bytes first; the last is the smallest."""
     found: dict[int, tuple[tuple[int, ...], float]] = {}
     for level in (*levels, np.inf):
-        code = _code(_reach(costs.prices, level, costs.dropped), len(costs.prices))
+        code = _code(_reach(costs.prices, level), len(costs.prices))
         found.setdefault(code_bytes(code, len(costs.prices)), (code, costs.damage(code)))
     return dict(sorted(found.items(), reverse=True))
 

@@ -56,7 +56,7 @@ class BitRow(NamedTuple):
 
 def bit_words(bits: int) -> str:
     """So many bits of a number, in words."""
-    return f"{bits} bit{'s' * (bits > 1)}" if bits else "dropped"
+    return f"{bits} bit{'s' * (bits > 1)}" if bits else "without bits"
 
 
 def is_coded(plan: Plan | None, sweep: Sweep | None = None) -> bool:

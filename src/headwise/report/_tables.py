@@ -44,8 +44,9 @@ def layer_sizes(plan: Plan) -> Table:
         sizes = {size: (getattr(old, size), getattr(new, size)) for size in names}
         cells = {size: f"{a} → {b}" if a != b else str(a) for size, (a, b) in sizes.items()}
         if new.coded:
-            pairs = zip(("qk_dim", "v_dim"), row_sizes(old), mean_bits(old, new), strict=True)
-            cells |= {size: f"{getattr(new, size)} of {full}, {bits:.1f} bits" for size, full, bits in pairs}
+            codes = {"qk_dim": sum(new.k_code), "v_dim": sum(new.v_code)}
+            pairs = zip(codes.items(), row_sizes(old), mean_bits(old, new), strict=True)
+            cells |= {size: f"{coded} of {full}, {bits:.1f} bits" for (size, coded), full, bits in pairs}
         rows.append((f"{index} {old.role}".strip(), *cells.values()))
     if is_coded(plan):
         names |= {"qk_dim": "keys cached", "v_dim": "values cached"}
