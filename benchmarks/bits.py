@@ -25,13 +25,14 @@ import bits_library as library
 import bits_plans as plans
 import torch
 from bits_bench import DTYPES, HEADS, Bench, Key, Table, say
-from rival_caches import Integers, Rival, rivals, whole_bytes
+from rival_caches import FIRST, Integers, Rival, rivals, whole_bytes
 
 from headwise.checks import _lengths as lengths
 from headwise.errors import HeadwiseError
 from headwise.runs.settings import Settings
 
-GROUPS = ("rivals", "library", "ours", "ablations", "rank", "match")
+GROUPS = ("rivals", "library", "ours", "ablations", "beside", "rank", "match")
+BESIDE = "12.5%"  # the share of which it is measured what first and newest tokens are worth
 EQUAL_BITS = (4, 3, 2)
 
 
@@ -126,6 +127,16 @@ class Methods(Table):
 
             self.ablation(Key("ablations", "water-filling, rounded", share), bench, filled)
             self.ablation(Key("ablations", "equal ranks in 16 bits", share), bench, ranks)
+
+    def beside(self) -> None:
+        """One plan of ours with other numbers of tokens kept beside its codes."""
+        bench, share = self.benches["pooled"], BESIDE if BESIDE in self.asked.share else self.asked.share[-1]
+        for first, newest in ((FIRST, 1), (FIRST, 8), (FIRST, 16), (FIRST, 32), (FIRST, 64), (FIRST, 128), (0, 32)):
+            key = Key("beside", f"first {first} whole, newest {newest} in 8 bits", share)
+            if wanted := self.left(key):
+                model = bench.cast(plans.built(bench.source, bench.probed, plan := bench.plan(share)))
+                with plans.keeping(first, newest):
+                    self.measure(key, bench, _stored(plan.target.layers), self.reads(bench, model), model, wanted)
 
     def ablation(self, key: Key, bench: Bench, planned: Callable[[], Any]) -> None:
         """A plan in our basis that the exact program did not make; in 16 bits if it has its own prediction."""

@@ -32,7 +32,7 @@ def _section(result: dict[str, Any]) -> list[str]:
     for length in sorted({row["length"] for row in result["rows"]}):
         rows = [row for row in result["rows"] if row["length"] == length]
         lines += [f"### {length:,} tokens", ""]
-        lines += [*_beside(rows), *_ours(rows), *_left_out(rows), *_missing(rows)]
+        lines += [*_rivals(rows), *_ours(rows), *_left_out(rows), *_beside(rows), *_missing(rows)]
     return [*lines, *_about(result), ""]
 
 
@@ -54,8 +54,8 @@ def _perplexity(row: Row | None) -> str:
     return "" if row is None or "why" in row else f"{row['perplexity_change']:+.2%}"
 
 
-def _predicted(row: Row) -> str:
-    return "" if row.get("predicted") is None else f"{row['predicted']:.4f}"
+def _predicted(row: Row, name: str = "predicted") -> str:
+    return "" if row.get(name) is None else f"{row[name]:.4f}"
 
 
 def _there(rows: Sequence[Row], *groups: str) -> list[Row]:
@@ -68,7 +68,7 @@ def _match(rows: Sequence[Row], row: Row) -> Row | None:
     return next((other for other in _there(rows, "match") if other["asked"] == row["method"]), None)
 
 
-def _beside(rows: Sequence[Row]) -> list[str]:
+def _rivals(rows: Sequence[Row]) -> list[str]:
     """Every rival, and our plan in its bytes."""
     cells = []
     for row in _there(rows, "rivals", "library"):
@@ -84,10 +84,11 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     """Plans for shares of the cache: ours, and rank cuts."""
     found = sorted(_there(rows, "ours", "rank"), key=lambda row: -float(row["asked"].rstrip("%")))
     cells = [
-        (row["asked"], row["method"], f"{row['share']:.1%}", _predicted(row), _measured(row), _perplexity(row))
+        (row["asked"], row["method"], f"{row['share']:.1%}", _predicted(row), _predicted(row, "rehearsed"),
+         _measured(row), _perplexity(row))
         for row in found
-    ]
-    return _table(("asked for", "plan", "bytes", "predicted damage", "damage", "perplexity"), cells)
+    ]  # fmt: skip
+    return _table(("asked for", "plan", "bytes", "sum of prices", "rehearsed", "damage", "perplexity"), cells)
 
 
 def _left_out(rows: Sequence[Row]) -> list[str]:
@@ -99,6 +100,15 @@ def _left_out(rows: Sequence[Row]) -> list[str]:
         cells.append((row["method"], f"{row['share']:.1%}", _predicted(row), _measured(row), *best))
     titles = ("in our basis", "bytes", "predicted", "damage", "exact plan: bytes", "predicted", "damage")
     return _table(titles, cells)
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """What first and newest tokens are worth."""
+    cells = [
+        (row["asked"], row["method"], f"{row['share']:.1%}", _measured(row))
+        for row in sorted(_there(rows, "beside"), key=lambda row: row["share"])
+    ]
+    return _table(("plan for", "kept beside codes", "bytes", "damage"), cells)
 
 
 def _asked(rows: Sequence[Row], row: Row) -> Row | None:

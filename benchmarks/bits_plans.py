@@ -8,12 +8,13 @@ normal numbers, `b = log2(price / level) / 2`, rounded to whole bits.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from rival_caches import FIRST, NUMBER
+from rival_caches import NUMBER
 
 from headwise import budgets
 from headwise.cost import kv_bytes_per_token
@@ -41,9 +42,20 @@ def _row_bytes(layer: LayerShape, length: int) -> int:
         return length * layer.row_bytes(NUMBER)
     told = layer.to_json()
     coders = [RowCoder(told["k_code"], layer.qk_dim), RowCoder(told["v_code"], layer.v_dim)]
-    first = min(FIRST, length) * NUMBER * (layer.qk_dim + layer.v_dim)
+    first = min(cache_headwise.WHOLE, length) * NUMBER * (layer.qk_dim + layer.v_dim)
     newest = min(cache_headwise.NEAR, length) * sum(coder.fine.bytes for coder in coders)
     return length * sum(coder.bytes for coder in coders) + first + newest
+
+
+@contextmanager
+def keeping(first: int, newest: int) -> Iterator[None]:
+    """Let our caches keep other numbers of tokens beside their codes, until the end."""
+    before = cache_headwise.WHOLE, cache_headwise.NEAR
+    cache_headwise.WHOLE, cache_headwise.NEAR = first, newest
+    try:
+        yield
+    finally:
+        cache_headwise.WHOLE, cache_headwise.NEAR = before
 
 
 class Solver:

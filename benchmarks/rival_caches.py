@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from headwise.runtime.cache_headwise import Rows
+from headwise.runtime.cache_headwise import NEAR, Rows
 from headwise.types import LayerShape
 
 NUMBER = 2  # bytes of a scale, of a zero point and of a number that is kept whole
@@ -138,20 +138,21 @@ class Turbo:
 
 @dataclass(frozen=True, slots=True)
 class Rival:
-    """A cache whose tokens are rounded one by one, but for the first `whole` of a text."""
+    """A cache whose tokens are rounded one by one, but for the first `whole` of a text and the `newest`."""
 
     name: str
     coder: Coder
     whole: int = 0
+    newest: int = 0  # none, or as many as ours reads in 8 bits
 
-    def remembered(self, k: torch.Tensor, v: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def remembered(self, k: torch.Tensor, v: torch.Tensor, *_: Any) -> Rows:
         """Keys and values of a whole text as later tokens read them."""
-        k, v = (torch.cat((x[:, :, : self.whole], self.coder.rounded(x[:, :, self.whole :])), 2) for x in (k, v))
-        return k, v
+        rounded = [torch.cat((x[:, :, : self.whole], self.coder.rounded(x[:, :, self.whole :])), 2) for x in (k, v)]
+        return Rows(rounded[0], rounded[1], (k, v) if self.newest else ())
 
     def stored_bytes(self, layers: Sequence[LayerShape], length: int) -> float:
         """Bytes of a text of so many tokens."""
-        whole = min(self.whole, length)
+        whole = min(self.whole + self.newest, length)
         return sum(
             layer.kv_heads * (whole * NUMBER * size + (length - whole) * self.coder.row_bytes(size))
             for layer in layers
@@ -171,7 +172,7 @@ class Rival:
                     block.attention.__dict__.pop(name, None)
 
     def _act(self, attention: Any) -> None:
-        attention.remembered = lambda *given: Rows(*self.remembered(*given))
+        attention.remembered = self.remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,14 +270,17 @@ def _plain() -> Iterator[Rival]:
 
 @functools.cache
 def rivals() -> dict[str, Rival]:
-    """All rivals by name, each also with the first tokens of a text kept whole."""
+    """All rivals by name, each also with the first and the newest tokens of a text kept whole."""
     found = [one for rival in _plain() for one in (rival, helped(rival))]
     return {rival.name: rival for rival in found}
 
 
 def helped(rival: Rival) -> Rival:
-    """The same with the first tokens of a text kept whole, as ours are."""
-    return replace(rival, name=f"{rival.name}, first {FIRST} whole", whole=FIRST)
+    """The same with the help that ours has: first tokens kept whole, and newest ones where it does not keep its own."""
+    if rival.newest:
+        return replace(rival, name=f"{rival.name}, first {FIRST} whole", whole=FIRST)
+    name = f"{rival.name}, first {FIRST} and newest {NEAR} whole"
+    return replace(rival, name=name, whole=FIRST, newest=NEAR)
 
 
 def whole_bytes(layers: Sequence[LayerShape], length: int) -> int:

@@ -85,8 +85,8 @@ def test_bytes_count_codes_scales_and_zero_points():
     assert share["int3 by token, groups of 32"] / whole == (3 + 32 / 32) / 16
     assert share["QuaRot int4"] / whole == (4 + 32 / 64) / 16
     assert share["TurboQuant 2 bits"] / whole == (2 + 16 / 64) / 16
-    helped = share["int4 by token, first 4 whole"] - share["int4 by token"]
-    assert helped == 4 * 2 * (64 + 64) * (2 - 36 / 64)
+    helped = share["int4 by token, first 4 and newest 32 whole"] - share["int4 by token"]
+    assert helped == 36 * 2 * (64 + 64) * (2 - 36 / 64)
     assert caches.Integers(4).row_bytes(80) == 40 + 2 * 4, "a last group may be smaller"
 
 
@@ -112,9 +112,11 @@ def test_bytes_of_kivi_are_those_of_a_cache_that_grows_token_by_token(first):
 
 def test_the_first_tokens_stay_whole_where_a_rival_is_helped():
     k, v = torch.randn(2, 1, 2, 10, 16).unbind()
-    name = "int2 by token, first 4 whole"
-    for found, x in zip(caches.rivals()[name].remembered(k, v), (k, v), strict=True):
+    name = "int2 by token, first 4 and newest 32 whole"
+    rows = caches.rivals()[name].remembered(k, v)
+    for found, near, x in zip((rows.k, rows.v), rows.near, (k, v), strict=True):
         assert torch.equal(found[:, :, :4], x[:, :, :4]) and not torch.equal(found[:, :, 4:], x[:, :, 4:])
+        assert torch.equal(near, x), "what near tokens read"
 
 
 @pytest.mark.parametrize("name", ["int2 by token", "QuaRot int2", "TurboQuant 2 bits", "KIVI int2, newest 32"])
