@@ -1,0 +1,207 @@
+"""Time and memory of whole runs, from probe to report, by the size of the model. Needs a CUDA device.
+
+    python benchmarks/scale.py --shape 8b --work /large/disk --out benchmarks/results/scale.json
+    python benchmarks/scale.py --shape 8b --limit 24 --work /large/disk --out benchmarks/results/scale.json
+    python benchmarks/scale.py --model embedded --out benchmarks/results/scale.json
+    python benchmarks/scale.py --page   # rewrite the table of docs/SCALE.md from the committed results
+
+A shape is a checkpoint of random bf16 weights, made shard by shard: what is measured is time and memory, not quality.
+Every run has the settings of a command without options but those that its row names, and a process of its own. Seconds
+and peaks are by stage: allocated memory of the device as torch counts it, resident memory of the host. `--limit` lets
+torch have so many GiB of the device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from provenance import commit
+
+ROOT = Path(__file__).parents[1]
+PAGE, RESULT = ROOT / "docs" / "SCALE.md", ROOT / "benchmarks" / "results" / "scale.json"
+START, END = "<!-- scale: printed by benchmarks/scale.py --page -->", "<!-- end of scale -->"
+GIB = 1 << 30
+LLAMA = dict(vocab_size=128_256, max_position_embeddings=8_192, rope_theta=500_000.0, tie_word_embeddings=False)
+SHAPES: dict[str, dict[str, Any]] = {
+    "1b": dict(hidden_size=2048, intermediate_size=5632, num_attention_heads=32, num_key_value_heads=4,
+               num_hidden_layers=22) | LLAMA | {"vocab_size": 32_000},
+    "8b": dict(hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
+               num_hidden_layers=32) | LLAMA,
+    "70b": dict(hidden_size=8192, intermediate_size=28_672, num_attention_heads=64, num_key_value_heads=8,
+                num_hidden_layers=80) | LLAMA,
+}  # fmt: skip
+
+
+class Stages:
+    """Progress of a run, as seconds and peaks of every stage."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Any]] = []
+
+    def __call__(self, items: Sequence[Any], label: Any) -> Iterable[Any]:
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        yield from items
+        name = label if isinstance(label, str) else label()
+        self.found.append({"stage": name, "seconds": time.perf_counter() - start, **peaks()})
+        print(f"{name}: {self.found[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
+
+
+def peaks() -> dict[str, float]:
+    """GiB of the device since the last stage began, and of the host since the start."""
+    import torch
+
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"device_gib": torch.cuda.max_memory_allocated() / GIB, "host_gib": host / GIB}
+
+
+def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
+    """One run in this process."""
+    import torch
+
+    from headwise import pipeline
+    from headwise.checks import speed
+    from headwise.runs.settings import Settings
+
+    if limit:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit * GIB / whole)
+    stages, start = Stages(), time.perf_counter()
+    dossier = pipeline.run(Settings(model, **settings), out, stages)
+    found = {"seconds": time.perf_counter() - start, "stages": stages.found}
+    found |= {name: max(stage[name] for stage in stages.found) for name in ("device_gib", "host_gib")}
+    checks = dossier.verdict.checks if dossier.verdict else ()
+    return found | {"checks": {check.name: check.passed for check in checks}, "hardware": speed.machine("cuda")}
+
+
+def make(folder: Path, shape: dict[str, Any]) -> None:
+    """A checkpoint of random bf16 weights, one shard for each layer."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from headwise import families
+
+    folder.mkdir(parents=True)
+    config = LlamaConfig(**shape, dtype="bfloat16", architectures=["LlamaForCausalLM"])
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    draw, places = torch.Generator("cuda").manual_seed(0), {}
+    for file, names in _shards(shapes):
+        tensors = {}
+        for name in names:
+            places[name] = file
+            tensor = torch.ones(shapes[name], dtype=torch.bfloat16, device="cuda")
+            tensors[name] = tensor if tensor.dim() == 1 else tensor.normal_(0.0, 0.02, generator=draw)
+        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(families.locate("embedded")[0]) / name, folder / name)
+
+
+def _shards(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
+    for number, members in enumerate(groups.values(), 1):
+        yield f"model-{number:05d}-of-{len(groups):05d}.safetensors", members
+
+
+def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
+    """`run` in a process of its own."""
+    told = json.dumps([model, str(out), settings, limit])
+    code = "import json, scale, sys; print('RESULT' + json.dumps(scale.run(*json.loads(sys.argv[1]))))"
+    command = [sys.executable, "-c", code, told]
+    start = time.perf_counter()
+    done = subprocess.run(command, stdout=-1, stderr=-1, text=True, check=False, cwd=Path(__file__).parent)
+    print(done.stderr[-6000:], file=sys.stderr)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    about = {"name": name, "settings": settings, "limit_gib": limit, "process_seconds": time.perf_counter() - start}
+    about |= {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit()}
+    if not lines:
+        return about | {"why": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no output"}
+    return about | json.loads(lines[0][6:])
+
+
+def table(results: dict[str, Any]) -> str:
+    """The page's table, and under it the stages of every run."""
+    lines = ["| run | seconds | GiB on the device | GiB on the host | checks |", "| --- | --- | --- | --- | --- |"]
+    for row in results["rows"]:
+        if "why" in row:
+            lines.append(f"| {row['name']} | not finished: {row['why']} | | | |")
+            continue
+        passed = f"{sum(row['checks'].values())} of {len(row['checks'])} passed"
+        cells = f"{row['seconds']:.0f} | {row['device_gib']:.1f} | {row['host_gib']:.1f} | {passed}"
+        lines.append(f"| {row['name']} | {cells} |")
+    for row in results["rows"]:
+        if "why" in row:
+            continue
+        long = [stage for stage in row["stages"] if stage["seconds"] >= 1]
+        told = [f"{s['stage']} {s['seconds']:.0f} s ({s['device_gib']:.0f} GiB)" for s in long]
+        lines += [
+            "",
+            f"- **{row['name']}**: {', '.join(told)}. {row['hardware']}, {row['date']}, commit {row['commit']}.",
+        ]
+    return "\n".join(lines)
+
+
+def filled(page: str, results: dict[str, Any]) -> str:
+    """The page with its table as the results say."""
+    before, rest = page.split(START)
+    return f"{before}{START}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    """Measure one run, or print the page."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--shape", choices=SHAPES)
+    what.add_argument("--model")
+    what.add_argument("--page", action="store_true")
+    parser.add_argument("--name", help="of the row")
+    parser.add_argument("--layers", type=int, help="fewer than the shape has")
+    parser.add_argument("--budget", default="kv=50%")
+    parser.add_argument("--heal")
+    parser.add_argument("--data")
+    parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--limit", type=float, help="GiB of the device")
+    parser.add_argument("--work", type=Path, default=Path("scale-work"), help="folder for checkpoints and runs")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    if asked.page:
+        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULT.read_text())))
+        return
+    name = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}"
+    model = asked.model
+    if asked.shape:
+        shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
+        folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
+        if not folder.exists():
+            make(folder, shape)
+        model = str(folder)
+    settings = {"budgets": (asked.budget,), "device": "cuda"}
+    settings |= {key: value for key in ("heal", "data", "stream") if (value := getattr(asked, key))}
+    out = asked.work / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    row = in_child(model, name, out, settings, asked.limit)
+    found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
+    found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
+    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    shutil.rmtree(out, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
