@@ -83,7 +83,10 @@ def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> 
     found = {"seconds": time.perf_counter() - start, "stages": stages.found}
     found |= {name: max(stage[name] for stage in stages.found) for name in ("device_gib", "host_gib")}
     checks = dossier.verdict.checks if dossier.verdict else ()
-    return found | {"checks": {check.name: check.passed for check in checks}, "hardware": speed.machine(torch.device("cuda"))}
+    return found | {
+        "checks": {check.name: check.passed for check in checks},
+        "hardware": speed.machine(torch.device("cuda")),
+    }
 
 
 def make(folder: Path, shape: dict[str, Any]) -> None:
