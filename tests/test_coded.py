@@ -108,6 +108,19 @@ def test_beams_and_helpers_write_what_they_do_without_a_cache(kind: str, pool: i
     assert torch.equal(model.generate(ids, assistant_model=made(kind, pool, 0.5)[3], **given), plain)
 
 
+@pytest.mark.parametrize("pool", (1, 2))
+def test_near_tokens_of_a_long_text_are_read_in_full_whatever_the_code(pool: int) -> None:
+    _, source, _, model = made("llama", pool, 0.1)  # most directions have no bits
+    ids, cache = drawn(2, 80), fresh(model)
+    wanted, near = said(source, ids), cache_headwise.NEAR
+    off = (said(model, ids) - wanted).abs().amax((0, 2)) / wanted.abs().max()
+    assert off[:near].max() < 0.02 < 0.05 < off[near + 8 :].max(), "so many tokens are all near"
+    said(model, ids[:, :70], cache)
+    cache.crop(-60)  # more than can be taken back: some near tokens are read from their codes, until new ones come
+    late = (said(model, ids[:, 10:], cache) - wanted[:, 10:]).abs().amax((0, 2)) / wanted.abs().max()
+    assert torch.isfinite(late).all() and late.max() < 3 * off.max()
+
+
 # A cache in the hands of its user.
 
 
