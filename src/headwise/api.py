@@ -128,6 +128,5 @@ def load(
     model = families.load(str(folder), device, dtype=dtype)[0]
     family = families.family_of(model.config)
     if not family.is_tailored(model) and family.shape_of(model.config).cached:
-        tensors = family.apart(family.state_of(model, clone=False), model.config)  # shared, not copied
-        model = family.build(model, family.shape_of(model.config).layers, tensors)
+        model = family.tailor(model)
     return cast(nn.Module, make_fast(model))

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-HELD = 3 * 4  # bytes for every number of a model in memory: source and cut model in float32, and a copy on the way
+HELD = 3  # times that a run holds a model's numbers: the source, the cut model, and another on the way
 SHARE = 0.8  # of the memory that is free: what would take more does not fit
 
 
@@ -41,9 +41,9 @@ def _known_to_system() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def fits(numbers: int, device: torch.device | str) -> bool:
-    """Whether a run with a model of so many numbers fits on a device."""
-    return HELD * numbers <= SHARE * available_bytes(device)
+def fits(size: int, device: torch.device | str) -> bool:
+    """Whether a run with a model of so many bytes fits on a device."""
+    return HELD * size <= SHARE * available_bytes(device)
 
 
 @contextmanager

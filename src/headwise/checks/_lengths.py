@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise import memory
 from headwise.data import batches
-from headwise.families import Family
+from headwise.families import Family, wide_answers
 from headwise.progress import Track
 from headwise.types import LengthQuality
 from headwise.types.verdict import LEAST_ROWS
@@ -108,15 +108,7 @@ def rows_by_length(
 @torch.no_grad()
 def last_stream(family: Family, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The residual stream after the last layer (rows, length, hidden): what `family.logits` turns into logits."""
-    seen: list[torch.Tensor] = []
-    hook = family.layers(model)[-1].register_forward_hook(
-        lambda _module, _args, out: seen.append(out[0] if isinstance(out, tuple) else out)
-    )
-    try:
-        family.read(model, ids.to(model.device))
-    finally:
-        hook.remove()
-    return seen[0]
+    return family.last_stream(model, ids.to(model.device))
 
 
 @torch.no_grad()
@@ -130,7 +122,7 @@ def predictions(
     parts = []
     for start in range(0, len(target), at_once):
         before, after = (
-            family.logits(model, stream[None, start : start + at_once])[0].float().log_softmax(-1)
+            _log_probabilities(family, model, stream[None, start : start + at_once])[0]
             for model, stream in zip(models, flat, strict=True)
         )
         wanted = target[start : start + at_once, None]
@@ -139,6 +131,11 @@ def predictions(
         kl = (before.exp() * (before - after)).sum(-1)
         parts.append(torch.stack([*losses, kl, *(found.float() for found in right)]).double().cpu())
     return Tokens(*torch.cat(parts, 1).view(5, *ids[:, 1:].shape))
+
+
+def _log_probabilities(family: Family, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+    with wide_answers(model):
+        return family.logits(model, stream).float().log_softmax(-1)
 
 
 def summed_up(found: Tokens, length: int, block: int, seed: int) -> LengthQuality:

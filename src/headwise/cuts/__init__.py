@@ -1,4 +1,7 @@
-"""Carry out a plan: build the smaller model. No decision is made here, and the source is left as it was."""
+"""Carry out a plan: build the smaller model. No decision is made here, and the source is left as it was.
+
+What a plan leaves as it is, both models hold together: only what is cut takes memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def reshape(family: Family, model: nn.Module, plan: Plan, moments: list[Moments]
     shape = family.shape_of(model.config)
     if shape.layers != plan.source.layers:
         raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
-    tensors = family.state_of(model)
+    tensors = family.state_of(model, clone=False)
     for index, target in enumerate(plan.target.layers):
         if target.gone:
             continue

@@ -38,6 +38,15 @@ class LayerBatch(NamedTuple):
     context: dict[str, Any]  # of the source's layer: positions, masks
 
 
+def in_full(given: Any) -> Any:
+    """What a layer is given beside the stream, with all its numbers in float32."""
+    if isinstance(given, torch.Tensor):
+        return given.float() if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {name: in_full(value) for name, value in given.items()}
+    return tuple(in_full(value) for value in given) if isinstance(given, tuple) else given
+
+
 def passed(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """A stream after a layer's attention (the layer's own tokens only) and after the layer."""
     own = block.own(stream, context)

@@ -23,9 +23,20 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
+from headwise.families import set_format
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
-from headwise.heal._layer import LEAST, RATE, AnswerTrainer, LayerBatch, LayerTrainer, checks_of, mean_of, passed
+from headwise.heal._layer import (
+    LEAST,
+    RATE,
+    AnswerTrainer,
+    LayerBatch,
+    LayerTrainer,
+    checks_of,
+    in_full,
+    mean_of,
+    passed,
+)
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
 from headwise.training.loop import move
@@ -155,6 +166,7 @@ class _Walk:
         span = self.spans[index]
         learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
         power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
+        self.layers[index].float()  # steps are smaller than bfloat16 resolves
         kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
         new_step = CapturedStep if captured else lambda: move
         return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)
@@ -166,11 +178,13 @@ class _Walk:
         middle, streams.target = passed(self.theirs[span.start], streams.source, context)
         for index in span[1:]:
             streams.target = self.theirs[index](streams.target, streams.contexts[index])
-        return LayerBatch(streams.rows, streams.cut, streams.target, middle, context)
+        cut, target, middle = in_full((streams.cut, streams.target, middle))
+        return LayerBatch(streams.rows, cut, target, middle, in_full(context))
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Take both streams past a layer."""
+        set_format(self.layers[index], self.job.cut.dtype)
         for streams in self.learned + self.held_out:
             streams.cut = self.ours[index](streams.cut, streams.contexts[self.spans[index].start])
             streams.source = streams.target

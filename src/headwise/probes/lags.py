@@ -89,6 +89,7 @@ def measure(
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         attend, o_weight = layers[layer].attention.attend, layers[layer].read_out()
+        q, k, v, o_weight = (t.float() for t in (q, k, v, o_weight))
         weights = weights_of(q, k, attend.scaling, attend.sliding_window, attend.softcap)
         seen[layer].append(squares_by_lag(weights, head_grams(v, o_weight, q.shape[1])).cpu())
 

@@ -105,7 +105,7 @@ def measure(
     seen: list[list[SoftmaxRows]] = [[] for _ in layers]
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        attend = layers[layer].attention.attend
+        attend, q, k = layers[layer].attention.attend, q.float(), k.float()
         seen[layer].append(norms_at(q, k, attend.scaling, lengths, attend.sliding_window, attend.softcap))
 
     with watching(layers, attention):

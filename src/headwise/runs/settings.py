@@ -16,6 +16,7 @@ from headwise.strategies import POOLING
 from headwise.types import DEFAULT_UNITS, UNITS, Record
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
+FORMATS = ("auto", "float32", "bfloat16")
 LONGEST_CONTEXT = 32_768  # unless --context is given
 CUT, HEAL, DATA, MACHINE = "What is cut", "Healing and verification", "Data", "Machine"  # headings in the help text
 HEAL_OPTIONS = ", ".join(field.name for field in fields(Options))
@@ -88,6 +89,15 @@ class Settings(Record):
     ] = DEFAULT_UNITS
     seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
     device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"
+    dtype: Annotated[
+        str,
+        Flag(
+            "What models are computed in: float32, bfloat16, or auto: as in the file on a GPU, where that is bfloat16.",
+            commands="run probe",
+            group=MACHINE,
+            value="FORMAT",
+        ),
+    ] = "auto"
     tokens: Annotated[int, Flag("Calibration tokens; for images, patches.", "run probe", DATA, least=1)] = 65_536
     eval_tokens: Annotated[int, Flag("Evaluation tokens.", "run", DATA, least=1)] = 32_768
     swap_tokens: Annotated[
@@ -141,6 +151,8 @@ class Settings(Record):
         check_smallest(self)
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
+        if self.dtype not in FORMATS:
+            raise HeadwiseError(f"dtype is '{self.dtype}'; give {', '.join(FORMATS)}.")
         Options.parse(self.heal_options)
         damage_limit(self.max_loss or MAX_LOSS)
         if self.pool not in ("auto", "none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from headwise import families, heal, processes, strategies, tasks
 from headwise.checks import certificate, exactness, quality, speed
+from headwise.cost import parameters
 from headwise.cuts import blind_moments, reshape
 from headwise.cuts import save as save_model
 from headwise.files import disk
@@ -54,10 +55,10 @@ class InMemory(Source):
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
         with families.quietly():
-            rounded = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
+            saved = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
         if self.task.name == "embedding":
             families.accompany(settings.model, folder.model)
-        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, self.evaluation, new))
+        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(saved, self.evaluation, new))
         folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
         self.clear(settings, folder)
 
@@ -65,8 +66,8 @@ class InMemory(Source):
         """See `Source`."""
         model, shape, rows = self.model, self.shape, self.evaluation
         with stage(track, "loading the new model"):
-            stock, _ = families.load(str(folder.model), str(model.device))
-        cut = self.family.tailor(stock)
+            stock, _ = families.load(str(folder.model), str(model.device), dtype=model.dtype)
+        cut = self.family.tailor(stock, share=True)
         refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
         found = quality.compare(self.family, model, cut, rows, track, self.task, self.seed, self.truth)
         checks = exactness.count_checks(cut, plan, shape)
@@ -99,16 +100,19 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
     """Load the model and read the rows."""
     device = processes.begin(settings.device)
     with stage(track, "loading the model"):
-        model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
-    alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
-    large = alone and not fits(sum(parameter.numel() for parameter in model.parameters()), device)
-    model = model if large else model.to(device)  # a large one stays in host memory and borrows the GPUs
+        config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
+        dtype = families.computed_dtype(config, settings.dtype, device)
+        alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
+        size = parameters(families.family_of(config).shape_of(config)) * dtype.itemsize
+        large = alone and not fits(size, device)
+        place = "cpu" if large else device  # a large one stays in host memory and borrows the GPUs
+        model, tokenizer = families.load(settings.model, place, settings.trust_remote_code, settings.task, dtype)
     task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
     refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(
         family,
-        family.tailor(model, pooled_heads(settings, family, model, task)),
+        family.tailor(model, pooled_heads(settings, family, model, task), share=True),
         tokenizer,
         *texts,
         task=task,

@@ -195,7 +195,7 @@ class _Probing:
     def _without(self, rows: torch.Tensor, gone: tuple[int, ...]) -> nn.Module:
         """The model without some layers, healed on rows where the run heals."""
         left = tuple(GONE if index in gone else layer for index, layer in enumerate(self.shape.layers))
-        shorter = self.family.build(self.model, left, self.family.state_of(self.model))
+        shorter = self.family.build(self.model, left, self.family.state_of(self.model, clone=False))
         return refit(self.family, self.model, shorter, rows, self.task.refit_strength)[0] if self.heals else shorter
 
 
