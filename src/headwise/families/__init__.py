@@ -1,6 +1,6 @@
 """Model families: one file each, found by this folder. Here: the names that the rest of the package uses."""
 
-from headwise.families._answers import wide_answers
+from headwise.families._answers import wide_answers, widened
 from headwise.families._architecture import (
     BARE,
     CAUSAL,
@@ -61,4 +61,5 @@ __all__ = [
     "set_format",
     "task_of",
     "wide_answers",
+    "widened",
 ]

@@ -1,4 +1,4 @@
-"""Answers in float32 of a model whose weights have fewer bits."""
+"""Sums and answers in float32, of a model whose weights have fewer bits."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """In float32 where it has fewer bits, else as it is."""
+    return x.float() if x.element_size() < 4 else x
 
 
 class _Wide(nn.Linear):

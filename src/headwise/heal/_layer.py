@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise.families import Block
+from headwise.families import Block, widened
 from headwise.heal._adam import RelativeAdam
 from headwise.heal._job import Job, gradients
 from headwise.tasks import Prepared
@@ -41,7 +41,7 @@ class LayerBatch(NamedTuple):
 def in_full(given: Any) -> Any:
     """What a layer is given beside the stream, with all its numbers in float32."""
     if isinstance(given, torch.Tensor):
-        return given.float() if given.is_floating_point() else given
+        return widened(given) if given.is_floating_point() else given
     if isinstance(given, dict):
         return {name: in_full(value) for name, value in given.items()}
     return tuple(in_full(value) for value in given) if isinstance(given, tuple) else given

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.families import Block
+from headwise.families import Block, widened
 from headwise.linalg import balanced, fast_products, ridge, value_basis
 from headwise.types import Gain
 
@@ -236,7 +236,7 @@ class _LeastSquares:
         self.yy = 0.0
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        x, y = x.flatten(0, 1).float(), y.flatten(0, 1).float()
+        x, y = widened(x.flatten(0, 1)), widened(y.flatten(0, 1))
         if self.linear.bias is not None:
             y = y - self.linear.bias
         with fast_products(x.device) if self.linear.weight.dtype == torch.bfloat16 else nullcontext():  # as exact there

@@ -23,7 +23,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
-from headwise.families import set_format
+from headwise.families import set_format, widened
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
 from headwise.heal._layer import (
@@ -166,7 +166,7 @@ class _Walk:
         span = self.spans[index]
         learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
         power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
-        self.layers[index].float()  # steps are smaller than bfloat16 resolves
+        set_format(self.layers[index], widened(self.learned[0].cut).dtype)  # steps are smaller than bfloat16 resolves
         kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
         new_step = CapturedStep if captured else lambda: move
         return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)

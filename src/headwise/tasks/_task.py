@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.data import DataRows, closed_blocks, closed_lengths, documents, rows_by_length
-from headwise.families import Family, wide_answers
+from headwise.families import Family, wide_answers, widened
 from headwise.progress import Track as Track
 
 
@@ -99,7 +99,7 @@ class Task(ABC):
 
     def answers(self, logits: torch.Tensor) -> torch.Tensor:
         """Answers from the model's raw outputs: here log-probabilities along the last axis."""
-        return logits.float().log_softmax(-1)
+        return widened(logits).log_softmax(-1)
 
     def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Distance of the answers from the source's, per row: here the mean KL over all positions."""
