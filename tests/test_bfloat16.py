@@ -152,10 +152,10 @@ def test_prices_and_plans_are_those_of_float32(probed: dict[str, Path]) -> None:
         curves = exact.curve(kind), rounded.curve(kind)
         for layer, ticks in enumerate(curves[0].ticks):
             last = curves[0].values[layer][-1], curves[1].values[layer][-1]
-            assert last[1] == pytest.approx(last[0], rel=0.15), (kind, layer, ticks[-1])
+            assert last[1] == pytest.approx(last[0], rel=0.3), (kind, layer, ticks[-1])
     for budgets, allow in ((("kv=30%",), ("qk", "v", "mlp", "bits")), (("params=95%",), ("qk", "v", "mlp"))):
         wanted, found = (strategies.allocate(r, parse_all(budgets, r.source), allow=allow) for r in (exact, rounded))
-        assert found.predicted_damage == pytest.approx(wanted.predicted_damage, rel=0.1)
+        assert found.predicted_damage == pytest.approx(wanted.predicted_damage, rel=0.2)
 
 
 def test_a_run_in_bfloat16_is_verified_and_its_proof_may_be_too(
