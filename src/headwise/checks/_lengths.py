@@ -35,6 +35,7 @@ class Tokens(NamedTuple):
     kl: torch.Tensor
     right_before: torch.Tensor  # 1 where the best token is the right one
     right_after: torch.Tensor
+    same: torch.Tensor  # 1 where the best tokens are equal
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -127,10 +128,11 @@ def predictions(
         )
         wanted = target[start : start + at_once, None]
         losses = [-found.gather(-1, wanted)[:, 0] for found in (before, after)]
-        right = [found.argmax(-1) == wanted[:, 0] for found in (before, after)]
+        best = [found.argmax(-1) for found in (before, after)]
+        agree = [best[0] == wanted[:, 0], best[1] == wanted[:, 0], best[0] == best[1]]
         kl = (before.exp() * (before - after)).sum(-1)
-        parts.append(torch.stack([*losses, kl, *(found.float() for found in right)]).double().cpu())
-    return Tokens(*torch.cat(parts, 1).view(5, *ids[:, 1:].shape))
+        parts.append(torch.stack([*losses, kl, *(found.float() for found in agree)]).double().cpu())
+    return Tokens(*torch.cat(parts, 1).view(len(Tokens._fields), *ids[:, 1:].shape))
 
 
 def _log_probabilities(family: Family, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
 
     A portable one is rounded in its stock form, as its weights differ from ours by a factor before they are rounded.
     """
-    own = family.tailor(model, share=True)
+    own = family.tailor(model, share="all")
     own = own.float() if portable else own
     leaving = family.to_stock(own) if portable else own
     if portable:

@@ -6,7 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -21,6 +21,8 @@ from headwise.families._tensors import Naming
 from headwise.families._tensors import Tensors as Tensors
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
 from headwise.types import Grain, LayerShape, ModelShape
+
+Share = Literal["nothing", "ends", "all"]
 
 
 class Family(Streams, Naming, ABC):
@@ -225,19 +227,21 @@ class Family(Streams, Naming, ABC):
                 parent, _, last = name.rpartition(".")
                 model.get_submodule(parent).register_buffer(last, theirs[name].clone(), persistent=False)
 
-    def tailor(self, model: nn.Module, pooled: int = 1, share: bool = False) -> nn.Module:
+    def tailor(self, model: nn.Module, pooled: int = 1, share: Share = "nothing") -> nn.Module:
         """A stock model on our modules, bit for bit the same, and with the same tensors: none is copied.
 
-        A tailored model is copied, so that the copy's layers can be changed in place (embeddings and head are shared),
-        or with `share` not even that. `pooled` key/value heads share a row of the cache: above 1, results differ by
-        rounding alone.
+        A tailored model is copied, so that the copy can be changed in place, except for what both are to share: all, or
+        what is not in layers (the ends: embeddings, head). `pooled` key/value heads share a row of the cache: above 1,
+        results differ by rounding alone.
         """
         tensors = self.state_of(model, clone=False)
         if not self.is_tailored(model):
             tensors = self.apart(tensors, model.config)
-        elif not share:
+        elif share != "all":
             own = {tensor.data_ptr() for layer in self.layers(model) for tensor in layer.state_dict().values()}
-            tensors = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in tensors.items()}
+            copied = (share == "nothing" or tensor.data_ptr() in own for tensor in tensors.values())
+            pairs = zip(tensors.items(), copied, strict=True)
+            tensors = {name: tensor.clone() if copy else tensor for (name, tensor), copy in pairs}
         layers = self.shape_of(model.config).layers
         return self.build(model, tuple(layer.pooling(pooled) for layer in layers), tensors)
 

@@ -53,7 +53,7 @@ class DistillationLoss(nn.Module):
         """
         family, task, source = self._fixed
         device = next(self.parameters()).device
-        teacher = family.tailor(source).requires_grad_(False)
+        teacher = family.tailor(source, share="ends").requires_grad_(False)
         shards.spread(device, family.layers(teacher))
         self._fixed = (family, task, teacher.to(device))
         shards.spread(device, family.layers(self.student), self)

@@ -59,7 +59,7 @@ STREAMS = 4  # in memory at a time: both models' before a layer, and the source'
 
 def heal(job: Job) -> tuple[nn.Module, Healing]:
     """A copy of the cut model with trained layers, and what every layer gained on held-out rows."""
-    healed, text = job.family.tailor(job.cut), _text(job)
+    healed, text = job.family.tailor(job.cut, share="ends"), _text(job)
     settings = json.dumps([text.steps, job.options.rate, job.options.batch, job.seed, len(text.portions)])
     checkpoints = LayerCheckpoints(job.folder, NAME, settings, text.rows.inputs)
     tokens = count_tokens(text.rows.inputs, text.rows.row)

@@ -108,7 +108,7 @@ class Distillation:
         In float32, whatever its file has: steps are smaller than bfloat16 resolves. Embeddings and head are the
         source's own and stay as they are.
         """
-        job, student = self.job, self.job.family.tailor(self.job.cut).float()
+        job, student = self.job, self.job.family.tailor(self.job.cut, share="ends").float()
         balance(job.family, student)
         student.requires_grad_(False)
         layers = job.family.layers(student)

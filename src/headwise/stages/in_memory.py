@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from headwise import families, heal, processes, strategies, tasks
 from headwise.checks import certificate, exactness, quality, speed
+from headwise.checks._lengths import predicted
 from headwise.cost import parameters
 from headwise.cuts import blind_moments, reshape
 from headwise.cuts import save as save_model
 from headwise.files import disk
 from headwise.memory import fits
-from headwise.progress import Track, silently, stage
+from headwise.progress import Track, aside, silently, stage
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
@@ -26,6 +29,7 @@ from headwise.stages.source import (
     refuse_units,
 )
 from headwise.stages.texts import read_texts
+from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan
 
 
@@ -67,18 +71,19 @@ class InMemory(Source):
         model, shape, rows = self.model, self.shape, self.evaluation
         with stage(track, "loading the new model"):
             stock, _ = families.load(str(folder.model), str(model.device), dtype=model.dtype)
-        cut = self.family.tailor(stock, share=True)
+        cut = self.family.tailor(stock, share="all")
         refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
-        found = quality.compare(self.family, model, cut, rows, track, self.task, self.seed, self.truth)
+        reloaded = aside(lambda: exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+        found, known = self._quality(cut, track)
         checks = exactness.count_checks(cut, plan, shape)
         with stage(track, "reloading in a fresh process"):
-            checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+            checks.append(reloaded())
         took, kept = speed.latencies(model, cut, plan)
         runtime = speed.runtime(model, cut)
         lengths = certificate.Found()
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
-            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track)
+            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track, known)
         return Judged(
             quality=found,
             lengths=lengths,
@@ -89,6 +94,15 @@ class InMemory(Source):
             samples=quality.samples(model, cut, self.tokenizer, rows) if self.task.generates else (),
             machine=speed.machine(model.device, runtime),
         )
+
+    def _quality(self, cut: nn.Module, track: Track) -> tuple[quality.Comparison, certificate.Known | None]:
+        """How both models answer the evaluation; of a decoder also how they predict each token of it."""
+        rows = self.evaluation
+        if type(self.task) is Causal:
+            found = predicted(self.family, (self.model, cut), rows, track, "quality")
+            if not isinstance(found, str):
+                return quality.of_tokens(found), (rows, found)
+        return quality.compare(self.family, self.model, cut, rows, track, self.task, self.seed, self.truth), None
 
     def clear(self, settings: Settings, folder: RunFolder) -> None:
         """See `Source`."""
@@ -112,7 +126,7 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(
         family,
-        family.tailor(model, pooled_heads(settings, family, model, task), share=True),
+        family.tailor(model, pooled_heads(settings, family, model, task), share="all"),
         tokenizer,
         *texts,
         task=task,
