@@ -39,6 +39,12 @@ def run(
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 
+def memory_needed(model: str, budget: str | Sequence[str], **settings: Any) -> list[dict[str, Any]]:
+    """About how many bytes of memory every stage of a run will take, and in which way; no weights are loaded."""
+    asked = Settings(model=model, budgets=_texts(budget), **settings)
+    return [stage._asdict() for stage in pipeline.memory_needed(asked)]
+
+
 def probe(
     model: str,
     out: Path | str,

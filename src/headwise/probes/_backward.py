@@ -106,8 +106,13 @@ def way(family: Family, model: nn.Module, rows: torch.Tensor, task: Task, recomp
     shape, size = family.shape_of(model.config), next(model.parameters()).element_size()
     length = max(1, mean_length(rows, task.row_tokens))
     room = min(ROOM, available_bytes(next(model.parameters()).device) // 2)
-    fitting = room // max(1, kept_per_token(shape, length, size))
     able = not family.anatomy(model.config).roles  # gradients also reach an encoder's output
+    return chosen_way(kept_per_token(shape, length, size), length, room, able, recompute)
+
+
+def chosen_way(kept: int, length: int, room: int, able: bool, recompute: bool | None) -> Way:
+    """`way`, for a model that keeps so many bytes of every token; `able`: whether its layers can be computed twice."""
+    fitting = room // max(1, kept)
     if able and (recompute or (recompute is None and fitting < length)):
         return Way(TOKENS, True)
     return Way(max(length, min(TOKENS, fitting)), False)

@@ -120,7 +120,10 @@ class Settings(Record):
     trust_remote_code: Annotated[
         bool, Flag("Run Python code from the model's repository.", "run probe reshape heal verify", MACHINE)
     ] = False  # of this command alone: the value in a file is never believed
-    recompute: bool | None = None  # gradient checkpointing; None: where memory is short. No flag: for Python
+    recompute: Annotated[
+        bool | None,
+        Flag("Compute layers twice for gradients; if not given, where memory is short.", "run probe", MACHINE),
+    ] = None
     stream: Annotated[
         bool | None,
         Flag("Keep one layer in memory at a time; if not given, where the model does not fit.", "run probe", MACHINE),
@@ -185,7 +188,7 @@ class Settings(Record):
         Only what changes memory and nothing else may differ, and trust, which is given anew with every command.
         """
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}
+        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False, "recompute": None}
         return ours == theirs and replace(self, **free) == replace(before, **free)
 
     def difference(self, before: Settings) -> str:

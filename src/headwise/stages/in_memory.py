@@ -119,7 +119,9 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
         alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
         size = parameters(families.family_of(config).shape_of(config)) * dtype.itemsize
         large = alone and not fits(size, device)
-        place = "cpu" if large else device  # a large one stays in host memory and borrows the GPUs
+        if large:  # it stays in host memory and borrows the GPUs
+            dtype = families.computed_dtype(config, settings.dtype, "cpu")
+        place = "cpu" if large else device
         model, tokenizer = families.load(settings.model, place, settings.trust_remote_code, settings.task, dtype)
     task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
     refuse_units(settings, family)

@@ -256,7 +256,8 @@ def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:
 
 def _key(settings: Settings, source: Source, diagnose: bool) -> str:
     """What stands for a probing: settings, rows and version."""
-    asked = {**settings.to_json(), "heal_options": (), "diagnose": diagnose, "headwise": metadata.version("headwise")}
+    free = {"heal_options": (), "recompute": None}  # which change no reading
+    asked = {**settings.to_json(), **free, "diagnose": diagnose, "headwise": metadata.version("headwise")}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(source.calibration.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

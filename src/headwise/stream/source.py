@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from headwise import families, processes
+from headwise import devices, families, processes
 from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._folder import check_tokenizer
@@ -99,9 +99,7 @@ def is_streamed(settings: Settings, folder: RunFolder, warn: bool = True) -> boo
     begun = (folder.probing, folder.moments_file, folder.model)
     if any(path.exists() for path in begun) or processes.count() > 1:
         return False
-    device = settings.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = devices.chosen(settings.device)
     sizes = _sizes(settings, device)
     if sizes is None or any(fits(size, place) for place, size in sizes.items()):
         return False
@@ -126,8 +124,7 @@ def _sizes(settings: Settings, device: str) -> dict[str, int] | None:
             return None
         places = dict.fromkeys((device, "cpu") if settings.device == "auto" else (device,))
         numbers = sum(entry.numbers for entry in Checkpoint(where).entries.values())
-        dtype = families.computed_dtype(config, settings.dtype, device)
-        return dict.fromkeys(places, numbers * dtype.itemsize)
+        return {p: numbers * families.computed_dtype(config, settings.dtype, p).itemsize for p in places}
     except Exception:  # loading the model gives the reason
         return None
 
