@@ -149,7 +149,7 @@ def test_only_what_a_file_holds_is_rounded(source: Path, tmp_path: Path) -> None
         assert all(torch.equal(buffer, exact[name]) for name, buffer in found.named_buffers() if name in exact)
         again = llama.tailor(families.load(str(tmp_path / str(portable)))[0])
         rows = llama.example(model.config)
-        assert torch.equal(llama.run(found, rows), llama.run(again, rows)), "the proof is of what was stored"
+        assert torch.equal(llama.run(found.float(), rows), llama.run(again, rows)), "the proof is of what was stored"
 
 
 def test_a_full_disk_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +220,7 @@ def test_passages_come_again_and_only_their_copies_count() -> None:
         ids, places = retrieval.rows_for(distance, tokens, start=1)
         again = torch.zeros_like(ids[:, 1:], dtype=torch.float64)
         again[:, distance - 1 :] = (ids[:, distance:] == ids[:, :-distance]).double()
-        found = retrieval.summed_up(lengths.Tokens(again, again, again, again, 0 * again), distance, places)
+        found = retrieval.summed_up(lengths.Tokens(again, again, again, again, 0 * again, again), distance, places)
         assert found.accuracy_before == 1 and found.accuracy_after == 0 and found.passages >= 8
         assert ids.shape[1] <= 1024 and bool((ids[:, 0] == 1).all()) and again.mean() < 0.6
         assert found.lost and "points less" in verdict(retrieval=(found,)).reasons[-1]

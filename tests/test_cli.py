@@ -51,7 +51,7 @@ def test_a_command_without_flags_has_the_defaults_of_the_settings() -> None:
 
 
 def test_every_setting_has_a_flag() -> None:
-    assert {f.name for f in fields(Settings)} - {s.name for s in described(Settings)} == {"recompute"}, "only in Python"
+    assert {f.name for f in fields(Settings)} - {s.name for s in described(Settings)} == set()
 
 
 @pytest.mark.parametrize("command", ["run", "probe", "allocate", "reshape", "heal", "verify"])

@@ -16,11 +16,12 @@ from headwise.budgets import price
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.preflight import check
+from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.source import codes_rows, heads_to_pool
 from headwise.tasks.causal import Causal
 from headwise.tasks.masked import TASK as masked
-from headwise.types import Plan, code_bytes
+from headwise.types import Plan, Readings, code_bytes
 
 SMALL: dict[str, Any] = dict(tokens=512, eval_tokens=256, swap_tokens=64, length=64, device="cpu", heal="none")
 
@@ -93,12 +94,27 @@ def test_one_probing_answers_every_budget(copied: Path) -> None:
         damages.append(plan.predicted_damage)
     assert shares == sorted(shares, reverse=True) and shares[1] <= 0.75 and shares[3] <= 0.12
     assert damages == sorted(damages) and damages[1] < damages[3]
-    ranks = api.allocate(copied, "kv=50%", allow=("qk", "v", "mlp"))
-    assert share(ranks) <= 0.5 and not any(layer.coded for layer in ranks.target.layers)
-    assert ranks.predicted_damage > damages[2], "twice the bytes, in whole numbers, do more damage"
-    api.reshape(copied)
-    shape = llama.shape_of(api.load(copied / "model").config)
-    assert shape.layers == ranks.target.layers
+
+
+def test_a_probing_for_the_cache_prices_bits_alone_and_one_for_no_budget_prices_all(
+    copied: Path, folder: Path, tmp_path: Path
+) -> None:
+    ranks = dict(allow=("qk", "v", "mlp"))
+    with pytest.raises(HeadwiseError, match="priced bits of the cache alone; probe again"):
+        api.allocate(copied, "kv=50%", **ranks)
+    assert {order for layer in Readings.read(copied / "readings.json").orders for order in layer} == {
+        "k_bits",
+        "v_bits",
+    }
+    out = tmp_path / "any"
+    asked = settings(folder)
+    with pipeline.claimed(asked, RunFolder(out), "probe", False):
+        pipeline.measure(asked, RunFolder(out), ())
+    coded, whole = api.allocate(out, "kv=25%"), api.allocate(out, "kv=50%", **ranks)
+    assert share(whole) <= 0.5 and not any(layer.coded for layer in whole.target.layers)
+    assert whole.predicted_damage > coded.predicted_damage, "twice the bytes, in whole numbers, do more damage"
+    api.reshape(out)
+    assert llama.shape_of(api.load(out / "model").config).layers == whole.target.layers
 
 
 @pytest.mark.parametrize("budget", ("params=99%", "flops=97%"))

@@ -39,6 +39,12 @@ def run(
     return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
 
 
+def memory_needed(model: str, budget: str | Sequence[str], **settings: Any) -> list[dict[str, Any]]:
+    """About how many bytes of memory every stage of a run will take, and in which way; no weights are loaded."""
+    asked = Settings(model=model, budgets=_texts(budget), **settings)
+    return [stage._asdict() for stage in pipeline.memory_needed(asked)]
+
+
 def probe(
     model: str,
     out: Path | str,
@@ -128,6 +134,5 @@ def load(
     model = families.load(str(folder), device, dtype=dtype)[0]
     family = families.family_of(model.config)
     if not family.is_tailored(model) and family.shape_of(model.config).cached:
-        tensors = family.apart(family.state_of(model, clone=False), model.config)  # shared, not copied
-        model = family.build(model, family.shape_of(model.config).layers, tensors)
+        model = family.tailor(model)
     return cast(nn.Module, make_fast(model))

@@ -32,6 +32,15 @@ def check(device: str) -> None:
         raise HeadwiseError(f"--device {device}: there are {count} CUDA devices, the last is {last}; give that one.")
 
 
+def chosen(device: str) -> str:
+    """The device that a setting means: auto is a GPU, where there is one."""
+    if device != "auto":
+        return device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def timed(work: Callable[[], Result], device: torch.device, count: int = 1) -> tuple[Result, float]:
     """The result of the last of `count` calls, and the seconds that all of them took on the device.
 

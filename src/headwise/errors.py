@@ -35,7 +35,10 @@ class UnknownNameError(HeadwiseError):
     """A plug-in name that does not exist."""
 
 
-NO_MEMORY = "too little memory; close other programs, lower --tokens or --length, or add --stream. The run resumes."
+NO_MEMORY = (
+    "too little memory; what was done is kept. Close other programs or add --recompute, and the run resumes; or start "
+    "anew with --stream, or with a lower --length or --tokens."
+)
 NO_MEMORY_WORDS = ("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread")
 
 

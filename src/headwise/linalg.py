@@ -17,6 +17,7 @@ from headwise.errors import HeadwiseError
 Elimination = tuple[list[int], list[float]]
 TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+WIDE = 512  # columns of a matrix that many threads, or a GPU, decompose faster than one thread
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
@@ -41,18 +42,19 @@ def exact_products() -> AbstractContextManager[None]:
 
 
 def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Decomposition]:
-    """Decompose small matrices on one CPU thread, wherever they are.
+    """Decompose small matrices on one CPU thread, wherever they are, and wide ones where they are.
 
     Several threads only wait for each other, and long on a busy machine; and CUDA decomposes a batch of them one by
-    one, each more slowly than a CPU.
+    one, each more slowly than a CPU. Of wide matrices neither is so.
     """
 
     @functools.wraps(function)
     def wrapped(first: torch.Tensor, *others: torch.Tensor | None) -> Decomposition:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+        threads, wide = torch.get_num_threads(), first.shape[-1] > WIDE
+        torch.set_num_threads(threads if wide else 1)
+        place = first.device if wide else torch.device("cpu")
         try:
-            found = function(first.cpu(), *(None if other is None else other.cpu() for other in others))
+            found = function(first.to(place), *(None if other is None else other.to(place) for other in others))
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
             raise _broken(error) from None
         finally:

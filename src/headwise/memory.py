@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-HELD = 3 * 4  # bytes for every number of a model in memory: source and cut model in float32, and a copy on the way
+HELD = 3  # times that a run holds a model's numbers: the source, the cut model, and another on the way
 SHARE = 0.8  # of the memory that is free: what would take more does not fit
 
 
@@ -41,9 +42,16 @@ def _known_to_system() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def fits(numbers: int, device: torch.device | str) -> bool:
-    """Whether a run with a model of so many numbers fits on a device."""
-    return HELD * numbers <= SHARE * available_bytes(device)
+def emptied() -> None:
+    """Give back what nothing uses any more, on all devices."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def fits(size: int, device: torch.device | str) -> bool:
+    """Whether a run with a model of so many bytes fits on a device."""
+    return HELD * size <= SHARE * available_bytes(device)
 
 
 @contextmanager

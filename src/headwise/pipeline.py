@@ -13,6 +13,7 @@ from headwise import budgets as prices
 from headwise import families, preflight, processes
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.latency import measured
+from headwise.preflight import memory_needed as memory_needed
 from headwise.progress import Track, silently, stage
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder

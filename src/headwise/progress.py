@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
+from threading import Thread
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -26,6 +28,20 @@ def stage(track: Track, label: Label) -> Iterator[None]:
     next(steps)
     yield
     next(steps, None)
+
+
+def aside(work: Callable[[], T]) -> Callable[[], T]:
+    """Begin work that mostly waits for another process; the function that is returned waits for its result."""
+    found: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            found.set_result(work())
+        except BaseException as error:
+            found.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return found.result
 
 
 def is_main_process() -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 
 from headwise import memory
 from headwise.data import batches
-from headwise.families import Family
+from headwise.families import Family, wide_answers
 from headwise.progress import Track
 from headwise.types import LengthQuality
 from headwise.types.verdict import LEAST_ROWS
@@ -35,6 +35,7 @@ class Tokens(NamedTuple):
     kl: torch.Tensor
     right_before: torch.Tensor  # 1 where the best token is the right one
     right_after: torch.Tensor
+    same: torch.Tensor  # 1 where the best tokens are equal
 
 
 def interval(values: np.ndarray, seed: int = 0) -> tuple[float, float]:
@@ -108,15 +109,7 @@ def rows_by_length(
 @torch.no_grad()
 def last_stream(family: Family, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """The residual stream after the last layer (rows, length, hidden): what `family.logits` turns into logits."""
-    seen: list[torch.Tensor] = []
-    hook = family.layers(model)[-1].register_forward_hook(
-        lambda _module, _args, out: seen.append(out[0] if isinstance(out, tuple) else out)
-    )
-    try:
-        family.read(model, ids.to(model.device))
-    finally:
-        hook.remove()
-    return seen[0]
+    return family.last_stream(model, ids.to(model.device))
 
 
 @torch.no_grad()
@@ -130,15 +123,21 @@ def predictions(
     parts = []
     for start in range(0, len(target), at_once):
         before, after = (
-            family.logits(model, stream[None, start : start + at_once])[0].float().log_softmax(-1)
+            _log_probabilities(family, model, stream[None, start : start + at_once])[0]
             for model, stream in zip(models, flat, strict=True)
         )
         wanted = target[start : start + at_once, None]
         losses = [-found.gather(-1, wanted)[:, 0] for found in (before, after)]
-        right = [found.argmax(-1) == wanted[:, 0] for found in (before, after)]
+        best = [found.argmax(-1) for found in (before, after)]
+        agree = [best[0] == wanted[:, 0], best[1] == wanted[:, 0], best[0] == best[1]]
         kl = (before.exp() * (before - after)).sum(-1)
-        parts.append(torch.stack([*losses, kl, *(found.float() for found in right)]).double().cpu())
-    return Tokens(*torch.cat(parts, 1).view(5, *ids[:, 1:].shape))
+        parts.append(torch.stack([*losses, kl, *(found.float() for found in agree)]).double().cpu())
+    return Tokens(*torch.cat(parts, 1).view(len(Tokens._fields), *ids[:, 1:].shape))
+
+
+def _log_probabilities(family: Family, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
+    with wide_answers(model):
+        return family.logits(model, stream).float().log_softmax(-1)
 
 
 def summed_up(found: Tokens, length: int, block: int, seed: int) -> LengthQuality:

@@ -15,6 +15,8 @@ from headwise.progress import Track, silently
 from headwise.types import LengthQuality, Retrieval
 from headwise.types.verdict import LEAST_ROWS
 
+Known = tuple[torch.Tensor, lengths.Tokens]  # rows, and how both models predict them
+
 
 class Asked(NamedTuple):
     """What to read: rows by length and by distance; and sentences about lengths without enough text."""
@@ -72,14 +74,34 @@ def rows_for(
 
 
 def measure(
-    family: Family, source: nn.Module, cut: nn.Module, asked: Asked, seed: int = 0, track: Track = silently
+    family: Family,
+    source: nn.Module,
+    cut: nn.Module,
+    asked: Asked,
+    seed: int = 0,
+    track: Track = silently,
+    known: Known | None = None,
 ) -> Found:
-    """Both models on all rows."""
+    """Both models on all rows; `known` are rows that both have read already, and their predictions."""
 
     def predict(label: str, rows: torch.Tensor) -> lengths.Tokens | str:
-        return lengths.predicted(family, (source, cut), rows, track, label)
+        read = _equal_rows(rows, known[0]) if known is not None else 0
+        again = lengths.Tokens(*(part[:read] for part in known[1])) if known is not None and read else None
+        if again is not None and read == len(rows):
+            return again
+        found = lengths.predicted(family, (source, cut), rows[read:], track, label)
+        return found if again is None or isinstance(found, str) else lengths.together([again, found])
 
     return gathered(asked, predict, seed)
+
+
+def _equal_rows(rows: torch.Tensor, others: torch.Tensor) -> int:
+    """How many rows at the beginning are those of the others."""
+    if rows.shape[1:] != others.shape[1:]:
+        return 0
+    count = min(len(rows), len(others))
+    same = (rows[:count] == others[:count].to(rows.device)).all(1)
+    return int(same.long().cumprod(0).sum())
 
 
 def gathered(asked: Asked, predict: Callable[[str, torch.Tensor], lengths.Tokens | str], seed: int = 0) -> Found:

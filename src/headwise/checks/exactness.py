@@ -29,12 +29,15 @@ from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
 from headwise.types.shape import beside_bytes
 
 PROOF_TOKENS = 64
+FORMATS = ("float32", "bfloat16", "float16")  # that a model is proven in
 RELOADS = "reloads in a fresh process without headwise"
 TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
+ROUNDED = 3e-2  # the same where a large model is computed in its own format both times
+LARGE = 500_000_000  # numbers: a larger model is not loaded in float32 to be proven
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
 import ctypes, os, signal, sys
-folder, proof, out, remote, auto, parent = sys.argv[1:]
+folder, proof, out, remote, auto, dtype, device, parent = sys.argv[1:]
 try:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the parent process
 except (AttributeError, OSError):
@@ -44,10 +47,11 @@ if os.name == "posix":
 import torch, transformers
 from safetensors.torch import load_file, save_file
 auto = getattr(transformers, auto)
-model = auto.from_pretrained(folder, dtype=torch.float32, trust_remote_code=remote == "yes").eval()
+place = {"device_map": {"": device}} if device != "cpu" and torch.cuda.is_available() else {}
+model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=remote == "yes", **place).eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():
-    given = {name: tensor for name, tensor in load_file(proof).items() if name != "logits"}
+    given = {name: tensor.to(model.device) for name, tensor in load_file(proof).items() if name != "logits"}
     found = model(**given)
     coded = [part for part in model.modules() if getattr(part, "coders", None)]
     if coded:
@@ -55,7 +59,7 @@ with torch.no_grad():
         for part in coded:
             part.coders = None
         found = model(**given)
-    save_file({"logits": (found["logits"] if "logits" in found else found[0]).contiguous()}, out)
+    save_file({"logits": (found["logits"] if "logits" in found else found[0]).float().cpu().contiguous()}, out)
 """
 
 
@@ -65,13 +69,17 @@ def write_proof(model: nn.Module, ids: torch.Tensor, path: Path) -> None:
 
     That is its logits, or the last stream of a model without a head. The class that loads it is stored too. Of a model
     whose cache is coded it is the answer without codes: on another machine a number may lie across the edge of a step.
+    The answer is in float32, and `model` with it, unless it is large.
     """
     family = families.family_of(model.config)
+    if sum(parameter.numel() for parameter in model.parameters()) <= LARGE:
+        model.float()
     ids = family.excerpt(family.unpadded(ids), PROOF_TOKENS)
     with uncoded(model):
         found = family.call(model, ids.to(model.device))
     logits = found["logits"] if "logits" in found else found[0]
-    save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model))
+    how = str(next(model.parameters()).dtype).removeprefix("torch."), model.device.type
+    save_proof({**family.arguments(ids), "logits": logits.float()}, path, families.auto_class_of(model), *how)
 
 
 @contextmanager
@@ -87,9 +95,12 @@ def uncoded(model: nn.Module) -> Iterator[None]:
             part.coders = coder
 
 
-def save_proof(given: dict[str, torch.Tensor], path: Path, auto: str) -> None:
-    """Store a model's inputs and its `logits`; `auto` names the class that loads it."""
-    save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata={"auto": auto})
+def save_proof(
+    given: dict[str, torch.Tensor], path: Path, auto: str, dtype: str = "float32", device: str = "cpu"
+) -> None:
+    """Store a model's inputs and its `logits`; `auto` names the class that loads it. Float32 is computed on the CPU."""
+    noted = {"auto": auto, "dtype": dtype, "device": "cpu" if dtype == "float32" else device}
+    save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata=noted)
 
 
 def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
@@ -100,10 +111,10 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
     """
     if not portable and (foreign := foreign_code(folder)):  # it would be run with trust
         return Check(RELOADS, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
-    auto, before = _read_proof(proof)
+    how, before = _read_proof(proof)
     try:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{UNFINISHED}reload-") as scratch:
-            return _reloaded(folder, proof, portable, Path(scratch), auto, before)
+            return _reloaded(folder, proof, portable, Path(scratch), how, before)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -112,10 +123,14 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         ) from None
 
 
-def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: str, before: torch.Tensor) -> Check:
+def _reloaded(
+    folder: Path, proof: Path, portable: bool, scratch: Path, how: tuple[str, str, str], before: torch.Tensor
+) -> Check:
+    if how[2] == "cuda":
+        torch.cuda.empty_cache()  # the other process needs room on the device
     out = scratch / "logits.safetensors"
     places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    arguments = [str(folder), str(proof), str(out), "no" if portable else "yes", auto, str(os.getpid())]
+    arguments = [str(folder), str(proof), str(out), "no" if portable else "yes", *how, str(os.getpid())]
     command = [sys.executable, "-c", RELOAD, *arguments]
     environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -128,17 +143,22 @@ def _reloaded(folder: Path, proof: Path, portable: bool, scratch: Path, auto: st
     if after.shape != before.shape:
         return Check(RELOADS, False, "answers of another size", "the same")
     error = float((after - before).abs().max() / before.abs().max())
-    return Check(RELOADS, error <= TOLERANCE, f"relative difference {error:.1e}", f"at most {TOLERANCE:.0e}")
+    most = TOLERANCE if how[1] == "float32" else ROUNDED
+    return Check(RELOADS, error <= most, f"relative difference {error:.1e}", f"at most {most:.0e}")
 
 
-def _read_proof(proof: Path) -> tuple[str, torch.Tensor]:
-    """The class that loads the model, and its logits before it was saved."""
+def _read_proof(proof: Path) -> tuple[tuple[str, str, str], torch.Tensor]:
+    """The class that loads the model, format and device that it is computed in; its logits before it was saved."""
     advice = "run headwise heal again"
-    auto = tensors.metadata(proof, advice=advice).get("auto", "AutoModelForCausalLM")
+    noted = tensors.metadata(proof, advice=advice)
+    auto, dtype, device = (
+        noted.get("auto", "AutoModelForCausalLM"), noted.get("dtype", "float32"), noted.get("device", "cpu")
+    )  # fmt: skip
     logits = tensors.read(proof, advice=advice).get("logits")
-    if auto not in families.TASKS.values() or logits is None or not logits.is_floating_point():
+    known = auto in families.TASKS.values() and dtype in FORMATS and device in ("cpu", "cuda")
+    if not known or logits is None or not logits.is_floating_point():
         raise PlanError(f"{proof} does not hold the answer of a model; {advice}.")
-    return auto, logits
+    return (auto, dtype, device), logits
 
 
 @torch.no_grad()

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import nn
 
+from headwise.checks._lengths import Tokens
 from headwise.checks._lengths import interval as interval
 from headwise.families import Family, explained, family_of, quietly
 from headwise.progress import Track, silently
-from headwise.tasks import Task
+from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
 from headwise.types import Sample
 
 KL_TRUST = 0.4
+LOGITS = 2**27  # numbers of one model's logits that are held at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,12 @@ class Comparison:
         return share * float(damage.mean()) + (1 - share) * kl
 
 
+def of_tokens(found: Tokens) -> Comparison:
+    """The comparison of a decoder's rows, from both models' predictions of every token."""
+    columns = (found.loss_before, found.loss_after, found.kl, found.same)
+    return Comparison(*(column.mean(1).numpy() for column in columns))
+
+
 @torch.no_grad()
 def compare(
     family: Family,
@@ -113,16 +122,35 @@ def compare(
     task = task or Causal()
     columns: list[list[torch.Tensor | None]] = [[], [], [], [], [], []]
     for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), "quality"):
-        batch = batch.to(source.device)
-        before, after = (task.outputs(family, model, batch) for model in (source, cut))
-        right = [_right(task, outputs, batch.truth) for outputs in (before, after)]
-        for column, values in zip(columns, (*task.compare(before, after, batch.labels), *right), strict=True):
-            column.append(values)
+        for part, before, after in _answers(family, (source, cut), task, batch.to(source.device)):
+            right = [_right(task, outputs, part.truth) for outputs in (before, after)]
+            for column, values in zip(columns, (*task.compare(before, after, part.labels), *right), strict=True):
+                column.append(values)
     rows = [
         torch.cat([v.double().cpu() for v in column if v is not None] or [torch.zeros(0)]).numpy() for column in columns
     ]
     known = (rows[4], rows[5]) if len(rows[4]) else (None, None)
     return Comparison(rows[0], rows[1], rows[2], rows[3], type(task), *known)
+
+
+def _answers(
+    family: Family, models: tuple[nn.Module, nn.Module], task: Task, batch: Prepared
+) -> Iterator[tuple[Prepared, torch.Tensor, torch.Tensor]]:
+    """Both models' answers to a batch; of a decoder to some rows at a time, where logits of all are too large."""
+    vocabulary = int(getattr(models[0].config, "vocab_size", 0)) if isinstance(task, Causal) else 0
+    if batch.inputs.numel() * vocabulary <= LOGITS:
+        before, after = (task.outputs(family, model, batch) for model in models)
+        yield batch, before, after
+        return
+    streams = [family.last_stream(model, batch.inputs) for model in models]
+    count = max(1, LOGITS // (batch.inputs.shape[1] * vocabulary))
+    for start in range(0, len(batch.inputs), count):
+        here = slice(start, start + count)
+        part = batch._replace(inputs=batch.inputs[here], labels=batch.labels[here])
+        before, after = (
+            task.outputs_from(family, model, stream[here], part) for model, stream in zip(models, streams, strict=True)
+        )
+        yield part, before, after
 
 
 def _right(task: Task, outputs: torch.Tensor, truth: torch.Tensor | None) -> torch.Tensor | None:

@@ -67,9 +67,11 @@ def _run(out: Path, as_json: bool, budgets: tuple[str, ...], **settings: Any) ->
 
     with progress_shown() as track:
         dossier = api.run(budget=budgets, out=out, track=track, **settings)
+    asked = {name: value for name, value in settings.items() if name != "overwrite"}
+    memory = api.memory_needed(budget=budgets, **asked) if as_json else []
     verdict, plan = dossier.verdict, dossier.plan
     assert verdict is not None and plan is not None, "a run ends with both"
-    whole = {"verdict": verdict.to_json(), "plan": plan.to_json(), "out": str(out)}
+    whole = {"verdict": verdict.to_json(), "plan": plan.to_json(), "memory": memory, "out": str(out)}
     _print(whole if as_json else finished(dossier, out))
     _exit(verdict)
 

@@ -1,4 +1,7 @@
-"""Carry out a plan: build the smaller model. No decision is made here, and the source is left as it was."""
+"""Carry out a plan: build the smaller model. No decision is made here, and the source is left as it was.
+
+What a plan leaves as it is, both models hold together: only what is cut takes memory.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ def reshape(family: Family, model: nn.Module, plan: Plan, moments: list[Moments]
     shape = family.shape_of(model.config)
     if shape.layers != plan.source.layers:
         raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
-    tensors = family.state_of(model)
+    tensors = family.state_of(model, clone=False)
     for index, target in enumerate(plan.target.layers):
         if target.gone:
             continue
@@ -56,12 +59,11 @@ def reshape_layer(
 def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments) -> Tensors:
     """One layer, cut to its target sizes: heads first, then dimensions, then channels."""
     tensors, shape, moments = _cut_heads(tensors, shape, target, keep, moments)
-    gram_q, gram_k = moments["gram_q"], moments["gram_k"]
     if target.qk_width < shape.qk_width and keep.rotary_pairs is not None:
         tensors = keep_pairs(tensors, shape, keep.rotary_pairs)
         if not shape.projected:
             columns = pair_columns(keep.rotary_pairs, shape.qk_width)
-            gram_q, gram_k = (_select(gram, columns) for gram in (gram_q, gram_k))
+            moments = {**moments, **{name: _select(moments[name], columns) for name in ("gram_q", "gram_k")}}
         qk_dim = shape.qk_dim if shape.projected else target.qk_width
         shape = replace(shape, qk_width=target.qk_width, qk_dim=qk_dim)
     if target.coded:
@@ -70,7 +72,7 @@ def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: Lay
     if target.qk_dim < shape.qk_dim:
         folded = target.qk_width < shape.qk_width  # no position lies between the weights and the softmax
         narrow = fold if folded else project
-        tensors = narrow(tensors, gram_q, gram_k, target.qk_dim)
+        tensors = narrow(tensors, moments["gram_q"], moments["gram_k"], target.qk_dim)
     if target.v_dim < shape.v_dim:
         tensors = cut_values(tensors, shape, moments["gram_z"], target.v_dim)
     if keep.mlp_channels is not None and shape.mlp_width:

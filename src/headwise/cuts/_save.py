@@ -12,27 +12,29 @@ from torch import nn
 
 from headwise import runtime
 from headwise.errors import ModelError
-from headwise.families import Family, family_of
+from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
 from headwise.files.disk import write_folder as write_folder
 from headwise.runtime import modeling_headwise
 
 TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32
+SHARD = "4GB"  # of weights in a file: so much passes through host memory at a time
 
 
 def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
-    """Write a model folder, whole or not at all, and return the model as saved, on our modules and in float32.
+    """Write a model folder, whole or not at all, and return the model as saved, on our modules and in its format.
 
     A portable one is rounded in its stock form, as its weights differ from ours by a factor before they are rounded.
     """
-    own = family.tailor(model).float()
+    own = family.tailor(model, share="all")
+    own = own.float() if portable else own
     leaving = family.to_stock(own) if portable else own
     if portable:
         _refuse_other_answers(family, own, leaving)
-    _round(leaving, stored_dtype(own.config))
+    set_format(leaving, stored_dtype(own.config))
 
     def write(target: Path) -> None:
-        leaving.save_pretrained(target)
+        leaving.save_pretrained(target, max_shard_size=SHARD)
         tokenizer.save_pretrained(target)
         if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
             tokenizer.feature_extractor.save_pretrained(target)
@@ -40,19 +42,7 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
             add_code(target, leaving)
 
     write_folder(folder, write)
-    leaving.float()
     return family.tailor(leaving) if portable else leaving
-
-
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give a model the number format that it is stored in: all that its file holds, and nothing else.
-
-    Buffers that no file holds, such as rotary frequencies, are made anew in full precision by whoever loads it.
-    """
-    stored = set(model.state_dict())
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if name in stored and tensor.is_floating_point():
-            tensor.data = tensor.data.to(dtype)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """Model families: one file each, found by this folder. Here: the names that the rest of the package uses."""
 
+from headwise.families._answers import wide_answers, widened
 from headwise.families._architecture import (
     BARE,
     CAUSAL,
@@ -11,6 +12,7 @@ from headwise.families._architecture import (
     Architecture,
 )
 from headwise.families._block import Block, repeated
+from headwise.families._config import computed_dtype
 from headwise.families._family import Family
 from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
 from headwise.families._loading import (
@@ -25,6 +27,7 @@ from headwise.families._loading import (
     quietly,
     read_config,
 )
+from headwise.families._tensors import set_format
 
 __all__ = [
     "BARE",
@@ -42,6 +45,7 @@ __all__ = [
     "accompany",
     "auto_class_of",
     "companions",
+    "computed_dtype",
     "configuration",
     "explained",
     "family_of",
@@ -54,5 +58,8 @@ __all__ = [
     "read_config",
     "register",
     "repeated",
+    "set_format",
     "task_of",
+    "wide_answers",
+    "widened",
 ]

@@ -61,6 +61,17 @@ def stored_dtype(config: Any) -> torch.dtype:
     return found
 
 
+def computed_dtype(config: Any, asked: str, device: str) -> torch.dtype:
+    """What a model is computed in: as `asked` or, where that is auto, as in its file on a GPU and else in float32.
+
+    Of the short formats only bfloat16 has the range that gradients need.
+    """
+    if asked != "auto":
+        found: torch.dtype = getattr(torch, asked)
+        return found
+    return torch.bfloat16 if device != "cpu" and stored_dtype(config) == torch.bfloat16 else torch.float32
+
+
 def layers_of(config: Any, stock: tuple[LayerShape, ...]) -> tuple[LayerShape, ...]:
     """All layers: those that a tailored configuration names, or those of stock code."""
     if tailored := getattr(config, "headwise", None):

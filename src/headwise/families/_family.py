@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import nn
@@ -16,18 +15,17 @@ from headwise.errors import ModelError
 from headwise.families._architecture import BARE, Architecture
 from headwise.families._block import Block as Block
 from headwise.families._config import NOT_COPIED, layers_of, stored_dtype, without
-from headwise.families._rows import Reader
+from headwise.families._streams import Captured as Captured
+from headwise.families._streams import Streams
 from headwise.families._tensors import Naming
 from headwise.families._tensors import Tensors as Tensors
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
 from headwise.types import Grain, LayerShape, ModelShape
 
-
-class Captured(Exception):
-    """Raised to end a forward pass once what was wanted has been seen."""
+Share = Literal["nothing", "ends", "all"]
 
 
-class Family(Reader, Naming, ABC):
+class Family(Streams, Naming, ABC):
     """Answers questions about the models of one family; holds no algorithm.
 
     A family is one file: data (`kinds`, `norms`, `small`) and what data cannot say.
@@ -229,20 +227,31 @@ class Family(Reader, Naming, ABC):
                 parent, _, last = name.rpartition(".")
                 model.get_submodule(parent).register_buffer(last, theirs[name].clone(), persistent=False)
 
-    def tailor(self, model: nn.Module, pooled: int = 1) -> nn.Module:
-        """A copy of a stock model that runs on our modules, bit for bit the same; a tailored one is copied as it is.
+    def tailor(self, model: nn.Module, pooled: int = 1, share: Share = "nothing") -> nn.Module:
+        """A stock model on our modules, bit for bit the same, and with the same tensors: none is copied.
 
-        `pooled` key/value heads share a row of the cache: above 1, results differ by rounding alone.
+        A tailored model is copied, so that the copy can be changed in place, except for what both are to share: all, or
+        what is not in layers (the ends: embeddings, head). `pooled` key/value heads share a row of the cache: above 1,
+        results differ by rounding alone.
         """
-        tensors = self.state_of(model)
+        tensors = self.state_of(model, clone=False)
         if not self.is_tailored(model):
             tensors = self.apart(tensors, model.config)
+        elif share != "all":
+            own = {tensor.data_ptr() for layer in self.layers(model) for tensor in layer.state_dict().values()}
+            copied = (share == "nothing" or tensor.data_ptr() in own for tensor in tensors.values())
+            pairs = zip(tensors.items(), copied, strict=True)
+            tensors = {name: tensor.clone() if copy else tensor for (name, tensor), copy in pairs}
         layers = self.shape_of(model.config).layers
         return self.build(model, tuple(layer.pooling(pooled) for layer in layers), tensors)
 
     def build_layer(self, model: nn.Module, index: int, shape: LayerShape, tensors: Tensors) -> nn.Module:
         """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
-        layer: Any = copy.deepcopy(self.layers(model)[index])
+        own = self.layers(model)[index]
+        shared = {
+            id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())
+        }  # those that stay are not copied
+        layer: Any = copy.deepcopy(own, shared)
         with torch.device("meta"):
             tailor_layer(layer, self.anatomy(model.config), shape.to_json())
         places = self.tensors(model.config)
@@ -260,78 +269,6 @@ class Family(Reader, Naming, ABC):
             yield
         finally:
             layers[place] = own
-
-    # Streams: what flows between layers.
-
-    def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
-        if stream is None:
-            out: torch.Tensor = self.call(model, ids).logits
-            return out
-        hook = self.layers(model)[0].register_forward_pre_hook(
-            lambda _m, args, kwargs: ((stream, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}),
-            with_kwargs=True,
-        )
-        try:
-            return self.run(model, ids)
-        finally:
-            hook.remove()
-
-    def read(self, model: nn.Module, ids: torch.Tensor) -> None:
-        """Pass rows through all layers, for hooks that record them; no logits are computed."""
-        self.call(self.body(model), ids)
-
-    @torch.no_grad()
-    def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """The residual stream before the first layer."""
-        return self._handed(model, ids, 1)[0][0]
-
-    def _handed(self, model: nn.Module, ids: torch.Tensor, count: int) -> list[tuple[torch.Tensor, dict[str, Any]]]:
-        """The arguments of the first `count` layers: the stream, and everything else by name."""
-        seen: list[tuple[torch.Tensor, dict[str, Any]]] = []
-
-        def look(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            bound = inspect.signature(layer.forward).bind(*args, **kwargs).arguments
-            more = bound.pop("kwargs", {})
-            seen.append((bound.pop(next(iter(bound))), {**bound, **more}))  # the stream comes first
-            if len(seen) == count:
-                raise Captured
-
-        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers(model)[:count]]
-        try:
-            self.call(self.body(model), ids)
-        except Captured:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
-        return seen
-
-    @torch.no_grad()
-    def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
-        """The keyword arguments (mask, positions) that the model hands each layer: of one row, if all begin alike."""
-        drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
-        ids = ids if self.context else ids[:1]
-        found = self._handed(model, ids, len(self.layers(model)))
-        contexts = [{k: v for k, v in context.items() if k not in drop} for _, context in found]
-        for context in contexts:
-            if isinstance(mask := context.get("attention_mask"), torch.Tensor):
-                context["attention_mask"] = mask[:1]  # whole rows of one length have the same
-        return contexts
-
-    def contexts(self, model: nn.Module, parts: Sequence[torch.Tensor]) -> list[list[dict[str, Any]]]:
-        """`layer_contexts` for batches of rows: one for all of the same length, if they all begin at one position."""
-        if self.context:
-            return [self.layer_contexts(model, part) for part in parts]
-        made = {part.shape[1:]: part for part in parts}
-        found = {length: self.layer_contexts(model, part) for length, part in made.items()}
-        return [found[part.shape[1:]] for part in parts]
-
-    def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
-        """One layer on a residual stream."""
-        out = self.layers(model)[index](stream, **context)
-        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return first
 
 
 def unsettled(model: nn.Module) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def load(
     Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads
     safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
+    On a GPU weights go from the file to the device one by one: host memory never holds the model.
     """
     from transformers import AutoTokenizer
 
@@ -93,10 +95,13 @@ def load(
             check_sizes(where, family_of(config).shape_of(config))
         auto = auto_class(config, task)
         stored = stored_dtype(config)
-        loader = {} if extra else {"use_safetensors": True}
+        dtype = stored if dtype == "auto" else dtype or torch.float32
         family = family_of(config)
+        loader: dict[str, Any] = {} if extra else {"use_safetensors": True}
+        if torch.device(device).type == "cuda" and not (extra or family.package) and find_spec("accelerate"):
+            loader["device_map"] = {"": device}
         loaded: Any = family.stock_loader(config, auto).from_pretrained(
-            where, dtype=dtype or torch.float32, output_loading_info=True, **options, **loader
+            where, dtype=dtype, output_loading_info=True, **options, **loader
         )
         found, info = loaded
         special = family.images or family.audio

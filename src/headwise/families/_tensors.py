@@ -98,3 +98,14 @@ class Naming:
             if prefix in places:
                 found[places[prefix] + name.removeprefix(prefix)] = tensor
         return found
+
+
+def set_format(model: nn.Module, dtype: torch.dtype) -> None:
+    """Give all that a model's file holds a number format, and nothing else.
+
+    Buffers that no file holds, such as rotary frequencies, stay in full precision, as in a model that was loaded.
+    """
+    stored = set(model.state_dict())
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if name in stored and tensor.is_floating_point():
+            tensor.data = tensor.data.to(dtype)

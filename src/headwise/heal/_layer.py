@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from headwise.families import Block
+from headwise.families import Block, widened
 from headwise.heal._adam import RelativeAdam
 from headwise.heal._job import Job, gradients
 from headwise.tasks import Prepared
@@ -36,6 +36,15 @@ class LayerBatch(NamedTuple):
     target: torch.Tensor  # the source's stream behind the layer and the removed layers behind it
     middle: torch.Tensor  # the source's stream after attention
     context: dict[str, Any]  # of the source's layer: positions, masks
+
+
+def in_full(given: Any) -> Any:
+    """What a layer is given beside the stream, with all its numbers in float32."""
+    if isinstance(given, torch.Tensor):
+        return widened(given) if given.is_floating_point() else given
+    if isinstance(given, dict):
+        return {name: in_full(value) for name, value in given.items()}
+    return tuple(in_full(value) for value in given) if isinstance(given, tuple) else given
 
 
 def passed(block: Block, stream: torch.Tensor, context: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:

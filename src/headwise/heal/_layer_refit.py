@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.families import Block
-from headwise.linalg import balanced, ridge, value_basis
+from headwise.families import Block, widened
+from headwise.linalg import balanced, fast_products, ridge, value_basis
 from headwise.types import Gain
 
 
@@ -235,11 +236,12 @@ class _LeastSquares:
         self.yy = 0.0
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        x, y = x.flatten(0, 1), y.flatten(0, 1)
+        x, y = widened(x.flatten(0, 1)), widened(y.flatten(0, 1))
         if self.linear.bias is not None:
             y = y - self.linear.bias
-        self.xx += x.mT @ x
-        self.xy += x.mT @ y
+        with fast_products(x.device) if self.linear.weight.dtype == torch.bfloat16 else nullcontext():  # as exact there
+            self.xx += x.mT @ x
+            self.xy += x.mT @ y
         self.yy += float(y.double().square().sum())
 
     def _error(self, weight: torch.Tensor) -> float:

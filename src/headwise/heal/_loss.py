@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from headwise.errors import HeadwiseError
-from headwise.families import Family
+from headwise.families import Family, wide_answers
 from headwise.tasks import Prepared, Task
 from headwise.tasks.causal import Causal
 from headwise.training import shards
@@ -53,7 +53,7 @@ class DistillationLoss(nn.Module):
         """
         family, task, source = self._fixed
         device = next(self.parameters()).device
-        teacher = family.tailor(source).requires_grad_(False)
+        teacher = family.tailor(source, share="ends").requires_grad_(False)
         shards.spread(device, family.layers(teacher))
         self._fixed = (family, task, teacher.to(device))
         shards.spread(device, family.layers(self.student), self)
@@ -87,8 +87,8 @@ class DistillationLoss(nn.Module):
         """KL divergence of next-token distributions, the mean over a row's tokens."""
         family, _, source = self._fixed
         with torch.no_grad():
-            reference = self._stream(source, rows)
-        stream = self._stream(self.student, rows)
+            reference = family.last_stream(source, rows.inputs)
+        stream = family.last_stream(self.student, rows.inputs)
 
         def divergence(stream: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
             with torch.no_grad():
@@ -108,23 +108,8 @@ class DistillationLoss(nn.Module):
         ]
         return torch.cat(found, 1).view(count, tokens).mean(1)
 
-    def _stream(self, model: nn.Module, rows: Prepared) -> torch.Tensor:
-        """The residual stream after a decoder's last layer (B, T, D)."""
-        family = self._fixed[0]
-        seen: list[torch.Tensor] = []
-
-        def see(_module: nn.Module, _args: Any, output: Any) -> None:
-            seen.append(output[0] if isinstance(output, tuple) else output)
-
-        hook = family.layers(model)[-1].register_forward_hook(see)
-        try:
-            family.call(family.body(model), rows.inputs)
-        finally:
-            hook.remove()
-        return seen[0]
-
 
 def _log_probabilities(family: Family, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
     """In single precision: bfloat16 rounds large logits by more than a small damage moves them."""
-    with torch.autocast(stream.device.type, enabled=False):
-        return family.logits(model, stream.float()).log_softmax(-1)
+    with torch.autocast(stream.device.type, enabled=False), wide_answers(model):
+        return family.logits(model, stream.to(cast(Any, model).dtype)).float().log_softmax(-1)

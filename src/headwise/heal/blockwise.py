@@ -23,9 +23,20 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
+from headwise.families import set_format, widened
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
-from headwise.heal._layer import LEAST, RATE, AnswerTrainer, LayerBatch, LayerTrainer, checks_of, mean_of, passed
+from headwise.heal._layer import (
+    LEAST,
+    RATE,
+    AnswerTrainer,
+    LayerBatch,
+    LayerTrainer,
+    checks_of,
+    in_full,
+    mean_of,
+    passed,
+)
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
 from headwise.training.loop import move
@@ -48,7 +59,7 @@ STREAMS = 4  # in memory at a time: both models' before a layer, and the source'
 
 def heal(job: Job) -> tuple[nn.Module, Healing]:
     """A copy of the cut model with trained layers, and what every layer gained on held-out rows."""
-    healed, text = job.family.tailor(job.cut), _text(job)
+    healed, text = job.family.tailor(job.cut, share="ends"), _text(job)
     settings = json.dumps([text.steps, job.options.rate, job.options.batch, job.seed, len(text.portions)])
     checkpoints = LayerCheckpoints(job.folder, NAME, settings, text.rows.inputs)
     tokens = count_tokens(text.rows.inputs, text.rows.row)
@@ -155,6 +166,7 @@ class _Walk:
         span = self.spans[index]
         learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
         power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
+        set_format(self.layers[index], widened(self.learned[0].cut).dtype)  # steps are smaller than bfloat16 resolves
         kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
         new_step = CapturedStep if captured else lambda: move
         return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)
@@ -166,11 +178,13 @@ class _Walk:
         middle, streams.target = passed(self.theirs[span.start], streams.source, context)
         for index in span[1:]:
             streams.target = self.theirs[index](streams.target, streams.contexts[index])
-        return LayerBatch(streams.rows, streams.cut, streams.target, middle, context)
+        cut, target, middle = in_full((streams.cut, streams.target, middle))
+        return LayerBatch(streams.rows, cut, target, middle, in_full(context))
 
     @torch.no_grad()
     def advance(self, index: int) -> None:
         """Take both streams past a layer."""
+        set_format(self.layers[index], self.job.cut.dtype)
         for streams in self.learned + self.held_out:
             streams.cut = self.ours[index](streams.cut, streams.contexts[self.spans[index].start])
             streams.source = streams.target

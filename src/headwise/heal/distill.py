@@ -21,6 +21,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens
 from headwise.errors import HeadwiseError
+from headwise.families import set_format
 from headwise.heal import _lora, _rate
 from headwise.heal._balance import balance, settle
 from headwise.heal._job import Job, together
@@ -104,9 +105,10 @@ class Distillation:
     def _student(self) -> nn.Module:
         """A copy of the cut model in which the layers, or with the option `lora` low-rank changes of them, are trained.
 
-        Embeddings and head are the source's own and stay as they are.
+        In float32, whatever its file has: steps are smaller than bfloat16 resolves. Embeddings and head are the
+        source's own and stay as they are.
         """
-        job, student = self.job, self.job.family.tailor(self.job.cut)
+        job, student = self.job, self.job.family.tailor(self.job.cut, share="ends").float()
         balance(job.family, student)
         student.requires_grad_(False)
         layers = job.family.layers(student)
@@ -182,6 +184,7 @@ class Distillation:
             found[name].copy_(tensor)
         _lora.merge(student)
         settle(self.job.family, student)
+        set_format(student, self.job.cut.dtype)
         return student.requires_grad_(True).eval().to(self.trainer.device)
 
     def _start(self) -> tuple[_rate.Trial, list[_rate.Trial]]:

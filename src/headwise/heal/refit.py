@@ -45,7 +45,7 @@ def refit(
     track: Track = silently,
 ) -> tuple[nn.Module, Healing]:
     """A healed copy of `cut` and what every layer gained; neither model is changed."""
-    healed = family.tailor(cut)
+    healed = family.tailor(cut, share="ends")
     image = family.row_tokens(source.config, tokens)
     parts = [part.to(healed.device) for part in batches(tokens, row=image)]
     contexts = family.contexts(source, parts)

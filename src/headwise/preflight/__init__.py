@@ -20,20 +20,31 @@ from headwise.preflight import _disk, _texts
 from headwise.progress import note
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
+from headwise.stages import needed
 from headwise.stages.source import heads_to_pool, refuse_rounds, refuse_units
 from headwise.strategies import _reach
 from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
 
-__all__ = ["check", "note_all"]
+__all__ = ["check", "memory_needed", "note_all"]
 
 TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
 
 
 def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
-    """Check, and print the notes."""
+    """Check, and print the notes, and what memory the run will take."""
     for text in check(settings, out, latency):
         note(text)
+    if not (settings.stream or is_streamed(settings, RunFolder(out), warn=False)):
+        device = devices.chosen(settings.device)
+        if text := needed.in_words(memory_needed(settings), device):
+            note(text)
+
+
+def memory_needed(settings: Settings) -> list[needed.Needed]:
+    """What a run will take of memory, stage by stage, as far as can be told without loading the model."""
+    config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
+    return needed.needed(settings, config, devices.chosen(settings.device))
 
 
 def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> list[str]:

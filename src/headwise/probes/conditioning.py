@@ -12,6 +12,7 @@ ratio is a lower bound.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -178,11 +179,20 @@ def measure(
         length = min(JACOBIAN_TOKENS, few.shape[1])
         _, inputs = look(family, model, few[:1, :length].to(device))
         values = [
-            [torch.tensor([jacobian_extremes(block.attention, seen, seed=seed).ratio]).log()]
+            [torch.tensor([jacobian_extremes(*_in_full(block.attention, seen), seed=seed).ratio]).log()]
             for block, seen in zip(family.blocks(model), track(inputs, f"{NAME} of Jacobians"), strict=True)
         ]
         found.append(_reading("jacobian", [(length,)] * len(values), values, length, seed))
     return found
+
+
+def _in_full(attention: Any, seen: AttentionInput) -> tuple[Any, AttentionInput]:
+    """Attention and its arguments in float32: fewer bits would hide small singular values."""
+    if seen.stream.dtype in (torch.float32, torch.float64):
+        return attention, seen
+    turned = None if seen.positions is None else tuple(table.float() for table in seen.positions)
+    mask = seen.mask.float() if isinstance(seen.mask, Tensor) and seen.mask.is_floating_point() else seen.mask
+    return copy.deepcopy(attention).float(), AttentionInput(seen.stream.float(), turned, mask)
 
 
 def _long_ones(tokens: Tensor) -> Tensor:

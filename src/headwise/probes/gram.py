@@ -7,7 +7,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.data import batches, places
-from headwise.families import Family
+from headwise.families import Family, widened
 from headwise.families._watch import watching
 from headwise.probes._products import Gram
 from headwise.progress import Track, silently
@@ -49,6 +49,7 @@ class Sums:
 
     def attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         """Queries, keys and head outputs of a batch."""
+        q, k, z = widened(q), widened(k), widened(z)
         gram_q = _gram(q).unflatten(0, (k.shape[1], -1)).sum(1)
         gram_k, gram_z = _gram(k - k.mean(2, keepdim=True)), _gram(z.transpose(1, 2))
         self._add(layer, gram_q=gram_q, gram_k=gram_k, power_k=k.square().sum((0, 2)), gram_z=gram_z)

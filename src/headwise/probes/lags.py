@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headwise.families import Family
+from headwise.families import Family, widened
 from headwise.families._watch import batches, capped, spaced, watching
 from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
@@ -89,6 +89,7 @@ def measure(
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         attend, o_weight = layers[layer].attention.attend, layers[layer].read_out()
+        q, k, v, o_weight = (widened(t) for t in (q, k, v, o_weight))
         weights = weights_of(q, k, attend.scaling, attend.sliding_window, attend.softcap)
         seen[layer].append(squares_by_lag(weights, head_grams(v, o_weight, q.shape[1])).cpu())
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from headwise.families import Family
+from headwise.families import Family, widened
 from headwise.families._watch import batches, capped, spaced, watching
 from headwise.probes._jacobian import jacobian_norm
 from headwise.progress import Track, silently
@@ -105,7 +105,7 @@ def measure(
     seen: list[list[SoftmaxRows]] = [[] for _ in layers]
 
     def attention(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
-        attend = layers[layer].attention.attend
+        attend, q, k = layers[layer].attention.attend, widened(q), widened(k)
         seen[layer].append(norms_at(q, k, attend.scaling, lengths, attend.sliding_window, attend.softcap))
 
     with watching(layers, attention):

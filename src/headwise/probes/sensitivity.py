@@ -16,10 +16,9 @@ from torch import nn
 
 from headwise import processes
 from headwise.data import places
-from headwise.families import Block, Family
+from headwise.families import Block, Family, widened
 from headwise.families._watch import watching
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
-from headwise.memory import available_bytes
 from headwise.probes._backward import passes
 from headwise.probes._layers import Row, reading
 from headwise.probes._magnitude import Orders, weight_orders
@@ -65,14 +64,15 @@ class Sensitivity:
         self.sums = [_LayerSums() for _ in self.layers]
         self.terms = 0  # answers
         self.whole = False  # whether a whole text has one answer
-        self.recompute, self.spread = False, False
+        self.recompute: bool | None = None
+        self.spread = False
         self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
 
     def _bases(self, block: Block, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         p_q, p_k, _ = balanced(moment["gram_q"], moment["gram_k"])
         o_weight = block.read_out()
         p, r = value_basis(moment["gram_z"], o_weight, p_q.shape[0])
-        return tuple(t.to(o_weight) for t in (p_q, p_k, p, r.mT))
+        return tuple(t.to(widened(o_weight)) for t in (p_q, p_k, p, r.mT))
 
     def _attention(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, z: torch.Tensor) -> None:
         if not q.requires_grad:  # will be computed again
@@ -84,7 +84,7 @@ class Sensitivity:
     def _channels(self, layer: int, h: torch.Tensor) -> None:
         if h.requires_grad:
             channels = h.detach()
-            h.register_hook(lambda grad: self._see_channels(layer, channels * grad))
+            h.register_hook(lambda grad: self._see_channels(layer, widened(channels) * grad))
 
     def _answered(self, a: torch.Tensor, tokens: int) -> torch.Tensor:
         """Changes per answer: those of a text's tokens (along that axis), or all of them together."""
@@ -95,7 +95,7 @@ class Sensitivity:
 
     def _see_queries(self, layer: int, q: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (p_q, p_k, _, _) = self.shapes[layer].kv_heads, (t.to(q.device) for t in self.bases[layer])
-        q, grad = (t.unflatten(1, (groups, -1)).transpose(0, 1) for t in (q, grad))  # G B H/G T K
+        q, grad = (widened(t).unflatten(1, (groups, -1)).transpose(0, 1) for t in (q, grad))  # G B H/G T K
         a_BTC = (_through(q, p_q) * _through(grad, p_k)).sum((0, 2))
         self.sums[layer].add_tail("qk_projected", self._answered(a_BTC, 1))
         if self.grain.rotary and not self.shapes[layer].projected:
@@ -105,6 +105,7 @@ class Sensitivity:
 
     def _see_outputs(self, layer: int, z: torch.Tensor, grad: torch.Tensor) -> None:
         groups, (_, _, p, r) = self.shapes[layer].kv_heads, (t.to(z.device) for t in self.bases[layer])
+        z, grad = widened(z), widened(grad)
         heads_BTH = self._answered((z * grad).sum(-1), 1)
         self.sums[layer].add_cross("heads", heads_BTH.unsqueeze(0))
         z, grad = (t.unflatten(2, (groups, -1)).permute(2, 0, 3, 1, 4) for t in (z, grad))  # G B H/G T V
@@ -162,9 +163,7 @@ def measure(
     in host memory on all GPUs.
     """
     probe = Sensitivity(family, model, moments, mlp, task or Causal())
-    able = not family.anatomy(model.config).roles  # gradients also reach an encoder's output
-    probe.recompute = able and (recompute or (recompute is None and (spread or _large(probe.shapes, model))))
-    probe.spread = spread
+    probe.recompute, probe.spread = recompute, spread
     probe.run(tokens, seed, track)
     found = _all_orders(probe)
     priced = [_curves(*layer, probe) for layer in zip(probe.shapes, probe.sums, found, strict=True)]
@@ -204,13 +203,6 @@ def _curves(shape: LayerShape, sums: _LayerSums, kept: Kept, probe: Sensitivity)
         else:
             curves[name] = (sizes[0],), (0.0,), None
     return curves
-
-
-def _large(shapes: tuple[LayerShape, ...], model: nn.Module) -> bool:
-    """Whether the activations that a batch keeps for the gradient would take more than half of the free memory."""
-    hidden = int(getattr(model.config, "hidden_size", 0))
-    numbers = sum(8 * hidden + 3 * s.mlp_width + 2 * s.query_heads * (s.qk_width + s.v_dim) for s in shapes)
-    return 4 * 4096 * numbers > available_bytes(model.device) // 2
 
 
 def _share_pairs(probe: Sensitivity, orders: list[Orders]) -> list[Row]:

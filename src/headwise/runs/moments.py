@@ -55,7 +55,7 @@ def read_layer(path: Path, layer: LayerShape, index: int) -> Moments:
 def checked(found: Moments, layer: LayerShape, path: Path, index: int, device: torch.device | str) -> Moments:
     """The moments of one layer, once they are known to be complete, of its sizes and finite."""
     sizes = {name: tuple(tensor.shape) for name, tensor in found.items()}  # of others, only that they are finite
-    if layer.query_heads:
+    if layer.query_heads and "k_basis" not in found:  # bits alone need no other moments
         key, value = layer.qk_dim, layer.v_dim
         sizes |= dict.fromkeys(("gram_q", "gram_k"), (layer.kv_heads, key, key))
         sizes["gram_z"] = (layer.query_heads, value, value)

@@ -16,6 +16,7 @@ from headwise.strategies import POOLING
 from headwise.types import DEFAULT_UNITS, UNITS, Record
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
+FORMATS = ("auto", "float32", "bfloat16")
 LONGEST_CONTEXT = 32_768  # unless --context is given
 CUT, HEAL, DATA, MACHINE = "What is cut", "Healing and verification", "Data", "Machine"  # headings in the help text
 HEAL_OPTIONS = ", ".join(field.name for field in fields(Options))
@@ -88,6 +89,15 @@ class Settings(Record):
     ] = DEFAULT_UNITS
     seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
     device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"
+    dtype: Annotated[
+        str,
+        Flag(
+            "What models are computed in: float32, bfloat16, or auto: as in the file on a GPU, where that is bfloat16.",
+            commands="run probe",
+            group=MACHINE,
+            value="FORMAT",
+        ),
+    ] = "auto"
     tokens: Annotated[int, Flag("Calibration tokens; for images, patches.", "run probe", DATA, least=1)] = 65_536
     eval_tokens: Annotated[int, Flag("Evaluation tokens.", "run", DATA, least=1)] = 32_768
     swap_tokens: Annotated[
@@ -110,7 +120,10 @@ class Settings(Record):
     trust_remote_code: Annotated[
         bool, Flag("Run Python code from the model's repository.", "run probe reshape heal verify", MACHINE)
     ] = False  # of this command alone: the value in a file is never believed
-    recompute: bool | None = None  # gradient checkpointing; None: where memory is short. No flag: for Python
+    recompute: Annotated[
+        bool | None,
+        Flag("Compute layers twice for gradients; if not given, where memory is short.", "run probe", MACHINE),
+    ] = None
     stream: Annotated[
         bool | None,
         Flag("Keep one layer in memory at a time; if not given, where the model does not fit.", "run probe", MACHINE),
@@ -141,6 +154,8 @@ class Settings(Record):
         check_smallest(self)
         if self.heal not in (known := ("none", *names("headwise.heal"))):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
+        if self.dtype not in FORMATS:
+            raise HeadwiseError(f"dtype is '{self.dtype}'; give {', '.join(FORMATS)}.")
         Options.parse(self.heal_options)
         damage_limit(self.max_loss or MAX_LOSS)
         if self.pool not in ("auto", "none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
@@ -173,7 +188,7 @@ class Settings(Record):
         Only what changes memory and nothing else may differ, and trust, which is given anew with every command.
         """
         ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False}
+        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False, "recompute": None}
         return ours == theirs and replace(self, **free) == replace(before, **free)
 
     def difference(self, before: Settings) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from torch import nn
+
 from headwise import families, heal, processes, strategies, tasks
 from headwise.checks import certificate, exactness, quality, speed
+from headwise.checks._lengths import predicted
+from headwise.cost import parameters
 from headwise.cuts import blind_moments, reshape
 from headwise.cuts import save as save_model
 from headwise.files import disk
 from headwise.memory import fits
-from headwise.progress import Track, silently, stage
+from headwise.progress import Track, aside, silently, stage
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
@@ -25,6 +29,7 @@ from headwise.stages.source import (
     refuse_units,
 )
 from headwise.stages.texts import read_texts
+from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan
 
 
@@ -54,10 +59,10 @@ class InMemory(Source):
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
         with families.quietly():
-            rounded = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
+            saved = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
         if self.task.name == "embedding":
             families.accompany(settings.model, folder.model)
-        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(rounded, self.evaluation, new))
+        disk.write_file(folder.proof_file, lambda new: exactness.write_proof(saved, self.evaluation, new))
         folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
         self.clear(settings, folder)
 
@@ -65,19 +70,20 @@ class InMemory(Source):
         """See `Source`."""
         model, shape, rows = self.model, self.shape, self.evaluation
         with stage(track, "loading the new model"):
-            stock, _ = families.load(str(folder.model), str(model.device))
-        cut = self.family.tailor(stock)
+            stock, _ = families.load(str(folder.model), str(model.device), dtype=model.dtype)
+        cut = self.family.tailor(stock, share="all")
         refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
-        found = quality.compare(self.family, model, cut, rows, track, self.task, self.seed, self.truth)
+        reloaded = aside(lambda: exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+        found, known = self._quality(cut, track)
         checks = exactness.count_checks(cut, plan, shape)
         with stage(track, "reloading in a fresh process"):
-            checks.append(exactness.reload_check(folder.model, folder.proof_file, plan.portable))
+            checks.append(reloaded())
         took, kept = speed.latencies(model, cut, plan)
         runtime = speed.runtime(model, cut)
         lengths = certificate.Found()
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
-            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track)
+            lengths = certificate.measure(self.family, model, cut, asked, self.seed, track, known)
         return Judged(
             quality=found,
             lengths=lengths,
@@ -89,6 +95,15 @@ class InMemory(Source):
             machine=speed.machine(model.device, runtime),
         )
 
+    def _quality(self, cut: nn.Module, track: Track) -> tuple[quality.Comparison, certificate.Known | None]:
+        """How both models answer the evaluation; of a decoder also how they predict each token of it."""
+        rows = self.evaluation
+        if type(self.task) is Causal:
+            found = predicted(self.family, (self.model, cut), rows, track, "quality")
+            if not isinstance(found, str):
+                return quality.of_tokens(found), (rows, found)
+        return quality.compare(self.family, self.model, cut, rows, track, self.task, self.seed, self.truth), None
+
     def clear(self, settings: Settings, folder: RunFolder) -> None:
         """See `Source`."""
         for number in range(1, settings.rounds + 1):
@@ -99,16 +114,21 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
     """Load the model and read the rows."""
     device = processes.begin(settings.device)
     with stage(track, "loading the model"):
-        model, tokenizer = families.load(settings.model, "cpu", settings.trust_remote_code, settings.task)
-    alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
-    large = alone and not fits(sum(parameter.numel() for parameter in model.parameters()), device)
-    model = model if large else model.to(device)  # a large one stays in host memory and borrows the GPUs
+        config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
+        dtype = families.computed_dtype(config, settings.dtype, device)
+        alone = settings.device == "auto" and device == "cuda" and processes.count() == 1
+        size = parameters(families.family_of(config).shape_of(config)) * dtype.itemsize
+        large = alone and not fits(size, device)
+        if large:  # it stays in host memory and borrows the GPUs
+            dtype = families.computed_dtype(config, settings.dtype, "cpu")
+        place = "cpu" if large else device
+        model, tokenizer = families.load(settings.model, place, settings.trust_remote_code, settings.task, dtype)
     task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
     refuse_units(settings, family)
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(
         family,
-        family.tailor(model, pooled_heads(settings, family, model, task)),
+        family.tailor(model, pooled_heads(settings, family, model, task), share="all"),
         tokenizer,
         *texts,
         task=task,

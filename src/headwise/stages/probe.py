@@ -6,23 +6,24 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from headwise import data, families, probes, processes, strategies
+from headwise import data, families, memory, probes, processes, strategies
 from headwise.cuts import Moments, reshape_layer
 from headwise.files import disk
 from headwise.heal.refit import LayerHealer, refit
 from headwise.probes import depth, fisher, gram, sensitivity, spectrum, swap
+from headwise.probes._backward import way
 from headwise.probes._magnitude import Orders
-from headwise.progress import Track, silently
+from headwise.progress import Track, note, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.moments import as_stored, read_moments, write_moments
 from headwise.runs.settings import Settings
@@ -31,8 +32,11 @@ from headwise.stages.allocate import units_to_measure
 from headwise.stages.source import Probed, Source, codes_rows
 from headwise.types import GONE, LayerShape, Reading, Readings
 
+T = TypeVar("T")
 MOMENTS = "moments.safetensors"
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
+SPECTRUM_TOKENS = 8_192  # where only a reader of the report wants to know
+NARROW = 256  # numbers of a row whose spectrum takes no time
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 
 
@@ -78,6 +82,7 @@ class _Probing:
         self.shape = self.family.shape_of(self.model.config)
         self.mlp = not settings.only_kv and "mlp" in settings.allow
         self.coded = codes_rows(settings, self.shape, self.task)
+        self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
         self.heals = settings.heal != "none"
 
     def run(self, diagnose: bool) -> Probed:
@@ -110,34 +115,62 @@ class _Probing:
         return Probed(readings, self.moments)
 
     def _moments(self) -> list[Moments]:
-        """Second moments, as they are in a file: from the one that an interrupted probing left, or measured now."""
+        """What cuts go by, as it is in a file: from the one that an interrupted probing left, or measured now.
+
+        Second moments; where rows are coded, their bases and prices; where nothing but bits can be chosen, these alone.
+        """
         file = self.work and self.work / MOMENTS
         if file and processes.agrees("moments" in self.progress.known and file.exists()):
             return read_moments(file, self.model.device, self.shape.layers)
-        rows = self.source.inputs(self.source.calibration)
-        found = gram.collect(self.family, self.model, rows, self.mlp, self.track)
+        found: list[Moments] = [{} for _ in self.shape.layers]
+        if not self.bits_alone:
+            found = self._grams(self.source.calibration)
         if self.coded:
-            less_memory = bool(self.settings.recompute), self.source.spread
-            rows, seed = self.source.calibration, self.settings.seed  # all: few tokens matter much more than others
-            priced = fisher.collect(self.family, self.model, rows, seed, self.track, self.task, *less_memory)
-            found = [one | more for one, more in zip(found, priced, strict=True)]
+            found = [one | more for one, more in zip(found, self._with_less_memory(self._fisher), strict=True)]
         if file:
             processes.by_first(partial(write_moments, file, found))
         self.progress.piece("moments", lambda: True)
         return as_stored(found, self.model.device)
 
+    def _grams(self, rows: torch.Tensor) -> list[Moments]:
+        return gram.collect(self.family, self.model, self.source.inputs(rows), self.mlp, self.track)
+
+    def _fisher(self, recompute: bool | None) -> list[Moments]:
+        """Of all rows: few tokens matter much more than others."""
+        rows, seed = self.source.calibration, self.settings.seed
+        if recompute is None:
+            recompute = way(self.family, self.model, rows, self.task).recompute
+        less_memory = bool(recompute), self.source.spread
+        return fisher.collect(self.family, self.model, rows, seed, self.track, self.task, *less_memory)
+
+    def _with_less_memory(self, work: Callable[[bool | None], T]) -> T:
+        """Work that takes gradients, as the settings say; once more with layers computed twice if memory runs out."""
+        try:
+            return work(self.settings.recompute)
+        except torch.cuda.OutOfMemoryError:
+            if self.settings.recompute:
+                raise
+        memory.emptied()
+        note("the device ran out of memory; gradients are computed again with layers computed twice.")
+        return work(True)
+
     def _diagnosed(self) -> list[Reading]:
         """Readings that are no damage: spectra, conditioning; of decoders also saturation and lags."""
         family, model, seed = self.source.family, self.model, self.settings.seed
-        rows = self.source.calibration
-        spectra = spectrum.measure(family, model, self.moments, data.places(rows, self.task.row_tokens), seed)
+        rows, spectra = self.source.calibration, list[Reading]()
+        if not self.bits_alone:
+            spectra = spectrum.measure(family, model, self.moments, data.places(rows, self.task.row_tokens), seed)
+        elif self._narrow():
+            few = self._some(SPECTRUM_TOKENS)
+            spectra = spectrum.measure(family, model, self._grams(few), data.places(few, self.task.row_tokens), seed)
         spectra += probes.describe(family, model, rows, seed, self.track)
         past = probes.describe(family, model, rows, seed, self.track, past=True) if self.task.has_past else []
         return [*past, *spectra]
 
     def _predicted(self) -> tuple[list[Reading], list[Orders]]:
         """Damage by gradients, and the order in which units go."""
-        curves, orders = self.progress.piece("sensitivity", self._sensitivity)
+        nothing: list[Any] = [[], [{} for _ in self.shape.layers]]
+        curves, orders = nothing if self.bits_alone else self.progress.piece("sensitivity", self._sensitivity)
         known = [{name: tuple(map(tuple, rows)) for name, rows in layer.items()} for layer in orders]
         found = [Reading.from_json(reading) for reading in curves]
         if self.coded:
@@ -147,14 +180,32 @@ class _Probing:
         return found, known
 
     def _sensitivity(self) -> list[Any]:
-        rows, settings = self.source.calibration, self.settings
-        count = max(1, SENSITIVITY_TOKENS // data.mean_length(rows, self.task.row_tokens))
-        some = rows[:: max(1, len(rows) // count)]
-        less_memory = settings.recompute, self.source.spread
-        found = sensitivity.measure(
-            self.family, self.model, some, self.moments, self.mlp, settings.seed, self.track, self.task, *less_memory
+        some, seed = self._some(SENSITIVITY_TOKENS), self.settings.seed
+        curves, orders = self._with_less_memory(
+            lambda recompute: sensitivity.measure(
+                self.family,
+                self.model,
+                some,
+                self.moments,
+                self.mlp,
+                seed,
+                self.track,
+                self.task,
+                recompute,
+                self.source.spread,
+            )  # fmt: skip
         )
-        return [_plain(found[0]), found[1]]
+        return [_plain(curves), orders]
+
+    def _some(self, tokens: int) -> torch.Tensor:
+        """Calibration rows of about so many tokens, evenly spaced."""
+        rows = self.source.calibration
+        count = max(1, tokens // data.mean_length(rows, self.task.row_tokens))
+        return rows[:: max(1, len(rows) // count)]
+
+    def _narrow(self) -> bool:
+        """Whether spectra of cached rows are cheap to come by."""
+        return max(max(layer.qk_width, layer.v_dim) for layer in self.shape.layers) <= NARROW
 
     def _measured(self, curves: list[Reading], few: torch.Tensor, others: torch.Tensor) -> list[Reading]:
         """Damage of some sizes as measured, one layer cut at a time."""
@@ -195,7 +246,7 @@ class _Probing:
     def _without(self, rows: torch.Tensor, gone: tuple[int, ...]) -> nn.Module:
         """The model without some layers, healed on rows where the run heals."""
         left = tuple(GONE if index in gone else layer for index, layer in enumerate(self.shape.layers))
-        shorter = self.family.build(self.model, left, self.family.state_of(self.model))
+        shorter = self.family.build(self.model, left, self.family.state_of(self.model, clone=False))
         return refit(self.family, self.model, shorter, rows, self.task.refit_strength)[0] if self.heals else shorter
 
 
@@ -205,7 +256,8 @@ def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:
 
 def _key(settings: Settings, source: Source, diagnose: bool) -> str:
     """What stands for a probing: settings, rows and version."""
-    asked = {**settings.to_json(), "heal_options": (), "diagnose": diagnose, "headwise": metadata.version("headwise")}
+    free = {"heal_options": (), "recompute": None}  # which change no reading
+    asked = {**settings.to_json(), **free, "diagnose": diagnose, "headwise": metadata.version("headwise")}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(source.calibration.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

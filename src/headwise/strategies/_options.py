@@ -135,6 +135,10 @@ def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], 
     wanted = [budget for budget in budgets if budget.name != "kv"]
     texts = " ".join(f"--budget {budget.text}" for budget in budgets)
     again = f"probe again: headwise probe {readings.model} {texts} --out NEW_FOLDER, with the same --allow."
+    coded = "bits" in applicable(source, allow, budgets) and readings.curve("damage.k_bits") is not None
+    if {"qk", "v"} & set(allow) and not (coded or _dimensions_priced(readings)):
+        what = " and ".join(budget.text for budget in budgets)
+        return f"{what} needs prices of dimensions, and this probing priced bits of the cache alone; {again}"
     if "mlp" in allow and any(_counts_mlp(budget, source) for budget in wanted) and not _mlp_priced(source, readings):
         return f"{wanted[0].text} needs prices of MLP widths, and this probing was for the cache alone; {again}"
     if "qk" in allow and wanted and source.grain.rotary and not _pairs_priced(readings):
@@ -151,6 +155,12 @@ def _counts_mlp(budget: Budget, source: ModelShape) -> bool:
     wide = max(source.layers, key=lambda layer: layer.mlp_width)
     narrow = replace(wide, mlp_width=min(1, wide.mlp_width))
     return prices.layer_price(budget, source, narrow) < prices.layer_price(budget, source, wide)
+
+
+def _dimensions_priced(readings: Readings) -> bool:
+    """Whether anything but bits was priced, or nothing was."""
+    kinds = ("damage.qk_projected", "damage.qk_pairs", "damage.v")
+    return readings.curve("damage.k_bits") is None or any(readings.curve(kind) is not None for kind in kinds)
 
 
 def _pairs_priced(readings: Readings) -> bool:

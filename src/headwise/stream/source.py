@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from headwise import families, processes
+from headwise import devices, families, processes
 from headwise.checks import speed
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._folder import check_tokenizer
 from headwise.files import disk
-from headwise.memory import HELD, SHARE, available_bytes, fits
+from headwise.memory import HELD, available_bytes, fits
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import read_healing
@@ -99,34 +99,32 @@ def is_streamed(settings: Settings, folder: RunFolder, warn: bool = True) -> boo
     begun = (folder.probing, folder.moments_file, folder.model)
     if any(path.exists() for path in begun) or processes.count() > 1:
         return False
-    numbers = _numbers(settings)
-    if numbers is None or _fits(numbers, settings.device):
+    device = devices.chosen(settings.device)
+    sizes = _sizes(settings, device)
+    if sizes is None or any(fits(size, place) for place, size in sizes.items()):
         return False
     if warn:
         log.warning(
-            "%s would take about %.1f GB of memory in float32 and %.1f GB are free: it is streamed from disk, one "
-            "layer at a time (--no-stream loads it all the same).",
-            settings.model, HELD * numbers / 1e9, available_bytes() / 1e9,
+            "%s would take about %.1f GB of memory and %.1f GB are free: it is streamed from disk, one layer at a time "
+            "(--no-stream loads it all the same).",
+            settings.model, HELD * sizes[device] / 1e9, available_bytes(device) / 1e9,
         )  # fmt: skip
     return True
 
 
-def _fits(numbers: int, device: str) -> bool:
-    """Whether a model can be loaded whole: it comes by way of host memory, and works there or on a GPU."""
-    if fits(numbers, "cpu"):
-        return True
-    gpu = device != "cpu" and torch.cuda.is_available() and fits(numbers, "cuda")
-    return gpu and 4 * numbers <= SHARE * available_bytes()
+def _sizes(settings: Settings, device: str) -> dict[str, int] | None:
+    """Bytes that a model takes on the device that it can work on, or in host memory where it may borrow a GPU.
 
-
-def _numbers(settings: Settings) -> int | None:
-    """Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed."""
+    Of a decoder that lies on this machine as safetensors; None for everything else, which cannot be streamed.
+    """
     try:
         where = _folder(settings.model, local=True)
         config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
         if families.task_of(config) != "causal":
             return None
-        return sum(entry.numbers for entry in Checkpoint(where).entries.values())
+        places = dict.fromkeys((device, "cpu") if settings.device == "auto" else (device,))
+        numbers = sum(entry.numbers for entry in Checkpoint(where).entries.values())
+        return {p: numbers * families.computed_dtype(config, settings.dtype, p).itemsize for p in places}
     except Exception:  # loading the model gives the reason
         return None
 

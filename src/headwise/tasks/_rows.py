@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.data import DataRows, images
-from headwise.families import family_of
+from headwise.families import family_of, widened
 from headwise.tasks._task import Compared, Prepared, Task, divergence_of, random_for
 
 
@@ -52,6 +52,7 @@ class Classes(RowTask):
 
     def answers(self, logits: torch.Tensor) -> torch.Tensor:
         """Log-probabilities (B, answers, choices) of the choices for every answer, or scores (B, scores)."""
+        logits = widened(logits)
         if self.kind == "score":
             return logits
         choices = logits.unsqueeze(1) if self.kind == "one" else torch.stack((torch.zeros_like(logits), logits), -1)
@@ -112,7 +113,7 @@ class Vectors(RowTask):
         """Unit vectors (B, D)."""
         if logits.dim() > 2:  # (B, T, D): not pooled by the model itself
             logits = logits.mean(1) if self.pooling == "mean" else logits[:, 0]
-        return nn.functional.normalize(logits, dim=-1)
+        return nn.functional.normalize(widened(logits), dim=-1)
 
     def loss(self, outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Inner products `<u, e>` of unit embeddings `e` with vectors `u` of random signs, summed.

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.data import DataRows, closed_blocks, closed_lengths, documents, rows_by_length
-from headwise.families import Family
+from headwise.families import Family, wide_answers, widened
 from headwise.progress import Track as Track
 
 
@@ -84,11 +84,14 @@ class Task(ABC):
         self, family: Family, model: nn.Module, batch: Prepared, stream: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The model's answers; `stream` replaces the embeddings that the first layer reads."""
-        return self.answers(self.picked(family.run(model, batch.inputs, stream), batch))
+        with wide_answers(model):
+            return self.answers(self.picked(family.run(model, batch.inputs, stream), batch))
 
     def outputs_from(self, family: Family, model: nn.Module, stream: torch.Tensor, batch: Prepared) -> torch.Tensor:
         """The model's answers from the residual stream after its last layer."""
-        return self.answers(family.logits(model, self.picked(family.answering(stream, batch.inputs), batch)))
+        with wide_answers(model):
+            picked = self.picked(family.answering(stream, batch.inputs), batch)
+            return self.answers(family.logits(model, picked.to(next(model.parameters()).dtype)))
 
     def picked(self, values_BTX: torch.Tensor, batch: Prepared) -> torch.Tensor:
         """The positions that have an answer: here all."""
@@ -96,7 +99,7 @@ class Task(ABC):
 
     def answers(self, logits: torch.Tensor) -> torch.Tensor:
         """Answers from the model's raw outputs: here log-probabilities along the last axis."""
-        return logits.log_softmax(-1)
+        return widened(logits).log_softmax(-1)
 
     def divergence(self, reference: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Distance of the answers from the source's, per row: here the mean KL over all positions."""
