@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -216,7 +215,7 @@ def _attend_whole(
 
 @triton.jit
 def _combine_rows(
-    part, whole, top, out, slots, factors, S, SLOTS,
+    part, whole, top, out, slots, zeros, factors, S, SLOTS,
     V: tl.constexpr, SUMS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, MAPPED: tl.constexpr,
     WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -226,18 +225,21 @@ def _combine_rows(
     x = tl.load(top + row * SLOTS + split, mask=split < SLOTS, other=float("-inf"))
     most = tl.max(x, 0)
     weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
-    total = tl.sum(weight, 0)
-    at = d
-    if MAPPED:
-        at = tl.load(slots + d, mask=d < V, other=0)
-    there = (split < S)[:, None] & (d < V)[None, :]
-    z = tl.load(part + (row * S + split)[:, None] * SUMS + at[None, :], mask=there, other=0.0)
-    mixed = tl.sum(z * weight[:, None], 0)
-    if MAPPED:
-        mixed *= tl.load(factors + d, mask=d < V, other=0.0)
+    sums = part + (row * S + split) * SUMS
+    there = (split < S)[:, None] & (weight > 0)[:, None] & (d < V)[None, :]
+    if MAPPED:  # sums of weights lie behind all others; codes are from zero on, so their middle is taken off
+        total = tl.sum(weight * tl.load(sums + SUMS - 1, mask=(split < S) & (weight > 0), other=0.0) / 256.0, 0)
+        z = tl.load(sums[:, None] + tl.load(slots + d, mask=d < V, other=0)[None, :], mask=there, other=0.0)
+        zero = tl.load(sums[:, None] + tl.load(zeros + d, mask=d < V, other=0)[None, :], mask=there, other=0.0)
+        mixed = tl.sum(z * weight[:, None], 0) * tl.load(factors + d, mask=d < V, other=0.0)
+        mixed -= tl.sum(zero * weight[:, None], 0) * tl.load(factors + V + d, mask=d < V, other=0.0)
+    else:
+        total = tl.sum(tl.where(split < S, weight, 0.0), 0)
+        mixed = tl.sum(tl.load(sums[:, None] + d[None, :], mask=there, other=0.0) * weight[:, None], 0)
     if WHOLE:
         last = tl.load(top + row * SLOTS + SLOTS - 1)
         share = tl.where(last == float("-inf"), 0.0, tl.exp2(last - most))
+        total += share
         mixed += share * tl.load(whole + row * V + d, mask=d < V, other=0.0)
     mixed = mixed / tl.where(total > 0, total, 1.0)
     tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
@@ -245,7 +247,7 @@ def _combine_rows(
 
 @triton.constexpr_function
 def _number(PLAN, block, job, what):
-    """A number of a plan. Blocks: 'offset words width:job,job'; jobs: 'shift mask centre start bits unit group column mine'."""
+    """A number of a plan. Blocks: 'offset words width:job,job'; jobs: 'shift mask bits place group column mine'."""
     head, _, jobs = PLAN.split("|")[block].partition(":")
     return int((head if job < 0 else jobs.split(",")[job]).split()[what])
 
@@ -258,23 +260,27 @@ def _jobs(PLAN, block):
 
 
 @triton.constexpr_function
+def _middle(PLAN, block, job):
+    """The code that stands for zero, in the units of a column's field."""
+    bits, place = [int(x) for x in PLAN.split("|")[block].partition(":")[2].split(",")[job].split()[2:4]]
+    return ((1 << bits) - 1) * 0.5 * (1 << place)
+
+
+@triton.constexpr_function
 def _steps(PLAN, block, job):
     """How two words in one register become two numbers."""
-    shift, mask, centre = [int(x) for x in PLAN.split("|")[block].partition(":")[2].split(",")[job].split()[:3]]
-    move = f"shr.b32 y, $1, {shift};" if shift > 0 else "shl.b32 y, $1, 1;" if shift < 0 else "mov.b32 y, $1;"
-    taken = f"lop3.b32 y, y, {mask * 0x10001:#x}, 0x40004000, 0xea;"
-    return f"{{ .reg .b32 y, c; {move} {taken} mov.b32 c, {centre * 0x10001:#x}; sub.f16x2 $0, y, c; }}"
+    shift, mask = [int(x) for x in PLAN.split("|")[block].partition(":")[2].split(",")[job].split()[:2]]
+    if not shift:
+        return f"and.b32 $0, $1, {mask * 0x10001:#x};"
+    return f"{{ .reg .b32 y; shr.b32 y, $1, {shift}; and.b32 $0, y, {mask * 0x10001:#x}; }}"
 
 
 @triton.jit
 def _unpack(words, PLAN: tl.constexpr, block: tl.constexpr, job: tl.constexpr, PLAIN: tl.constexpr):
-    """A column: codes around zero, in units of the field."""
+    """A column: codes times 2**(place - 24)."""
     if PLAIN:
-        start: tl.constexpr = _number(PLAN, block, job, 3)
-        bits: tl.constexpr = _number(PLAN, block, job, 4)
-        unit: tl.constexpr = _number(PLAN, block, job, 5)
-        code = (words.to(tl.int32) >> start) & ((1 << bits) - 1)
-        return (code.to(tl.float32) - ((1 << bits) - 1) * 0.5) * (unit / 512)
+        code = ((words.to(tl.int32) & 0xFFFF) >> _number(PLAN, block, job, 0)) & _number(PLAN, block, job, 1)
+        return code.to(tl.float32) * 2.0**-24
     else:
         steps: tl.constexpr = _steps(PLAN, block, job)
         return tl.inline_asm_elementwise(steps, "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2)
@@ -282,8 +288,16 @@ def _unpack(words, PLAN: tl.constexpr, block: tl.constexpr, job: tl.constexpr, P
 
 @triton.jit
 def _factor(byte):
-    """The scale that a byte stands for."""
-    return tl.exp2((byte.to(tl.float32) - 128.0) * 0.125)
+    """The scale that a byte stands for. The byte becomes a number by the bits of 2**23 above it."""
+    whole = (byte.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    return tl.exp2(whole * 0.125 - 1048592.0)
+
+
+@triton.jit
+def _half(byte, group, GROUPS: tl.constexpr, HALF: tl.constexpr):
+    """Scales of values in 16 bits, times 256, cut where these end; ones behind them, for the sum of all weights."""
+    scale = tl.minimum(_factor(byte) * 256.0, 65504.0)
+    return tl.where((group < GROUPS)[:, None], scale, 256.0).to(HALF)
 
 
 @triton.jit
@@ -294,8 +308,48 @@ def _scale_tile(scales, group, at, end, L, GROUPS: tl.constexpr):
 
 
 @triton.jit
+def _size(queries, real, K: tl.constexpr, M: tl.constexpr):
+    """The largest number of every head's query, by which it is divided: numbers of 16 bits end at 65504."""
+    w = tl.arange(0, WIDTH)
+    size = tl.full([M], 1e-30, tl.float32)
+    for i in range(0, K, WIDTH):
+        x = tl.load(queries[None, :] + (i + w)[:, None], mask=real[None, :] & (i + w < K)[:, None], other=0.0)
+        size = tl.maximum(size, tl.max(tl.abs(x.to(tl.float32)), 0))
+    return size
+
+
+@triton.jit
+def _job_queries(queries, real, size, columns, steps, PLAN: tl.constexpr, block: tl.constexpr, job: tl.constexpr, HALF: tl.constexpr):
+    """Queries in the order of a block's words; zeros where words hold nothing of this job."""
+    at = _number(PLAN, block, job, 5) * WIDTH + tl.arange(0, _number(PLAN, block, -1, 2))
+    column = tl.load(columns + at)
+    x = tl.load(queries[None, :] + column[:, None], mask=real[None, :] & (column >= 0)[:, None], other=0.0)
+    return (x.to(tl.float32) / size[None, :] * tl.load(steps + at)[:, None]).to(HALF)
+
+
+@triton.jit
+def _block_words(words, at, seen, ROW: tl.constexpr, PLAN: tl.constexpr, block: tl.constexpr):
+    """The words of a block at some places."""
+    c = tl.arange(0, _number(PLAN, block, -1, 2))
+    there = seen[:, None] & (c < _number(PLAN, block, -1, 1))[None, :]
+    return tl.load(words + at[:, None] * ROW + _number(PLAN, block, -1, 0) + c[None, :], mask=there, other=0)
+
+
+@triton.jit
+def _highest(tops, low, high, M: tl.constexpr):
+    """The highest score of some tiles."""
+    h = tl.arange(0, M)
+    most = tl.full([M], float("-inf"), tl.float32)
+    for t in range(low, high, 32):
+        tile = t + tl.arange(0, 32)
+        x = tl.load(tops + tile[:, None] * M + h[None, :], mask=(tile < high)[:, None], other=float("-inf"))
+        most = tl.maximum(most, tl.max(x, 0))
+    return most
+
+
+@triton.jit
 def _score_codes(
-    q, words, scales, value_scales, halves, weights, tops, totals, near_to, columns, steps, lengths, starts, scaling, cap, S,
+    q, words, scales, value_scales, halves, weights, tops, columns, steps, lengths, starts, scaling, cap, S,
     L, Lp, q_row, q_head, word_row, scale_row, value_row,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
     GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, AHEAD: tl.constexpr, VALUE_AHEAD: tl.constexpr,
@@ -311,64 +365,59 @@ def _score_codes(
     begin, end = _range(lengths, starts, b, FIRST, NEWEST, WINDOW)
     low, high = _share(begin, end, split, S, N)
     queries = q + b * q_row + (g * SHARE + head) * q_head
-    w = tl.arange(0, WIDTH)
-    size = tl.full([M], 1e-30, tl.float32)
-    for i in range(0, K, WIDTH):
-        x = tl.load(queries[None, :] + (i + w)[:, None], mask=real[None, :] & (i + w < K)[:, None], other=0.0)
-        size = tl.maximum(size, tl.max(tl.abs(x.to(tl.float32)), 0))
+    size = _size(queries, real, K, M)
     held = ()
+    group, value_group = tl.arange(0, AHEAD), tl.arange(0, VALUE_AHEAD)
+    zeros = tl.zeros([AHEAD, M], tl.float32)
     for block in tl.static_range(_jobs(PLAN, -1)):
-        wide: tl.constexpr = _number(PLAN, block, -1, 2)
-        c = tl.arange(0, wide)
         for job in tl.static_range(_jobs(PLAN, block)):
-            at = _number(PLAN, block, job, 7) * WIDTH + c
-            column = tl.load(columns + at)
-            x = tl.load(queries[None, :] + column[:, None], mask=real[None, :] & (column >= 0)[:, None], other=0.0)
-            held += ((x.to(tl.float32) / size[None, :] * tl.load(steps + at)[:, None]).to(HALF),)
+            taken = _job_queries(queries, real, size, columns, steps, PLAN, block, job, HALF)
+            held += (taken,)
+            middle = tl.sum(taken.to(tl.float32), 0) * (_middle(PLAN, block, job) / 512)
+            zeros += tl.where((group == _number(PLAN, block, job, 4))[:, None], middle[None, :], 0.0)
     words += pair * word_row
     scales += pair * scale_row
     value_scales += pair * value_row
-    halves += pair * VALUE_GROUPS * Lp
-    group, value_group = tl.arange(0, AHEAD), tl.arange(0, VALUE_AHEAD)
+    halves += pair * (VALUE_GROUPS + 1) * Lp
+    high_zeros = zeros.to(HALF)  # in two parts: what is left when both are subtracted may be small
+    low_zeros = (zeros - high_zeros.to(tl.float32)).to(HALF)
     n = tl.arange(0, N)
     near = _scale_tile(scales, group, low * N + n, high * N, L, GROUPS)
     now = _scale_tile(value_scales, value_group, low * N + n, high * N, L, VALUE_GROUPS)
     for t in range(low, high):
         at = t * N + n
         seen = (at >= begin) & (at < end)
-        near |= _scale_tile(scales, group, at + N, high * N, L, GROUPS)  # so that they are near when they are read
-        later = _scale_tile(value_scales, value_group, at + N, high * N, L, VALUE_GROUPS)
-        x = _factor(now).to(HALF)  # for the kernel that sums values
-        tl.store(halves + value_group[:, None] * Lp + at[None, :], x, mask=(value_group < VALUE_GROUPS)[:, None])
-        now = later
+        scale = tl.trans(_factor(near).to(HALF))
+        zero = tl.dot(scale, high_zeros, input_precision=PRECISION)
+        zero = tl.dot(scale, low_zeros, zero, input_precision=PRECISION)
+        half = _half(now, value_group, VALUE_GROUPS, HALF)
+        tl.store(halves + value_group[:, None] * Lp + at[None, :], half, mask=(value_group <= VALUE_GROUPS)[:, None])
+        near = _scale_tile(scales, group, at + N, high * N, L, GROUPS)  # of the next tile, which keeps them near, too
+        now = _scale_tile(value_scales, value_group, at + N, high * N, L, VALUE_GROUPS)
         s = tl.zeros([N, M], tl.float32)
         for block in tl.static_range(_jobs(PLAN, -1)):
-            offset: tl.constexpr = _number(PLAN, block, -1, 0)
-            count: tl.constexpr = _number(PLAN, block, -1, 1)
-            wide: tl.constexpr = _number(PLAN, block, -1, 2)
-            c = tl.arange(0, wide)
-            x = tl.load(words + at[:, None] * ROW + offset + c[None, :], mask=seen[:, None] & (c < count)[None, :], other=0)
+            x = _block_words(words, at, seen, ROW, PLAN, block)
             for job in tl.static_range(_jobs(PLAN, block)):
-                scale = tl.load(scales + _number(PLAN, block, job, 6) * L + at, mask=seen, other=0)
-                y = tl.dot(_unpack(x, PLAN, block, job, PLAIN).to(HALF), held[_number(PLAN, block, job, 7)], input_precision=PRECISION)
-                s += y * _factor(scale)[:, None]
-        s = tl.where(seen[:, None], _exp(s * size[None, :], scaling, cap, CAPPED), float("-inf"))
+                byte = tl.load(scales + _number(PLAN, block, job, 4) * L + at, mask=seen, other=0)
+                y = _unpack(x, PLAN, block, job, PLAIN).to(HALF)
+                y = tl.dot(y, held[_number(PLAN, block, job, 6)], input_precision=PRECISION)
+                s += y * _factor(byte).to(HALF).to(tl.float32)[:, None]
+        s = (s * 32768.0 - zero) * size[None, :]
+        s = tl.where(seen[:, None], _exp(s, scaling, cap, CAPPED), float("-inf"))
         most = tl.max(s, 0)
         p = tl.exp2(s - (tl.where(most == float("-inf"), 0.0, most) - BOOST)[None, :])
         row = (mine * Lp + at)[:, None] * M
         tl.store(weights + row + tl.arange(0, M)[None, :], p.to(HALF))
         mark = (mine * (Lp // N) + t) * M + tl.arange(0, M)
         tl.store(tops + mark, most)
-        tl.store(totals + mark, tl.sum(p, 0))
-    tl.store(near_to + tl.zeros([AHEAD, N], tl.int32), near, mask=near > 255)  # never
 
 
 @triton.jit
 def _sum_codes(
-    words, halves, weights, tops, totals, part, top, row_groups, lengths, starts, S, SLOTS, Lp, word_row,
+    words, halves, weights, tops, part, top, row_groups, lengths, starts, S, SLOTS, Lp, word_row,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
-    GROUPS: tl.constexpr, SUMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr,
-    NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
+    GROUPS: tl.constexpr, AHEAD: tl.constexpr, SUMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
@@ -381,27 +430,13 @@ def _sum_codes(
     begin, end = _range(lengths, starts, b, FIRST, NEWEST, WINDOW)
     low, high = _share(begin, end, split, S, N)
     tops += mine * (Lp // N) * M
-    totals += mine * (Lp // N) * M
-    most = tl.full([M], float("-inf"), tl.float32)
-    for t in range(low, high, 32):
-        tile = t + tl.arange(0, 32)
-        x = tl.load(tops + tile[:, None] * M + h[None, :], mask=(tile < high)[:, None], other=float("-inf"))
-        most = tl.maximum(most, tl.max(x, 0))
+    most = _highest(tops, low, high, M)
     safe = tl.where(most == float("-inf"), 0.0, most)
-    total = tl.zeros([M], tl.float32)
-    for t in range(low, high, 32):
-        tile = t + tl.arange(0, 32)
-        x = tl.load(tops + tile[:, None] * M + h[None, :], mask=(tile < high)[:, None], other=float("-inf"))
-        y = tl.load(totals + tile[:, None] * M + h[None, :], mask=(tile < high)[:, None], other=0.0)
-        total += tl.sum(y * tl.exp2(x - safe[None, :]), 0)
-    some = tl.where(total > 0, total, 1.0)
-    target = ((b * G + g) * SHARE + head) * S + split
-    if LEADS:
-        found = tl.where(total > 0, most + tl.log2(some) - BOOST, float("-inf"))
-        tl.store(top + ((b * G + g) * SHARE + head) * SLOTS + split, found, mask=real)
     words += pair * word_row
-    halves += pair * GROUPS * Lp
+    halves += pair * (GROUPS + 1) * Lp
     weights += mine * Lp * M
+    group = tl.arange(0, AHEAD)
+    zero = tl.zeros([AHEAD, M], tl.float32)
     z = ()
     for block in tl.static_range(_jobs(PLAN, -1)):
         for _job in tl.static_range(_jobs(PLAN, block)):
@@ -410,26 +445,31 @@ def _sum_codes(
         at = t * N + n
         p = tl.load(weights + at[:, None] * M + h[None, :]).to(tl.float32)
         p = (p * tl.exp2(tl.load(tops + t * M + h) - safe)[None, :]).to(HALF)
+        if LEADS:
+            half = tl.load(halves + group[:, None] * Lp + at[None, :], mask=(group <= GROUPS)[:, None], other=0.0)
+            zero = tl.dot(half, p, zero, input_precision=PRECISION)
         sums = ()
         for block in tl.static_range(_jobs(PLAN, -1)):
-            offset: tl.constexpr = _number(PLAN, block, -1, 0)
-            count: tl.constexpr = _number(PLAN, block, -1, 1)
-            there = (at < end)[None, :] & (c < count)[:, None]
-            x = tl.load(words + at[None, :] * ROW + offset + c[:, None], mask=there, other=0)
+            there = (at < end)[None, :] & (c < _number(PLAN, block, -1, 1))[:, None]
+            x = tl.load(words + at[None, :] * ROW + _number(PLAN, block, -1, 0) + c[:, None], mask=there, other=0)
             for job in tl.static_range(_jobs(PLAN, block)):
                 y = _unpack(x, PLAN, block, job, PLAIN).to(HALF)
-                if _number(PLAN, block, job, 6) >= 0:  # one group
-                    y *= tl.load(halves + _number(PLAN, block, job, 6) * Lp + at)[None, :]
+                if _number(PLAN, block, job, 4) >= 0:  # one group
+                    y *= tl.load(halves + _number(PLAN, block, job, 4) * Lp + at)[None, :]
                 else:
-                    groups = tl.load(row_groups + _number(PLAN, block, job, 7) * WIDTH + c)
+                    groups = tl.load(row_groups + _number(PLAN, block, job, 5) * WIDTH + c)
                     y *= tl.load(halves + groups[:, None] * Lp + at[None, :])
-                sums += (tl.dot(y, p, z[len(sums)], input_precision=PRECISION),)
+                sums += (tl.dot(y, p, z[_number(PLAN, block, job, 6)], input_precision=PRECISION),)
         z = sums
+    target = part + (((b * G + g) * SHARE + head) * S + split) * SUMS
     for block in tl.static_range(_jobs(PLAN, -1)):
         for job in tl.static_range(_jobs(PLAN, block)):
-            slot = _number(PLAN, block, job, 7) * WIDTH + c
-            there = part + (target * SUMS)[None, :] + slot[:, None]
-            tl.store(there, z[_number(PLAN, block, job, 8)] / some[None, :], mask=real[None, :])
+            slot = _number(PLAN, block, job, 5) * WIDTH + c
+            tl.store(target[None, :] + slot[:, None], z[_number(PLAN, block, job, 6)], mask=real[None, :])
+    if LEADS:
+        tl.store(top + ((b * G + g) * SHARE + head) * SLOTS + split, most - BOOST, mask=real)
+        slot = SUMS - GROUPS - 1 + group
+        tl.store(target[None, :] + slot[:, None], zero, mask=real[None, :] & (group <= GROUPS)[:, None])
 
 
 def _parts(share: int) -> tuple[int, int]:
@@ -511,9 +551,9 @@ def _combined(
             WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=_precision(q_BHK.dtype), num_stages=2,
         )  # fmt: skip
     S, sums = part.shape[2:]
-    slots, factors = (values.slots, values.factors) if values else (out, out)
+    tables = (values.slots, values.zeros, values.factors) if values else (out, out, out)
     _combine_rows[(B * H, -(-V // 128))](
-        part, extra, top, out, slots, factors, S, top.shape[2],
+        part, extra, top, out, *tables, S, top.shape[2],
         V=V, SUMS=sums, SPLITS=triton.next_power_of_2(top.shape[2]), D=128, MAPPED=values is not None,
         WHOLE=whole is not None,
     )  # fmt: skip
@@ -541,12 +581,12 @@ class ValueTables(NamedTuple):
     plans: tuple[str, ...]  # of programs that share a row's values
     groups: torch.Tensor  # (columns, 64): the group of every word
     slots: torch.Tensor  # (V): where the sum of a coefficient lies
-    factors: torch.Tensor  # (V): and what it is multiplied by
+    zeros: torch.Tensor  # (V): and that of its scales
+    factors: torch.Tensor  # (2, V): what both are multiplied by
 
 
 def _job(field: Field, group: int, column: int, mine: int) -> str:
-    centre = int(np.float16(field.centre).view(np.uint16))
-    numbers = (field.shift, field.mask, centre, field.start, field.bits, 1 << field.place, group, column, mine)
+    numbers = (field.shift, field.mask, field.bits, field.place, group, column, mine)
     return " ".join(map(str, numbers))
 
 
@@ -569,7 +609,7 @@ def _key_tables(packed: Packing, device: torch.device) -> KeyTables:
             held += [-1] * (ROWS - len(held))
             jobs.setdefault(column.block, []).append(_job(column.field, group, len(columns), len(columns)))
             columns.append(held)
-            steps.append([packed.step(one) / column.field.unit if one >= 0 else 0.0 for one in held])
+            steps.append([packed.step(one) * 2.0 ** (9 - column.field.place) if one >= 0 else 0.0 for one in held])
     tables = torch.tensor(columns, dtype=torch.int32), torch.tensor(steps, dtype=torch.float32)
     return KeyTables(_plan(packed, jobs), *(table.to(device) for table in tables))
 
@@ -596,12 +636,17 @@ def _value_tables(packed: Packing, device: torch.device, most: int) -> ValueTabl
                 filled = 0
             parts[-1].setdefault(block, []).append(_job(*job, filled))
             filled += 1
-    units = [packed.columns[place // ROWS].field.unit for place in packed.places]
-    factors = [packed.step(one) / unit for one, unit in enumerate(units)]
+    its_fields = [packed.columns[place // ROWS].field for place in packed.places]
+    steps = [packed.step(one) for one in range(packed.size)]
+    # Codes are 2**(place - 24) of themselves and scales 256 times.
+    factors = [step * 2.0 ** (16 - field.place) for step, field in zip(steps, its_fields, strict=True)]
+    middles = [step * field.middle / 256 for step, field in zip(steps, its_fields, strict=True)]
+    behind = ROWS * len(packed.columns)
     tables = (
         torch.tensor(groups, dtype=torch.int32),
         torch.from_numpy(packed.places),
-        torch.tensor(factors, dtype=torch.float32),
+        torch.tensor([behind + packed.group(one) for one in range(packed.size)], dtype=torch.int32),
+        torch.tensor((factors, middles), dtype=torch.float32),
     )
     return ValueTables(tuple(_plan(packed, part) for part in parts), *(table.to(device) for table in tables))
 
@@ -630,8 +675,8 @@ def coded_decode(
     pairs, tiles = B * G * parts, -(-L // N)
     keys, values = _key_tables(rows.keys, device), _value_tables(rows.values, device, second.columns)
     weights = torch.empty(pairs, tiles * N, M, dtype=half, device=device)
-    halves = torch.empty(B * G, rows.values.groups, tiles * N, dtype=half, device=device)
-    tops, totals = torch.empty(2, pairs, tiles, M, dtype=torch.float32, device=device).unbind()
+    halves = torch.empty(B * G, rows.values.groups + 1, tiles * N, dtype=half, device=device)
+    tops = torch.empty(pairs, tiles, M, dtype=torch.float32, device=device)
     common: dict[str, Any] = {
         "G": G, "SHARE": share, "PARTS": parts, "M": M, "N": N, "WINDOW": window or 0,
         "FIRST": whole.first.shape[2] if whole else 0, "NEWEST": whole.newest.shape[2] if whole else 0,
@@ -640,24 +685,30 @@ def coded_decode(
     }  # fmt: skip
     S = _splits(pairs, L, device, first)
     _score_codes[(pairs, S)](
-        q_BHK, rows.k_words, rows.k_scales, rows.v_scales, halves, weights, tops, totals, tops, keys.columns,
-        keys.steps, lengths_B, starts_B, scaling, softcap or 1.0, S, L, tiles * N, q_BHK.stride(0), q_BHK.stride(1),
+        q_BHK, rows.k_words, rows.k_scales, rows.v_scales, halves, weights, tops, keys.columns, keys.steps,
+        lengths_B, starts_B, scaling, softcap or 1.0, S, L, tiles * N, q_BHK.stride(0), q_BHK.stride(1),
         rows.k_words.stride(1), rows.k_scales.stride(1), rows.v_scales.stride(1),
         K=K, ROW=KW, PLAN=keys.plan, GROUPS=rows.keys.groups, VALUE_GROUPS=rows.values.groups,
-        AHEAD=triton.next_power_of_2(rows.keys.groups), VALUE_AHEAD=triton.next_power_of_2(rows.values.groups),
+        AHEAD=_ahead(rows.keys.groups), VALUE_AHEAD=_ahead(rows.values.groups + 1),
         CAPPED=softcap is not None, num_warps=first.warps, num_stages=first.stages, **common,
     )  # fmt: skip
     S = _splits(pairs * len(values.plans), L, device, second)
-    sums = ROWS * len(rows.values.columns)
+    sums = ROWS * len(rows.values.columns) + rows.values.groups + 1
     part, top = _room(q_BHK, S, sums, whole)
     for number, plan in enumerate(values.plans):
         _sum_codes[(pairs, S)](
-            rows.v_words, halves, weights, tops, totals, part, top, values.groups, lengths_B, starts_B, S,
+            rows.v_words, halves, weights, tops, part, top, values.groups, lengths_B, starts_B, S,
             top.shape[2], tiles * N, rows.v_words.stride(1),
-            ROW=rows.v_words.shape[3], PLAN=plan, GROUPS=rows.values.groups, SUMS=sums, LEADS=number == 0,
+            ROW=rows.v_words.shape[3], PLAN=plan, GROUPS=rows.values.groups,
+            AHEAD=_ahead(rows.values.groups + 1), SUMS=sums, LEADS=number == 0,
             num_warps=second.warps, num_stages=second.stages, **common,
         )  # fmt: skip
     return _combined(q_BHK, part, top, G, V, lengths_B, starts_B, scaling, softcap, window, whole, values)
+
+
+def _ahead(groups: int) -> int:
+    """Rows of an operand that holds scales."""
+    return max(16, triton.next_power_of_2(groups))
 
 
 def _check_codes(rows: CodedRows, K: int) -> None:

@@ -26,6 +26,7 @@ WORD = 16  # bits
 ROWS = 64  # words of a block, at most: what one step of the tensor cores takes
 STEPS = (8, 4)  # rows are multiples of so many words: 16 bytes, which a GPU reads at once, or 8 where that saves
 WIDEST = 8  # bits of a code
+FRACTION = 10  # bits of a number of 16 bits below its leading one
 MORE = 1.02  # times the bytes of RowCoder: where rows of 16 bytes need more, they are of 8
 SECONDS = 1.0  # to look for the fewest columns
 
@@ -34,14 +35,14 @@ SECONDS = 1.0  # to look for the fewest columns
 class Field:
     """Bits of a word, and how they become a number of 16 bits without any conversion.
 
-    A word is shifted, all other bits are masked out and those of 2.0 set: that is 2 + code * 2**(place - 9). Subtracting
-    `centre` leaves codes around zero, times 2**(place - 9).
+    A word is shifted and all other bits are masked out. Read as a number of 16 bits, what is left is so small that it
+    has no leading one: it is code * 2**(place - 24), exactly, and the tensor cores multiply such numbers as all others.
     """
 
     start: int
     bits: int
-    shift: int  # to the right; -1 is to the left
-    place: int  # of the lowest bit after the shift: at least 1, so that half a step is a number too
+    shift: int  # to the right
+    place: int  # of the lowest bit after the shift
 
     @property
     def mask(self) -> int:
@@ -49,23 +50,18 @@ class Field:
         return ((1 << self.bits) - 1) << self.place
 
     @property
-    def centre(self) -> float:
-        """What to subtract."""
-        return 2.0 + ((1 << self.bits) - 1) * 2.0 ** (self.place - 10)
-
-    @property
-    def unit(self) -> float:
-        """What one step of a code is afterwards."""
-        return float(2.0 ** (self.place - 9))
+    def middle(self) -> float:
+        """The code that stands for zero."""
+        return ((1 << self.bits) - 1) / 2
 
 
 def fields(widths: tuple[int, ...]) -> tuple[Field, ...]:
     """Fields of a word, from its lowest bits on; neighbours share a shift where ten bits hold them."""
     made, start, base = [], 0, 0
     for bits in widths:
-        if start - base + 1 + bits > 10:
+        if start - base + bits > FRACTION:
             base = start
-        made.append(Field(start, bits, base - 1, start - base + 1))
+        made.append(Field(start, bits, base, start - base))
         start += bits
     return tuple(made)
 
