@@ -54,7 +54,7 @@ class CodedRows(NamedTuple):
     keys: Packing
     values: Packing
     k_words: torch.Tensor  # (B, G, L, words), 16 bits
-    k_scales: torch.Tensor  # (B, G, groups, L), bytes
+    k_scales: torch.Tensor  # (B, G, L / 64, groups, 64), bytes
     v_words: torch.Tensor
     v_scales: torch.Tensor
 
@@ -294,17 +294,25 @@ def _factor(byte):
 
 
 @triton.jit
-def _half(byte, group, GROUPS: tl.constexpr, HALF: tl.constexpr):
-    """Scales of values in 16 bits, times 256, cut where these end; ones behind them, for the sum of all weights."""
-    scale = tl.minimum(_factor(byte) * 256.0, 65504.0)
-    return tl.where((group < GROUPS)[:, None], scale, 256.0).to(HALF)
+def _scale_at(n, g, GROUPS: tl.constexpr):
+    """Where the scale of a group lies: 64 places of a group side by side, then the next group."""
+    return n // WIDTH * (GROUPS * WIDTH) + g * WIDTH + n % WIDTH
 
 
 @triton.jit
-def _scale_tile(scales, group, at, end, L, GROUPS: tl.constexpr):
-    """The scales of some places, before they are needed."""
-    there = (group < GROUPS)[:, None] & (at < tl.minimum(end, L))[None, :]
-    return tl.load(scales + group[:, None] * L + at[None, :], mask=there, other=0).to(tl.int32)
+def _lanes(N: tl.constexpr, GROUPS: tl.constexpr):
+    """The same for the first group at all places of a tile."""
+    n = tl.arange(0, N)
+    if N == WIDTH:
+        return n
+    return _scale_at(n, 0, GROUPS)
+
+
+@triton.jit
+def _scale_tile(scales, group, lane, GROUPS: tl.constexpr):
+    """The scales of a tile."""
+    there = scales + group[:, None] * WIDTH + lane[None, :]
+    return tl.load(there, mask=(group < GROUPS)[:, None], other=0)
 
 
 @triton.jit
@@ -328,11 +336,22 @@ def _job_queries(queries, real, size, columns, steps, PLAN: tl.constexpr, block:
 
 
 @triton.jit
-def _block_words(words, at, seen, ROW: tl.constexpr, PLAN: tl.constexpr, block: tl.constexpr):
-    """The words of a block at some places."""
+def _block_words(words, at, ROW: tl.constexpr, PLAN: tl.constexpr, block: tl.constexpr):
+    """The words of a block at some places. What nobody wrote is read, too, but is weighed with zero: any word will do."""
     c = tl.arange(0, _number(PLAN, block, -1, 2))
-    there = seen[:, None] & (c < _number(PLAN, block, -1, 1))[None, :]
-    return tl.load(words + at[:, None] * ROW + _number(PLAN, block, -1, 0) + c[None, :], mask=there, other=0)
+    there = words + at[:, None] * ROW + _number(PLAN, block, -1, 0) + c[None, :]
+    if _number(PLAN, block, -1, 1) == _number(PLAN, block, -1, 2):
+        return tl.load(there)
+    return tl.load(there, mask=(c < _number(PLAN, block, -1, 1))[None, :], other=0)
+
+
+@triton.jit
+def _turned_words(words, at, c, ROW: tl.constexpr, PLAN: tl.constexpr, block: tl.constexpr):
+    """The same with words as rows, all 64 of a column."""
+    there = words + at[None, :] * ROW + _number(PLAN, block, -1, 0) + c[:, None]
+    if _number(PLAN, block, -1, 1) == WIDTH:
+        return tl.load(there)
+    return tl.load(there, mask=(c < _number(PLAN, block, -1, 1))[:, None], other=0)
 
 
 @triton.jit
@@ -350,7 +369,7 @@ def _highest(tops, low, high, M: tl.constexpr):
 @triton.jit
 def _score_codes(
     q, words, scales, value_scales, halves, weights, tops, columns, steps, lengths, starts, scaling, cap, S,
-    L, Lp, q_row, q_head, word_row, scale_row, value_row,
+    L, q_row, q_head,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
     GROUPS: tl.constexpr, VALUE_GROUPS: tl.constexpr, AHEAD: tl.constexpr, VALUE_AHEAD: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr,
@@ -375,46 +394,51 @@ def _score_codes(
             held += (taken,)
             middle = tl.sum(taken.to(tl.float32), 0) * (_middle(PLAN, block, job) / 512)
             zeros += tl.where((group == _number(PLAN, block, job, 4))[:, None], middle[None, :], 0.0)
-    words += pair * word_row
-    scales += pair * scale_row
-    value_scales += pair * value_row
-    halves += pair * (VALUE_GROUPS + 1) * Lp
+    words += pair * L * ROW
+    scales += pair * L * GROUPS
+    value_scales += pair * L * VALUE_GROUPS
+    halves += pair * L * (VALUE_GROUPS + 1)
     high_zeros = zeros.to(HALF)  # in two parts: what is left when both are subtracted may be small
     low_zeros = (zeros - high_zeros.to(tl.float32)).to(HALF)
     n = tl.arange(0, N)
-    near = _scale_tile(scales, group, low * N + n, high * N, L, GROUPS)
-    now = _scale_tile(value_scales, value_group, low * N + n, high * N, L, VALUE_GROUPS)
+    lane, value_lane, half_lane = _lanes(N, GROUPS), _lanes(N, VALUE_GROUPS), _lanes(N, VALUE_GROUPS + 1)
+    after = tl.minimum(low, L // N - 1)
+    near = _scale_tile(scales + after * (N * GROUPS), group, lane, GROUPS)
+    now = _scale_tile(value_scales + after * (N * VALUE_GROUPS), value_group, value_lane, VALUE_GROUPS)
     for t in range(low, high):
         at = t * N + n
         seen = (at >= begin) & (at < end)
         scale = tl.trans(_factor(near).to(HALF))
         zero = tl.dot(scale, high_zeros, input_precision=PRECISION)
         zero = tl.dot(scale, low_zeros, zero, input_precision=PRECISION)
-        half = _half(now, value_group, VALUE_GROUPS, HALF)
-        tl.store(halves + value_group[:, None] * Lp + at[None, :], half, mask=(value_group <= VALUE_GROUPS)[:, None])
-        near = _scale_tile(scales, group, at + N, high * N, L, GROUPS)  # of the next tile, which keeps them near, too
-        now = _scale_tile(value_scales, value_group, at + N, high * N, L, VALUE_GROUPS)
+        half = tl.minimum(_factor(now) * 256.0, 65504.0).to(HALF)  # for the kernel that sums values
+        there = halves + t * (N * (VALUE_GROUPS + 1)) + half_lane
+        tl.store(there[None, :] + value_group[:, None] * WIDTH, half, mask=(value_group < VALUE_GROUPS)[:, None])
+        tl.store(there + VALUE_GROUPS * WIDTH, 256.0)  # and for the sum of all weights
+        after = tl.minimum(t + 1, high - 1)
+        near = _scale_tile(scales + after * (N * GROUPS), group, lane, GROUPS)  # keeps them near for all jobs, too
+        now = _scale_tile(value_scales + after * (N * VALUE_GROUPS), value_group, value_lane, VALUE_GROUPS)
         s = tl.zeros([N, M], tl.float32)
         for block in tl.static_range(_jobs(PLAN, -1)):
-            x = _block_words(words, at, seen, ROW, PLAN, block)
+            x = _block_words(words, at, ROW, PLAN, block)
             for job in tl.static_range(_jobs(PLAN, block)):
-                byte = tl.load(scales + _number(PLAN, block, job, 4) * L + at, mask=seen, other=0)
+                byte = tl.load(scales + t * (N * GROUPS) + _number(PLAN, block, job, 4) * WIDTH + lane)
                 y = _unpack(x, PLAN, block, job, PLAIN).to(HALF)
                 y = tl.dot(y, held[_number(PLAN, block, job, 6)], input_precision=PRECISION)
-                s += y * _factor(byte).to(HALF).to(tl.float32)[:, None]
+                s += y * _factor(byte)[:, None]
         s = (s * 32768.0 - zero) * size[None, :]
         s = tl.where(seen[:, None], _exp(s, scaling, cap, CAPPED), float("-inf"))
         most = tl.max(s, 0)
         p = tl.exp2(s - (tl.where(most == float("-inf"), 0.0, most) - BOOST)[None, :])
-        row = (mine * Lp + at)[:, None] * M
+        row = (mine * L + at)[:, None] * M
         tl.store(weights + row + tl.arange(0, M)[None, :], p.to(HALF))
-        mark = (mine * (Lp // N) + t) * M + tl.arange(0, M)
+        mark = (mine * (L // N) + t) * M + tl.arange(0, M)
         tl.store(tops + mark, most)
 
 
 @triton.jit
 def _sum_codes(
-    words, halves, weights, tops, part, top, row_groups, lengths, starts, S, SLOTS, Lp, word_row,
+    words, halves, weights, tops, part, top, row_groups, lengths, starts, S, SLOTS, L,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
     GROUPS: tl.constexpr, AHEAD: tl.constexpr, SUMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
@@ -429,13 +453,13 @@ def _sum_codes(
     real = head < SHARE
     begin, end = _range(lengths, starts, b, FIRST, NEWEST, WINDOW)
     low, high = _share(begin, end, split, S, N)
-    tops += mine * (Lp // N) * M
+    tops += mine * (L // N) * M
     most = _highest(tops, low, high, M)
     safe = tl.where(most == float("-inf"), 0.0, most)
-    words += pair * word_row
-    halves += pair * (GROUPS + 1) * Lp
-    weights += mine * Lp * M
-    group = tl.arange(0, AHEAD)
+    words += pair * L * ROW
+    halves += pair * L * (GROUPS + 1)
+    weights += mine * L * M
+    group, lane = tl.arange(0, AHEAD), _lanes(N, GROUPS + 1)
     zero = tl.zeros([AHEAD, M], tl.float32)
     z = ()
     for block in tl.static_range(_jobs(PLAN, -1)):
@@ -446,19 +470,18 @@ def _sum_codes(
         p = tl.load(weights + at[:, None] * M + h[None, :]).to(tl.float32)
         p = (p * tl.exp2(tl.load(tops + t * M + h) - safe)[None, :]).to(HALF)
         if LEADS:
-            half = tl.load(halves + group[:, None] * Lp + at[None, :], mask=(group <= GROUPS)[:, None], other=0.0)
+            half = _scale_tile(halves + t * (N * (GROUPS + 1)), group, lane, GROUPS + 1)
             zero = tl.dot(half, p, zero, input_precision=PRECISION)
         sums = ()
         for block in tl.static_range(_jobs(PLAN, -1)):
-            there = (at < end)[None, :] & (c < _number(PLAN, block, -1, 1))[:, None]
-            x = tl.load(words + at[None, :] * ROW + _number(PLAN, block, -1, 0) + c[:, None], mask=there, other=0)
+            x = _turned_words(words, at, c, ROW, PLAN, block)
             for job in tl.static_range(_jobs(PLAN, block)):
                 y = _unpack(x, PLAN, block, job, PLAIN).to(HALF)
                 if _number(PLAN, block, job, 4) >= 0:  # one group
-                    y *= tl.load(halves + _number(PLAN, block, job, 4) * Lp + at)[None, :]
+                    y *= tl.load(halves + t * (N * (GROUPS + 1)) + _number(PLAN, block, job, 4) * WIDTH + lane)[None, :]
                 else:
                     groups = tl.load(row_groups + _number(PLAN, block, job, 5) * WIDTH + c)
-                    y *= tl.load(halves + groups[:, None] * Lp + at[None, :])
+                    y *= tl.load(halves + t * (N * (GROUPS + 1)) + groups[:, None] * WIDTH + lane[None, :])
                 sums += (tl.dot(y, p, z[_number(PLAN, block, job, 6)], input_precision=PRECISION),)
         z = sums
     target = part + (((b * G + g) * SHARE + head) * S + split) * SUMS
@@ -665,18 +688,18 @@ def coded_decode(
 ) -> torch.Tensor:
     """As `row_decode`, of coded rows: outputs (B, H, V) in the order of RowCoder's coefficients."""
     first, second = score_tile or SCORE_TILE, sum_tile or SUM_TILE
-    if first.places != second.places:
-        raise ValueError(f"both kernels must read as many places at once, not {first.places} and {second.places}")
     (B, H, K), (G, L, KW), V = q_BHK.shape, rows.k_words.shape[1:], rows.values.size
+    if first.places != second.places or L % first.places or first.places % ROWS:
+        raise ValueError(f"both kernels must read as many places at once, a multiple of {ROWS} that divides {L}")
     _check_codes(rows, K)
     device, N, share = q_BHK.device, first.places, H // G
     half = torch.float32 if q_BHK.dtype == torch.float32 else torch.float16
     M, parts = _parts(share)
-    pairs, tiles = B * G * parts, -(-L // N)
+    pairs = B * G * parts
     keys, values = _key_tables(rows.keys, device), _value_tables(rows.values, device, second.columns)
-    weights = torch.empty(pairs, tiles * N, M, dtype=half, device=device)
-    halves = torch.empty(B * G, rows.values.groups + 1, tiles * N, dtype=half, device=device)
-    tops = torch.empty(pairs, tiles, M, dtype=torch.float32, device=device)
+    weights = torch.empty(pairs, L, M, dtype=half, device=device)
+    halves = torch.empty(B * G, rows.values.groups + 1, L, dtype=half, device=device)
+    tops = torch.empty(pairs, L // N, M, dtype=torch.float32, device=device)
     common: dict[str, Any] = {
         "G": G, "SHARE": share, "PARTS": parts, "M": M, "N": N, "WINDOW": window or 0,
         "FIRST": whole.first.shape[2] if whole else 0, "NEWEST": whole.newest.shape[2] if whole else 0,
@@ -686,10 +709,9 @@ def coded_decode(
     S = _splits(pairs, L, device, first)
     _score_codes[(pairs, S)](
         q_BHK, rows.k_words, rows.k_scales, rows.v_scales, halves, weights, tops, keys.columns, keys.steps,
-        lengths_B, starts_B, scaling, softcap or 1.0, S, L, tiles * N, q_BHK.stride(0), q_BHK.stride(1),
-        rows.k_words.stride(1), rows.k_scales.stride(1), rows.v_scales.stride(1),
+        lengths_B, starts_B, scaling, softcap or 1.0, S, L, q_BHK.stride(0), q_BHK.stride(1),
         K=K, ROW=KW, PLAN=keys.plan, GROUPS=rows.keys.groups, VALUE_GROUPS=rows.values.groups,
-        AHEAD=_ahead(rows.keys.groups), VALUE_AHEAD=_ahead(rows.values.groups + 1),
+        AHEAD=_ahead(rows.keys.groups), VALUE_AHEAD=triton.next_power_of_2(rows.values.groups),
         CAPPED=softcap is not None, num_warps=first.warps, num_stages=first.stages, **common,
     )  # fmt: skip
     S = _splits(pairs * len(values.plans), L, device, second)
@@ -698,7 +720,7 @@ def coded_decode(
     for number, plan in enumerate(values.plans):
         _sum_codes[(pairs, S)](
             rows.v_words, halves, weights, tops, part, top, values.groups, lengths_B, starts_B, S,
-            top.shape[2], tiles * N, rows.v_words.stride(1),
+            top.shape[2], L,
             ROW=rows.v_words.shape[3], PLAN=plan, GROUPS=rows.values.groups,
             AHEAD=_ahead(rows.values.groups + 1), SUMS=sums, LEADS=number == 0,
             num_warps=second.warps, num_stages=second.stages, **common,
@@ -719,7 +741,7 @@ def _check_codes(rows: CodedRows, K: int) -> None:
         if x.dtype != torch.int16 or x.shape[3] != size or not x.is_contiguous():
             raise ValueError(f"words must be contiguous rows of {size} numbers of 16 bits, not {x.dtype} {x.shape}")
     for x, size in ((rows.k_scales, rows.keys.groups), (rows.v_scales, rows.values.groups)):
-        if x.dtype != torch.uint8 or x.shape[2] != size or not x.is_contiguous():
+        if x.dtype != torch.uint8 or x.shape[3:] != (size, ROWS) or not x.is_contiguous():
             raise ValueError(f"scales must be contiguous bytes of {size} groups, not {x.dtype} {x.shape}")
 
 
@@ -735,7 +757,7 @@ def _write_scales(
     row = x + pair // G * x_text + pair % G * x_group + t.to(tl.int64) * x_token
     size = tl.maximum(tl.max(tl.abs(tl.load(row + at, mask=there, other=0.0).to(tl.float32)), 1), 2.0**-15)
     byte = tl.minimum(tl.maximum(tl.ceil(8.0 * tl.log2(size)) + 128.0, 0.0), 255.0)
-    target = (pair * GROUPS + group) * L + tl.load(places + t)
+    target = pair * L * GROUPS + _scale_at(tl.load(places + t), group, GROUPS)
     tl.store(scales + target, byte.to(tl.uint8), mask=group < GROUPS)
 
 
@@ -755,7 +777,7 @@ def _write_words(
         there = one >= 0
         bits = tl.load(details + at * 3, mask=there, other=1)
         value = tl.load(row + one, mask=there, other=0.0).to(tl.float32)
-        byte = tl.load(scales + (pair * GROUPS + one // SIZE) * L + place, mask=there, other=128)
+        byte = tl.load(scales + pair * L * GROUPS + _scale_at(place, one // SIZE, GROUPS), mask=there, other=128)
         value = value / _factor(byte) / tl.where(bits <= 2, 0.8, 1.0)
         count = (1 << bits).to(tl.float32)
         code = tl.minimum(tl.maximum(tl.floor((value + 1.0) * (count * 0.5)), 0.0), count - 1.0).to(tl.int32)
@@ -786,7 +808,7 @@ def _writing(packed: Packing, device: torch.device) -> tuple[torch.Tensor, torch
 def write_rows(
     packed: Packing, x_BGTK: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, places_T: torch.Tensor
 ) -> None:
-    """Code new tokens and write them to their places in `words` (B, G, L, words) and `scales` (B, G, groups, L)."""
+    """Code new tokens and write them to their places in `words` and `scales`, as CodedRows has them."""
     B, G, T, K = x_BGTK.shape
     if K != packed.size or x_BGTK.stride(3) != 1 or not (words.is_contiguous() and scales.is_contiguous()):
         raise ValueError(f"rows must have {packed.size} numbers side by side, not {tuple(x_BGTK.shape)}")
@@ -806,11 +828,11 @@ def write_rows(
 def coded_rows(
     keys: Packing, values: Packing, texts: int, rows: int, places: int, device: torch.device | str
 ) -> CodedRows:
-    """Room for so many places."""
+    """Room for so many places, a multiple of 64."""
     tensors: list[torch.Tensor] = []
     for packed in (keys, values):
         tensors.append(torch.zeros(texts, rows, places, packed.words, dtype=torch.int16, device=device))
-        tensors.append(torch.zeros(texts, rows, packed.groups, places, dtype=torch.uint8, device=device))
+        tensors.append(torch.zeros(texts, rows, places // ROWS, packed.groups, ROWS, dtype=torch.uint8, device=device))
     return CodedRows(keys, values, *tensors)
 
 

@@ -6,7 +6,7 @@ together and takes as one operand of its tensor cores. Which coefficient lies wh
 beside wide fields hold narrow codes, a code may lie in a wider field, and a column holds coefficients of as few groups
 (those that share a scale) as possible. Codes and scales are RowCoder's own, so both forms say exactly the same numbers;
 rows are rounded up to 16 or 8 bytes.
-Scales lie apart, all places of a group side by side (B, G, groups, L).
+Scales lie apart, those of 64 places and a group side by side: (B, G, L / 64, groups, 64).
 """
 
 from __future__ import annotations
@@ -220,10 +220,10 @@ def _fewest(parts: tuple[tuple[int, int], ...], sizes: list[int]) -> list[tuple[
 
 
 def repacked(packed: Packing, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of a RowCoder (..., L, bytes) as words (..., L, words) and scales (..., groups, L)."""
+    """Rows of a RowCoder (..., L, bytes) as words (..., L, words) and scales (..., L / 64, groups, 64)."""
     coder = packed.coder
-    words = _joined(packed, _codes(coder, rows))
-    return words, rows.narrow(-1, coder.codes, coder.groups).transpose(-1, -2).contiguous()
+    scales = rows.narrow(-1, coder.codes, coder.groups).unflatten(-2, (-1, ROWS))
+    return _joined(packed, _codes(coder, rows)), scales.transpose(-1, -2).contiguous()
 
 
 def _codes(coder: RowCoder, rows: torch.Tensor) -> torch.Tensor:
