@@ -441,7 +441,7 @@ def _sum_codes(
     words, halves, weights, tops, part, top, row_groups, lengths, starts, S, SLOTS, L,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
     GROUPS: tl.constexpr, AHEAD: tl.constexpr, SUMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
+    TOPS: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
@@ -453,8 +453,8 @@ def _sum_codes(
     real = head < SHARE
     begin, end = _range(lengths, starts, b, FIRST, NEWEST, WINDOW)
     low, high = _share(begin, end, split, S, N)
-    tops += mine * (L // N) * M
-    most = _highest(tops, low, high, M)
+    tops += mine * (L // TOPS) * M
+    most = _highest(tops, low * N // TOPS, tl.cdiv(high * N, TOPS), M)
     safe = tl.where(most == float("-inf"), 0.0, most)
     words += pair * L * ROW
     halves += pair * L * (GROUPS + 1)
@@ -468,7 +468,7 @@ def _sum_codes(
     for t in range(low, high):
         at = t * N + n
         p = tl.load(weights + at[:, None] * M + h[None, :]).to(tl.float32)
-        p = (p * tl.exp2(tl.load(tops + t * M + h) - safe)[None, :]).to(HALF)
+        p = (p * tl.exp2(tl.load(tops + t * N // TOPS * M + h) - safe)[None, :]).to(HALF)
         if LEADS:
             half = _scale_tile(halves + t * (N * (GROUPS + 1)), group, lane, GROUPS + 1)
             zero = tl.dot(half, p, zero, input_precision=PRECISION)
@@ -689,19 +689,19 @@ def coded_decode(
     """As `row_decode`, of coded rows: outputs (B, H, V) in the order of RowCoder's coefficients."""
     first, second = score_tile or SCORE_TILE, sum_tile or SUM_TILE
     (B, H, K), (G, L, KW), V = q_BHK.shape, rows.k_words.shape[1:], rows.values.size
-    if first.places != second.places or L % first.places or first.places % ROWS:
-        raise ValueError(f"both kernels must read as many places at once, a multiple of {ROWS} that divides {L}")
+    if L % first.places or first.places % second.places or second.places % ROWS:
+        raise ValueError(f"{L} places must be a multiple of {first.places}, {first.places} of {second.places}, and that of {ROWS}")
     _check_codes(rows, K)
-    device, N, share = q_BHK.device, first.places, H // G
+    device, share = q_BHK.device, H // G
     half = torch.float32 if q_BHK.dtype == torch.float32 else torch.float16
     M, parts = _parts(share)
     pairs = B * G * parts
     keys, values = _key_tables(rows.keys, device), _value_tables(rows.values, device, second.columns)
     weights = torch.empty(pairs, L, M, dtype=half, device=device)
     halves = torch.empty(B * G, rows.values.groups + 1, L, dtype=half, device=device)
-    tops = torch.empty(pairs, L // N, M, dtype=torch.float32, device=device)
+    tops = torch.empty(pairs, L // first.places, M, dtype=torch.float32, device=device)
     common: dict[str, Any] = {
-        "G": G, "SHARE": share, "PARTS": parts, "M": M, "N": N, "WINDOW": window or 0,
+        "G": G, "SHARE": share, "PARTS": parts, "M": M, "WINDOW": window or 0,
         "FIRST": whole.first.shape[2] if whole else 0, "NEWEST": whole.newest.shape[2] if whole else 0,
         "HALF": tl.float32 if half == torch.float32 else tl.float16, "PRECISION": _precision(half),
         "PLAIN": half == torch.float32 or bool(triton.knobs.runtime.interpret),
@@ -712,7 +712,7 @@ def coded_decode(
         lengths_B, starts_B, scaling, softcap or 1.0, S, L, q_BHK.stride(0), q_BHK.stride(1),
         K=K, ROW=KW, PLAN=keys.plan, GROUPS=rows.keys.groups, VALUE_GROUPS=rows.values.groups,
         AHEAD=_ahead(rows.keys.groups), VALUE_AHEAD=triton.next_power_of_2(rows.values.groups),
-        CAPPED=softcap is not None, num_warps=first.warps, num_stages=first.stages, **common,
+        CAPPED=softcap is not None, N=first.places, num_warps=first.warps, num_stages=first.stages, **common,
     )  # fmt: skip
     S = _splits(pairs * len(values.plans), L, device, second)
     sums = ROWS * len(rows.values.columns) + rows.values.groups + 1
@@ -722,8 +722,8 @@ def coded_decode(
             rows.v_words, halves, weights, tops, part, top, values.groups, lengths_B, starts_B, S,
             top.shape[2], L,
             ROW=rows.v_words.shape[3], PLAN=plan, GROUPS=rows.values.groups,
-            AHEAD=_ahead(rows.values.groups + 1), SUMS=sums, LEADS=number == 0,
-            num_warps=second.warps, num_stages=second.stages, **common,
+            AHEAD=_ahead(rows.values.groups + 1), SUMS=sums, LEADS=number == 0, N=second.places,
+            TOPS=first.places, num_warps=second.warps, num_stages=second.stages, **common,
         )  # fmt: skip
     return _combined(q_BHK, part, top, G, V, lengths_B, starts_B, scaling, softcap, window, whole, values)
 
@@ -837,5 +837,5 @@ def coded_rows(
 
 
 ROW_TILE = Tile(places=32, warps=8, stages=2, programs=2)
-SCORE_TILE = Tile(places=64, warps=4, stages=2, programs=2)
+SCORE_TILE = Tile(places=128, warps=8, stages=2, programs=1)
 SUM_TILE = Tile(places=64, warps=4, stages=2, programs=2, columns=8)
