@@ -117,11 +117,12 @@ def compare(
     task: Task | None = None,
     seed: int = 0,
     truth: torch.Tensor | None = None,
+    label: str = "quality",
 ) -> Comparison:
     """Read the same rows with both models; `truth` holds their classes, -1 where one is not known."""
     task = task or Causal()
     columns: list[list[torch.Tensor | None]] = [[], [], [], [], [], []]
-    for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), "quality"):
+    for batch in track(task.prepare(tokens, seed)._replace(truth=truth).batches(2048), label):
         for part, before, after in _answers(family, (source, cut), task, batch.to(source.device)):
             right = [_right(task, outputs, part.truth) for outputs in (before, after)]
             for column, values in zip(columns, (*task.compare(before, after, part.labels), *right), strict=True):

@@ -16,7 +16,7 @@ from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
 from headwise.cli.progress import keep_stdout_clean, progress_shown
 from headwise.errors import NO_MEMORY, HeadwiseError, is_out_of_memory
 from headwise.fast.command import command as kernels
-from headwise.progress import is_main_process
+from headwise.progress import is_main_process, stage
 from headwise.research import reproduce
 from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
@@ -62,10 +62,10 @@ def demo(
 
 def _run(out: Path, as_json: bool, budgets: tuple[str, ...], **settings: Any) -> None:
     """Run all stages, print the verdict, and end with code 3 if it is not good."""
-    from headwise import api
-    from headwise.cli.show import finished
-
     with progress_shown() as track:
+        with stage(track, "starting"):
+            from headwise import api
+            from headwise.cli.show import finished
         dossier = api.run(budget=budgets, out=out, track=track, **settings)
     asked = {name: value for name, value in settings.items() if name != "overwrite"}
     memory = api.memory_needed(budget=budgets, **asked) if as_json else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
@@ -31,6 +32,7 @@ from headwise.stages.source import (
 from headwise.stages.texts import read_texts
 from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan
+from headwise.types.verdict import Sample
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,16 @@ class InMemory(Source):
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`."""
         blind = strategies.blind(plan.strategy)
-        moments = blind_moments(self.family, self.current) if blind else probed.moments
-        model = reshape(self.family, self.current, plan, moments)
+        with stage(track, "reshaping"):
+            moments = blind_moments(self.family, self.current) if blind else probed.moments
+            model = reshape(self.family, self.current, plan, moments)
+        rehearse = partial(self.rehearse, track=track)
         if settings.heal == "none":
-            return Fitted(model, plan, [], self.rehearse(model).expected_damage())
+            return Fitted(model, plan, [], rehearse(model).expected_damage())
         job = self.job(settings, model, track, None if folder is None else folder.healing)
-        model, healing = heal.healed(settings.heal, job, self.rehearse)
+        model, healing = heal.healed(settings.heal, job, rehearse)
         known = healing.rehearsed
-        return Fitted(model, plan, [healing], self.rehearse(model).expected_damage() if known is None else known)
+        return Fitted(model, plan, [healing], rehearse(model).expected_damage() if known is None else known)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`."""
@@ -78,20 +82,26 @@ class InMemory(Source):
         checks = exactness.count_checks(cut, plan, shape)
         with stage(track, "reloading in a fresh process"):
             checks.append(reloaded())
-        took, kept = speed.latencies(model, cut, plan)
-        runtime = speed.runtime(model, cut)
+        with stage(track, "timing both models"):
+            took, kept = speed.latencies(model, cut, plan)
+            runtime = speed.runtime(model, cut)
+            times = {**speed.measure(model, cut, runtime=runtime), **took}
         lengths = certificate.Found()
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
             lengths = certificate.measure(self.family, model, cut, asked, self.seed, track, known)
+        samples: tuple[Sample, ...] = ()
+        if self.task.generates:
+            with stage(track, "writing samples"):
+                samples = quality.samples(model, cut, self.tokenizer, rows)
         return Judged(
             quality=found,
             lengths=lengths,
             expected={"predicted": rehearsed_damage(folder.heal_file), "sum_of_prices": plan.predicted_damage},
             size=exactness.sizes(cut, shape),
-            speed={**speed.measure(model, cut, runtime=runtime), **took},
+            speed=times,
             checks=(*checks, *kept),
-            samples=quality.samples(model, cut, self.tokenizer, rows) if self.task.generates else (),
+            samples=samples,
             machine=speed.machine(model.device, runtime),
         )
 

@@ -101,9 +101,10 @@ class Source(ABC):
         """Rows as the model reads them in its task."""
         return self.task.prepare(rows, self.seed).inputs
 
-    def rehearse(self, model: nn.Module) -> quality.Comparison:
+    def rehearse(self, model: nn.Module, track: Track = silently) -> quality.Comparison:
         """How a model does on rows of the calibration's source that nothing was fitted to."""
-        return quality.compare(self.reader, self.model, model, self.rehearsal, task=self.task, seed=self.seed)
+        pair = self.model, model
+        return quality.compare(self.reader, *pair, self.rehearsal, track, self.task, self.seed, label="rehearsal")
 
     def job(self, settings: Settings, cut: nn.Module, track: Track = silently, work: Path | None = None) -> Job:
         """What a healing is given; `work` is the folder that keeps what takes long."""
