@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, islice
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,9 @@ STEPS = (8, 4)  # rows are multiples of so many words: 16 bytes, which a GPU rea
 WIDEST = 8  # bits of a code
 FRACTION = 10  # bits of a number of 16 bits below its leading one
 MORE = 1.02  # times the bytes of RowCoder: where rows of 16 bytes need more, they are of 8
-NODES = 1  # of the search for the fewest columns: not seconds, so that all machines find the same
+GAP = 0.15  # columns more than the fewest that there can be: a search for the very fewest takes minutes
+NODES = 200  # of a search, at most: not seconds, so that all machines find the same
+TRIED = 3  # ways to cut a row into blocks, of those that hold a code
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def _blocks(coder: RowCoder) -> tuple[Block, ...]:
     least, spare = -(-coder.bits // WORD), int(MORE * coder.bytes - coder.groups) // 2
     step = STEPS[0] if -(-least // STEPS[0]) * STEPS[0] <= spare else STEPS[1]
     words = -(-least // step) * step
-    while not (found := [one for sizes in _sizes(words) if (one := _fewest(coder, sizes))]):
+    while not (found := list(islice(filter(None, (_fewest(coder, sizes) for sizes in _sizes(words))), TRIED))):
         words += step
     made, offset = [], 0
     for count, widths in min(found, key=lambda one: sum(len(widths) for _, widths in one)):
@@ -213,7 +215,7 @@ def _fewest(coder: RowCoder, sizes: list[int]) -> list[tuple[int, tuple[int, ...
     given = np.array([sizes.count(size) for size in distinct])
     limits = [LinearConstraint(room, wanted, np.inf), LinearConstraint(among, given, given)]
     cost, whole = np.array([len(kind) for _, kind in kinds]), np.ones(len(kinds))
-    how = {"node_limit": NODES}
+    how = {"mip_rel_gap": GAP, "node_limit": NODES}
     found = milp(cost, constraints=limits, integrality=whole, bounds=Bounds(0, np.inf), options=how)
     if found.x is None:
         return []
