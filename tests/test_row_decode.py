@@ -58,9 +58,9 @@ def test_every_coefficient_has_a_field_that_holds_its_code(counts):
 
 
 def test_a_realistic_row_is_not_much_larger_than_that_of_the_coder():
-    for counts in ({"8": 128, "4": 512, "2": 384}, {"8": 64, "7": 64, "6": 128, "5": 160, "4": 192, "3": 192, "2": 128}):
+    for counts in ({"8": 128, "4": 512, "2": 384}, {"8": 64, "6": 128, "4": 192, "3": 192, "2": 128}):
         packed = packing(tuple(counts.items()))
-        assert packed.bytes <= 1.02 * packed.coder.bytes
+        assert packed.bytes <= 1.025 * packed.coder.bytes
         assert packed is packing(tuple(counts.items())), "found once"
 
 
@@ -123,7 +123,7 @@ def check_whole_rows(rows):
         want = plain(q, k, v, 0.2, **kind)
         for text, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
             kv[text, :, end:] = kv[text, :, :start] = float("nan")
-        for tile in (rows.Tile(16, 4, 2, 2), rows.Tile(32, 4, 2, 2, swap=True)):
+        for tile in (rows.Tile(32, 4, 2, 1), rows.Tile(64, 4, 2, 1, swap=True)):
             got = rows.row_decode(q, k, v, *limits(), 0.2, tile=tile, **kind)
             close(got, want, 1e-5)
 
@@ -147,16 +147,18 @@ def check_coded_rows(rows):
         for at, (coder, x) in enumerate(zip(coders, given, strict=True)):
             words, scales = repacked(packed[at], coder.encode(x))
             room = known[2 + 2 * at : 4 + 2 * at]
-            rows.write_rows(packed[at], x[:, :, :100], *room, torch.arange(100))
-            rows.write_rows(packed[at], x[:, :, 100:], *room, torch.arange(100, PLACES))
-            assert torch.equal(room[0], words) and torch.equal(room[1], scales)
+            for places in (torch.tensor([60, 66, 3]), torch.tensor([PLACES - 1])):  # many tokens at first, then one
+                rows.write_rows(packed[at], x[:, :, places], *room, places)
+                written = room[1][:, :, places // 64, :, places % 64], scales[:, :, places // 64, :, places % 64]
+                assert torch.equal(*written) and torch.equal(room[0][:, :, places], words[:, :, places])
+            room[0].copy_(words), room[1].copy_(scales)
         read = [coder.decode(coder.encode(x), torch.float32) for coder, x in zip(coders, given, strict=True)]
         q = torch.randn(TEXTS, heads, coders[0].size)
         whole = newest_and_first(rows, given, read)
         for kind, tokens in ((KINDS[number], None), (KINDS[2 - number], whole)):
             keys, values = read if tokens is None else whole_in(given, read)
             want = plain(q, keys, values, 0.2, **kind)
-            tile = rows.Tile(64, 4, 2, 2, columns=3)
+            tile = rows.Tile(64, 4, 2, 1, columns=3)
             tiles = {"score_tile": tile._replace(places=128), "sum_tile": tile}
             close(rows.coded_decode(q, known, *limits(), 0.2, whole=tokens, **tiles, **kind), want, 1e-4)
         half = rows.coded_decode(q.half(), known, *limits(), 0.2, **tiles, **KINDS[number])
@@ -194,7 +196,7 @@ def check_whole_tokens_beside_rows(rows):
     want = plain(q, *given, 0.3)
     for text, (start, end) in enumerate(zip(STARTS, ENDS, strict=True)):
         kv[text, :, : start + FIRST] = kv[text, :, end - NEWEST :] = float("nan")  # not read there
-    got = rows.row_decode(q, kv[..., :24], kv[..., 24:], *limits(), 0.3, whole=whole, tile=rows.Tile(16, 4, 2, 2))
+    got = rows.row_decode(q, kv[..., :24], kv[..., 24:], *limits(), 0.3, whole=whole, tile=rows.Tile(32, 4, 2, 1))
     close(got, want, 1e-5)
 
 

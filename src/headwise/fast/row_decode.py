@@ -12,7 +12,7 @@ split: Dao et al., Flash-Decoding, 2023.
 Shape suffixes: B texts, H query heads, G rows per token, L places, K and V widths, S splits.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"
 from __future__ import annotations
 
 import functools
@@ -27,6 +27,7 @@ from headwise.fast.row_packing import ROWS, Field, Packing
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
 BOOST = tl.constexpr(8.0)  # weights are multiplied by 2**8, so that small ones are no zeros in 16 bits
+COUNTS = ["S", "SLOTS"]  # numbers of splits: kernels are not built anew for each
 WIDTH = tl.constexpr(64)  # of a column: ROWS
 
 
@@ -87,7 +88,7 @@ def _exp(s, scaling, cap, CAPPED: tl.constexpr):
     return s * 1.4426950408889634
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _attend_rows(
     q, k, v, part, top, lengths, starts, scaling, cap, S, SLOTS, q_row, q_head, row, group,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr,
@@ -169,7 +170,7 @@ def _attend_rows(
         tl.store(sums + j2[None, :], z2 / some[:, None], mask=real[:, None] & (j2 < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _attend_whole(
     q, first, newest, part, top, lengths, starts, scaling, cap, SLOTS, q_row, q_head,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, F: tl.constexpr,
@@ -213,7 +214,7 @@ def _attend_whole(
         tl.store(part + target[:, None] * V + d[None, :], z, mask=real[:, None] & (d < V)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _combine_rows(
     part, whole, top, out, slots, zeros, factors, S, SLOTS,
     V: tl.constexpr, SUMS: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr, MAPPED: tl.constexpr,
@@ -327,7 +328,9 @@ def _size(queries, real, K: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def _job_queries(queries, real, size, columns, steps, PLAN: tl.constexpr, block: tl.constexpr, job: tl.constexpr, HALF: tl.constexpr):
+def _job_queries(
+    queries, real, size, columns, steps, PLAN: tl.constexpr, block: tl.constexpr, job: tl.constexpr, HALF: tl.constexpr
+):
     """Queries in the order of a block's words; zeros where words hold nothing of this job."""
     at = _number(PLAN, block, job, 5) * WIDTH + tl.arange(0, _number(PLAN, block, -1, 2))
     column = tl.load(columns + at)
@@ -337,7 +340,7 @@ def _job_queries(queries, real, size, columns, steps, PLAN: tl.constexpr, block:
 
 @triton.jit
 def _block_words(words, at, ROW: tl.constexpr, PLAN: tl.constexpr, block: tl.constexpr):
-    """The words of a block at some places. What nobody wrote is read, too, but is weighed with zero: any word will do."""
+    """The words of a block at some places. What nobody wrote is read, too, but weighed with zero: any word will do."""
     c = tl.arange(0, _number(PLAN, block, -1, 2))
     there = words + at[:, None] * ROW + _number(PLAN, block, -1, 0) + c[None, :]
     if _number(PLAN, block, -1, 1) == _number(PLAN, block, -1, 2):
@@ -366,7 +369,7 @@ def _highest(tops, low, high, M: tl.constexpr):
     return most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _score_codes(
     q, words, scales, value_scales, halves, weights, tops, columns, steps, lengths, starts, scaling, cap, S,
     L, q_row, q_head,
@@ -436,13 +439,13 @@ def _score_codes(
         tl.store(tops + mark, most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=COUNTS)
 def _sum_codes(
     words, halves, weights, tops, part, top, row_groups, lengths, starts, S, SLOTS, L,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, ROW: tl.constexpr, PLAN: tl.constexpr,
     GROUPS: tl.constexpr, AHEAD: tl.constexpr, SUMS: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    TOPS: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr, PLAIN: tl.constexpr, HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TOPS: tl.constexpr, FIRST: tl.constexpr, NEWEST: tl.constexpr, WINDOW: tl.constexpr, LEADS: tl.constexpr,
+    PLAIN: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     pair = (tl.program_id(0) // PARTS).to(tl.int64)  # of a text and a row
@@ -625,7 +628,8 @@ def _plan(packed: Packing, jobs: dict[int, list[str]]) -> str:
 @functools.cache
 def _key_tables(packed: Packing, device: torch.device) -> KeyTables:
     jobs: dict[int, list[str]] = {}
-    columns, steps = [], []
+    columns: list[list[int]] = []
+    steps = []
     for column in packed.columns:
         for group in sorted({packed.group(one) for one in column.coefficients if one >= 0}):
             held = [one if one >= 0 and packed.group(one) == group else -1 for one in column.coefficients]
@@ -690,7 +694,9 @@ def coded_decode(
     first, second = score_tile or SCORE_TILE, sum_tile or SUM_TILE
     (B, H, K), (G, L, KW), V = q_BHK.shape, rows.k_words.shape[1:], rows.values.size
     if L % first.places or first.places % second.places or second.places % ROWS:
-        raise ValueError(f"{L} places must be a multiple of {first.places}, {first.places} of {second.places}, and that of {ROWS}")
+        raise ValueError(
+            f"{L} places must be a multiple of {first.places}, {first.places} of {second.places}, and that of {ROWS}"
+        )
     _check_codes(rows, K)
     device, share = q_BHK.device, H // G
     half = torch.float32 if q_BHK.dtype == torch.float32 else torch.float16
@@ -735,7 +741,7 @@ def _ahead(groups: int) -> int:
 
 def _check_codes(rows: CodedRows, K: int) -> None:
     """All texts and rows of a tensor follow each other without gaps."""
-    if K != rows.keys.size:
+    if rows.keys.size != K:
         raise ValueError(f"queries have {K} numbers and coded keys {rows.keys.size}")
     for x, size in ((rows.k_words, rows.keys.words), (rows.v_words, rows.values.words)):
         if x.dtype != torch.int16 or x.shape[3] != size or not x.is_contiguous():
@@ -745,7 +751,7 @@ def _check_codes(rows: CodedRows, K: int) -> None:
             raise ValueError(f"scales must be contiguous bytes of {size} groups, not {x.dtype} {x.shape}")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _write_scales(
     x, scales, places, T, L, G, x_text, x_group, x_token,
     K: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, AHEAD: tl.constexpr, WIDE: tl.constexpr,
@@ -761,7 +767,7 @@ def _write_scales(
     tl.store(scales + target, byte.to(tl.uint8), mask=group < GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _write_words(
     x, scales, words, places, columns, details, T, L, G, x_text, x_group, x_token,
     WORDS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr, FIELDS: tl.constexpr, D: tl.constexpr,
@@ -810,7 +816,7 @@ def write_rows(
 ) -> None:
     """Code new tokens and write them to their places in `words` and `scales`, as CodedRows has them."""
     B, G, T, K = x_BGTK.shape
-    if K != packed.size or x_BGTK.stride(3) != 1 or not (words.is_contiguous() and scales.is_contiguous()):
+    if packed.size != K or x_BGTK.stride(3) != 1 or not (words.is_contiguous() and scales.is_contiguous()):
         raise ValueError(f"rows must have {packed.size} numbers side by side, not {tuple(x_BGTK.shape)}")
     L, size = words.shape[2], packed.group_size
     strides = x_BGTK.stride()[:3]

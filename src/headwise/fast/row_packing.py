@@ -1,7 +1,7 @@
 """How coded rows lie in a fast cache: the codes of RowCoder, packed so that a GPU unpacks them in few steps.
 
-A row is a list of words of 16 bits. Up to 64 neighbouring words form a block; all words of a block have the same fields,
-for example 6, 6 and 4 bits. One field of all words of a block is a column: up to 64 coefficients that a GPU unpacks
+A row is a list of words of 16 bits. Up to 64 neighbouring words form a block; its words have the same fields, for
+example 6, 6 and 4 bits. One field of all words of a block is a column: up to 64 coefficients that a GPU unpacks
 together and takes as one operand of its tensor cores. Which coefficient lies where is chosen once: the few bits left
 beside wide fields hold narrow codes, a code may lie in a wider field, and a column holds coefficients of as few groups
 (those that share a scale) as possible. Codes and scales are RowCoder's own, so both forms say exactly the same numbers;
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import combinations_with_replacement, islice
 from typing import Any
 
 import numpy as np
@@ -28,7 +29,9 @@ STEPS = (8, 4)  # rows are multiples of so many words: 16 bytes, which a GPU rea
 WIDEST = 8  # bits of a code
 FRACTION = 10  # bits of a number of 16 bits below its leading one
 MORE = 1.02  # times the bytes of RowCoder: where rows of 16 bytes need more, they are of 8
-SECONDS = 1.0  # to look for the fewest columns
+GAP = 0.15  # columns more than the fewest that there can be: a search for the very fewest takes minutes
+NODES = 200  # of a search, at most: not seconds, so that all machines find the same
+TRIED = 3  # ways to cut a row into blocks, of those that hold a code
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,8 @@ class Packing:
     def _columns(self) -> Iterator[Column]:
         """Wide codes to wide fields; among fields of equal width, coefficients of a group stay together."""
         every = [(at, field) for at, block in enumerate(self.blocks) for field in block.fields]
-        held, first = {}, 0
+        held: dict[Any, list[int]] = {}
+        first = 0
         for bits in sorted({field.bits for _, field in every}, reverse=True):
             alike = [one for one in every if one[1].bits == bits]
             room = sum(self.blocks[at].words for at, _ in alike)
@@ -176,7 +180,7 @@ def _blocks(coder: RowCoder) -> tuple[Block, ...]:
     least, spare = -(-coder.bits // WORD), int(MORE * coder.bytes - coder.groups) // 2
     step = STEPS[0] if -(-least // STEPS[0]) * STEPS[0] <= spare else STEPS[1]
     words = -(-least // step) * step
-    while not (found := [one for sizes in _sizes(words) if (one := _fewest(tuple(coder.parts), sizes))]):
+    while not (found := list(islice(filter(None, (_fewest(coder, sizes) for sizes in _sizes(words))), TRIED))):
         words += step
     made, offset = [], 0
     for count, widths in min(found, key=lambda one: sum(len(widths) for _, widths in one)):
@@ -186,17 +190,17 @@ def _blocks(coder: RowCoder) -> tuple[Block, ...]:
 
 
 def _sizes(words: int) -> Iterator[list[int]]:
-    """Ways to cut a row into blocks: all long ones but the last, or the last two."""
-    rest = (words - 1) % ROWS + 1
-    full = [ROWS] * ((words - rest) // ROWS)
-    yield [*full, rest]
-    for first in range(16, ROWS, 16) if full else ():
-        second = ROWS + rest - first
-        if first <= second <= ROWS:
-            yield [*full[1:], second, first]
+    """Ways to cut a row into blocks: long ones, and up to three shorter ones for what is left."""
+    most = (words - 1) // ROWS
+    for full in range(most, max(-1, most - 2), -1):
+        for others in range(3):
+            for some in combinations_with_replacement(range(ROWS - 16, 0, -16), others):
+                last = words - ROWS * full - sum(some)
+                if 0 < last <= ROWS:
+                    yield [ROWS] * full + sorted((*some, last), reverse=True)
 
 
-def _fewest(parts: tuple[tuple[int, int], ...], sizes: list[int]) -> list[tuple[int, tuple[int, ...]]]:
+def _fewest(coder: RowCoder, sizes: list[int]) -> list[tuple[int, tuple[int, ...]]]:
     """Fields of blocks of given sizes; empty if none hold the code.
 
     A field holds every code that is not wider. So it is enough to count: fields of at least so many bits against codes
@@ -206,12 +210,12 @@ def _fewest(parts: tuple[tuple[int, int], ...], sizes: list[int]) -> list[tuple[
     kinds = [(rows, kind) for rows in distinct for kind in _words()]
     widths = range(1, WIDEST + 1)
     room = np.array([[rows * sum(bits >= least for bits in kind) for rows, kind in kinds] for least in widths])
-    wanted = np.array([sum(count for bits, count in parts if bits >= least) for least in widths])
+    wanted = np.array([sum(count for bits, count in coder.parts if bits >= least) for least in widths])
     among = np.array([[rows == size for rows, _ in kinds] for size in distinct])
     given = np.array([sizes.count(size) for size in distinct])
     limits = [LinearConstraint(room, wanted, np.inf), LinearConstraint(among, given, given)]
     cost, whole = np.array([len(kind) for _, kind in kinds]), np.ones(len(kinds))
-    how = {"time_limit": SECONDS}
+    how = {"mip_rel_gap": GAP, "node_limit": NODES}
     found = milp(cost, constraints=limits, integrality=whole, bounds=Bounds(0, np.inf), options=how)
     if found.x is None:
         return []
