@@ -16,6 +16,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
 START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
+OURS = "ours, pooled"
 Row = dict[str, Any]
 
 
@@ -24,7 +25,29 @@ def tables(folder: Path = RESULTS) -> str:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
     if not results:
         return "No results yet: see benchmarks/bits.py."
-    return "\n".join(line for result in results for line in _section(result)).rstrip()
+    lines = [line for result in results for line in _section(result)]
+    zero_shot = [json.loads(path.read_text())["rows"] for path in sorted(folder.glob("zero-shot-*-bits.json"))]
+    return "\n".join([*lines, *(line for rows in zero_shot for line in _answers(rows))]).rstrip()
+
+
+def _answers(rows: Sequence[Row]) -> list[str]:
+    """Zero-shot accuracy of a source and of its coded model, all items of every task."""
+    source, coded = rows[:2]
+    cells, changes = [], []
+    for task, found in coded["tasks"].items():
+        before = source["tasks"][task]
+        name = "acc_norm" if "acc_norm" in found else "acc"
+        change, error = found[f"{name}_change"], found[f"{name}_change_se"]
+        told = (f"{before[name]:.1%}", f"{found[name]:.1%}", f"{100 * change:+.2f} ± {100 * 1.96 * error:.2f}")
+        cells.append((f"{task}, {name}", f"{found['items']:,}", *told))
+        changes.append(change)
+    mean = 100 * sum(changes) / len(changes)
+    titles = ("zero-shot", "items", "source", f"ours, {coded['model']}", "change in points, 95%")
+    made = f"{coded['hardware']}, {coded['date']}, commit {coded['commit']}"
+    return [
+        f"## Zero-shot, {source['model']}", "", *_table(titles, cells),
+        f"- Mean change: {mean:+.2f} points. Scored as lm-eval defines it; {made}.", "",
+    ]  # fmt: skip
 
 
 def _section(result: dict[str, Any]) -> list[str]:
@@ -65,7 +88,10 @@ def _there(rows: Sequence[Row], *groups: str) -> list[Row]:
 
 
 def _match(rows: Sequence[Row], row: Row) -> Row | None:
-    return next((other for other in _there(rows, "match") if other["asked"] == row["method"]), None)
+    """Our plan for the bytes of a row; where none was made for it, the largest of ours that takes no more."""
+    exact = [other for other in _there(rows, "match") if other["asked"] == row["method"]]
+    less = [other for other in _there(rows, "ours") if other["method"] == OURS and other["share"] <= row["share"]]
+    return next(iter([*exact, *less]), None)
 
 
 def _rivals(rows: Sequence[Row]) -> list[str]:
@@ -73,10 +99,9 @@ def _rivals(rows: Sequence[Row]) -> list[str]:
     cells = []
     for row in _there(rows, "rivals", "library"):
         ours = _match(rows, row)
-        cells.append(
-            (row["method"], f"{row['share']:.1%}", _measured(row), _perplexity(row), _measured(ours), _perplexity(ours))
-        )
-    titles = ("cache", "bytes", "damage", "perplexity", "ours in these bytes", "perplexity")
+        own = "" if ours is None else f"{ours['share']:.1%}"
+        cells.append((row["method"], f"{row['share']:.1%}", _measured(row), _perplexity(row), own, _measured(ours)))
+    titles = ("cache", "bytes", "damage", "perplexity", "ours: bytes", "damage")
     return _table(titles, cells)
 
 
@@ -113,8 +138,8 @@ def _beside(rows: Sequence[Row]) -> list[str]:
 
 def _asked(rows: Sequence[Row], row: Row) -> Row | None:
     """Our plan for the share that an ablation was given."""
-    same = [other for other in _there(rows, "ours") if other["asked"] == row["asked"]]
-    return next((other for other in same if other["method"] == "ours, pooled"), None)
+    same = [other for other in _there(rows, "ours") if other["asked"] == row["asked"] and other["method"] == OURS]
+    return next((other for other in same if other["share"] <= 1.01 * row["share"]), None)
 
 
 def _missing(rows: Sequence[Row]) -> list[str]:
@@ -135,6 +160,42 @@ def _about(result: dict[str, Any]) -> list[str]:
         f"to the source; calibrated on {settings['tokens']:,} tokens in rows of {settings['length']:,}, "
         f"{settings['dtype']}; {result['hardware']}, {result['date']}, commit {commits}; {made}."
     ]
+
+
+def summary(folder: Path = RESULTS) -> str:
+    """For the first page: shares of ours, and the best of the others in about as many bits, per model and length."""
+    titles = ("model, tokens", "25%", "12.5%", "6.25%", "best other cache in 4 bits", "best other cache in 2 bits")
+    cells, made = [], []
+    for path in sorted(folder.glob("bits-*.json")):
+        result = json.loads(path.read_text())
+        for length in sorted({row["length"] for row in result["rows"]}):
+            rows = [row for row in result["rows"] if row["length"] == length]
+            ours = {row["asked"]: row for row in _there(rows, "ours") if row["method"] == OURS}
+            name = f"{result['name'].removesuffix(f', {length:,} tokens')}, {length:,}"
+            best = (_best(rows, bits) for bits in (4, 2))
+            cells.append((name, *(_told(ours.get(share)) for share in titles[1:4]), *best))
+        made.append(f"{result['hardware']}, {result['date']}, commit {result['commit']}")
+    return "\n".join([*_table(titles, cells), f"- {'; '.join(dict.fromkeys(made))}."])
+
+
+def _told(row: Row | None) -> str:
+    if row is None or "why" in row:
+        return ""
+    half = 100 * (row["measured_high"] - row["measured_low"]) / 2
+    return f"{row['perplexity_change']:+.2%} ± {half:.2f} ({row['share']:.1%})"
+
+
+def _best(rows: Sequence[Row], bits: int) -> str:
+    """The least damage of the other caches in so many bits."""
+    those = [
+        row
+        for row in _there(rows, "rivals", "library")
+        if f"int{bits}" in row["method"] or f"{bits} bits" in row["method"]
+    ]
+    if not those:
+        return ""
+    best = min(those, key=lambda row: float(row["measured"]))
+    return f"{_told(best)}: {best['method']}"
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:

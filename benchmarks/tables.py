@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bits_page
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {  # result file -> how the README calls the model
@@ -218,7 +220,14 @@ def speed() -> str:
     return "\n".join([*lines, "", f"{note}; {ends}"])
 
 
-BLOCKS = {"quality": table, "embeddings": embeddings, "healing": healing, "distilled": distilled, "speed": speed}
+BLOCKS = {
+    "cache": bits_page.summary,
+    "quality": table,
+    "embeddings": embeddings,
+    "healing": healing,
+    "distilled": distilled,
+    "speed": speed,
+}
 
 
 def picture() -> str:

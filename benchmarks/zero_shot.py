@@ -15,10 +15,12 @@ import math
 import tempfile
 import time
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from provenance import commit
 from torch import nn
 
 TASKS = ("lambada", "hellaswag", "arc_easy", "piqa")
@@ -174,6 +176,7 @@ def by_lm_eval(model: nn.Module, tokenizer: Any, asked: dict[str, Exam]) -> dict
 
 def main() -> None:
     from headwise import families
+    from headwise.checks import speed
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("model", nargs="+")
@@ -191,7 +194,9 @@ def main() -> None:
         items = exams(tokenizer, asked.data, asked.most, tuple(asked.task or TASKS))
         scores, said = all_tasks(model, items, source)
         source = source or scores  # the first model is what the others are held against
-        rows.append({"model": name, "seconds": time.perf_counter() - start, "tasks": said})
+        about = {"model": Path(name).name, "hardware": speed.machine(model.device), "commit": commit()}
+        about["date"] = datetime.now(UTC).strftime("%Y-%m-%d")
+        rows.append({**about, "seconds": time.perf_counter() - start, "tasks": said})
         if asked.lm_eval:
             rows[-1]["lm_eval"] = by_lm_eval(model, tokenizer, items)
         print(json.dumps(rows[-1]), flush=True)

@@ -308,7 +308,7 @@ def test_the_terminal_shows_bits(
     text = capsys.readouterr().out
     keys, values = bits.mean_bits(plan.source.layers[1], plan.target.layers[1])
     assert "k bits" in text and f"{keys:.1f}/16" in text and f"{values:.1f}/16" in text
-    assert f"cached {bits.plan_in_bits(plan)}" in text and "scales and first tokens" in text
+    assert f"cached {bits.plan_in_bits(plan)}" in text and "scales, first and newest tokens" in text
     assert dossier.readings is not None
     show_record(dossier.readings)
     table = capsys.readouterr().out.split("damage.k_bits")[-1].split("damage.")[0].splitlines()

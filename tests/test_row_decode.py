@@ -41,7 +41,7 @@ def test_kernels_agree_with_plain_attention():
 
 
 def coder_of(counts: dict[str, int]) -> RowCoder:
-    return RowCoder(dict(counts))
+    return RowCoder(dict(counts), sum(counts.values()) if isinstance(counts, dict) else sum(n for _, n in counts))
 
 
 @pytest.mark.parametrize("counts", CODES)

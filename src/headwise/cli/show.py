@@ -129,9 +129,9 @@ def _plan_words(plan: Plan, console: Console) -> None:
 
 
 def _in_bits(plan: Plan) -> str:
-    from headwise.report import plan_in_bits
+    from headwise.report import longest_text, plan_in_bits
 
-    return f"cached {plan_in_bits(plan)}; scales and first tokens are counted"
+    return f"cached {plan_in_bits(plan)}; scales, first and newest tokens are counted.{longest_text(plan)}"
 
 
 def _spark(values: Sequence[float], log: bool) -> str:

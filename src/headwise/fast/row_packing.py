@@ -158,7 +158,7 @@ class Packing:
 @functools.cache
 def packing(counts: tuple[tuple[str, int], ...]) -> Packing:
     """The packing of a code by its counts, `tuple(counts.items())`; found once."""
-    return Packing(RowCoder(dict(counts)))
+    return Packing(RowCoder(dict(counts), sum(count for _, count in counts)))
 
 
 @functools.cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headwise.report._bits import mean_bits, plan_in_bits
+from headwise.report._bits import longest_text, mean_bits, plan_in_bits
 from headwise.report._card import model_card
 from headwise.report._compare import compare
 from headwise.report._data import byte_steps, counts_bytes, fitting
@@ -25,6 +25,7 @@ __all__ = [
     "measured",
     "model_card",
     "not_measured",
+    "longest_text",
     "plan_in_bits",
     "recovery_in_words",
     "render",

@@ -24,7 +24,7 @@ GENERATE = "model.generate(...) uses the coded cache by itself: the DynamicCache
 LIMITS = (
     "Caches of other kinds (static, quantized, or of another library) hold coded numbers in place of bytes: "
     "answers are the same, but no memory is saved.",
-    "Layers with a sliding window keep their window in bytes, and no first tokens whole.",
+    "Layers with a sliding window keep their window in bytes, and no first or newest tokens beside it.",
     "Speed: plain PyTorch unpacks the bits of all cached tokens at every step. Generating is therefore slower than "
     "with a cache of numbers, until there are fast kernels for it.",
 )
@@ -120,5 +120,14 @@ def share_in_words(plan: Plan) -> str:
     return (
         f"The cache takes {human(after)} bytes per token, {share} the source's {human(before)} at "
         f"{8 * plan.source.cache_bytes} bits a number: "
-        f"{average_bits(plan):.1f} bits a number. {COUNTED}"
+        f"{average_bits(plan):.1f} bits a number. {COUNTED}{longest_text(plan)}"
     )
+
+
+def longest_text(plan: Plan) -> str:
+    """What the longest text that is served takes, in a sentence, where bytes are counted for a longer one."""
+    tokens, whole = plan.context, kv_bytes_per_token(plan.source)
+    if not (is_coded(plan) and whole and 0 < tokens < COUNTED_TOKENS):
+        return ""
+    taken = sum(layer.text_bytes(tokens, plan.target.cache_bytes) for layer in plan.target.layers if layer.query_heads)
+    return f" The longest text that is served, of {tokens:,} tokens, takes {taken / tokens / whole:.1%}."

@@ -148,6 +148,12 @@ class LayerShape(Record):
         """Bytes of a cached row, keys and values; `number` is those of one that is not coded."""
         return _part_bytes(self.k_code, self.qk_dim, number) + _part_bytes(self.v_code, self.v_dim, number)
 
+    def text_bytes(self, tokens: int, number: int = CACHE_BYTES) -> int:
+        """Bytes of the cached rows of a text of so many tokens, as long as all that is kept beside codes."""
+        sizes = [size for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
+        each = self.row_bytes(number) - sum(beside_bytes(size, number) for size in sizes)
+        return self.kv_heads * (tokens * each + sum(_beside(size, number) for size in sizes))
+
     @property
     def k_bytes(self) -> int:
         """Bytes of a cached row's keys."""
@@ -183,8 +189,11 @@ def beside_bytes(size: int, number: int = CACHE_BYTES) -> int:
     >>> beside_bytes(512)
     6
     """
-    newest = NEAR_TOKENS * (size + max(1, round(size / CODE_GROUP)))
-    return -(-(WHOLE_TOKENS * size * number + newest) // COUNTED_TOKENS)
+    return -(-_beside(size, number) // COUNTED_TOKENS)
+
+
+def _beside(size: int, number: int) -> int:
+    return WHOLE_TOKENS * size * number + NEAR_TOKENS * (size + max(1, round(size / CODE_GROUP)))
 
 
 def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
