@@ -23,7 +23,7 @@ from headwise.errors import BudgetError
 from headwise.probes import fisher
 from headwise.runs.settings import Settings
 from headwise.runtime import cache_headwise
-from headwise.runtime.cache_headwise import RowCoder
+from headwise.runtime.coder_headwise import RowCoder
 from headwise.stages.source import Probed
 from headwise.strategies import exact
 from headwise.strategies._options import finish

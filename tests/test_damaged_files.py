@@ -54,7 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         tokenizer.save_pretrained(home / "source")
         patch.chdir(home)
         patch.setattr(frontier.solve, "__defaults__", (None, 0.2))
-        api.run("source", "kv=75%", "run", **SMALL)
+        api.run("source", ("kv=75%", "params=100%"), "run", **SMALL)
     yield home
 
 
@@ -229,17 +229,21 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(copied: Path, fi
         families.load("source")
 
 
+@pytest.mark.parametrize("name", ["0.gram_q", "0.k_basis", "0.v_near"])
 @pytest.mark.parametrize("harm", ["truncated", "missing", "shape", "nan", "integers", "name"])
-def test_damaged_moments_say_to_probe_again(copied: Path, harm: str) -> None:
+def test_damaged_moments_say_to_probe_again(copied: Path, harm: str, name: str) -> None:
     path = copied / "run" / "moments.safetensors"
     layers = Plan.read(copied / "run" / "plan.json").source.layers
     found = load_file(path)
-    name = "0.gram_q"
     if harm == "truncated":
         path.write_bytes(path.read_bytes()[:-5])
     else:
         tensor = found.pop(name)
-        other = {"shape": tensor[:, :1].clone(), "nan": tensor * float("nan"), "integers": tensor.long()}
+        other = {
+            "shape": tensor[..., :1].repeat(2, *[1] * (tensor.dim() - 1)),
+            "nan": tensor * float("nan"),
+            "integers": tensor.long(),
+        }
         found |= {name: other[harm]} if harm in other else {"x.gram_q": tensor} if harm == "name" else {}
         save_file(found, path)
     with pytest.raises(PlanError, match=r"moments\.safetensors.*probe again"):

@@ -213,7 +213,7 @@ KINDS = {
 
 def bench_of(stock, length: int = 64) -> tuple[Settings, pipeline.Source]:
     model = llama.tailor(stock)
-    settings = Settings("tiny", ("kv=75%",), swap_tokens=128, heal="none", device="cpu", length=length)
+    settings = Settings("tiny", ("kv=75%", "params=99%"), swap_tokens=128, heal="none", device="cpu", length=length)
     rows = text(12, length)
     return settings, pipeline.InMemory(llama, model, None, rows, rows[:2], rows[:2], "random tokens")
 

@@ -80,7 +80,7 @@ def test_what_stock_code_cannot_follow_is_refused(family, change, tmp_path):
     assert not (tmp_path / "model").exists()
 
 
-WAYS = {"tailored": ["--budget", "kv=75%"], "portable": ["--portable"]}
+WAYS = {"tailored": ["--budget", "kv=75%", "--allow", "qk,v,mlp"], "portable": ["--portable"]}
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import random
 import pytest
 import torch
 
-from headwise.runtime import cache_headwise
-from headwise.runtime.cache_headwise import FEW_STEPS, RowCoder
+from headwise.runtime import cache_headwise, coder_headwise
+from headwise.runtime.coder_headwise import FEW_STEPS, RowCoder
 from headwise.types import BITS, code_bytes, shape
 
 
 def test_constants_are_those_that_costs_are_counted_with() -> None:
     assert cache_headwise.WHOLE == shape.WHOLE_TOKENS
     assert cache_headwise.NEAR == shape.NEAR_TOKENS
-    assert cache_headwise.GROUP == shape.CODE_GROUP
+    assert coder_headwise.GROUP == shape.CODE_GROUP
 
 
 def some_codes() -> list[dict[str, int]]:
@@ -39,7 +39,7 @@ def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: d
     bits = torch.tensor([b for b, count in zip(BITS, code, strict=True) for _ in range(count)])
     half = 1 - torch.where(bits <= 2, FEW_STEPS, 1.0) * (1 - 0.5**bits)  # few steps do not reach the largest numbers
     for group in torch.arange(sum(code)).split(-(-sum(code) // coder.groups)):
-        most = x[..., group].abs().amax(-1, keepdim=True).clamp_min(2.0**-15) * 2 ** (1 / cache_headwise.OCTAVE)
+        most = x[..., group].abs().amax(-1, keepdim=True).clamp_min(2.0**-15) * 2 ** (1 / coder_headwise.OCTAVE)
         assert ((found - x)[..., group].abs() <= most * half[group] * (1 + 1e-4)).all()
 
 

@@ -248,9 +248,8 @@ class Family(Streams, Naming, ABC):
     def build_layer(self, model: nn.Module, index: int, shape: LayerShape, tensors: Tensors) -> nn.Module:
         """One layer with its own sizes and tensors (by our names), for a model that stays as it is."""
         own = self.layers(model)[index]
-        shared = {
-            id(tensor): tensor for tensor in (*own.parameters(), *own.buffers())
-        }  # those that stay are not copied
+        large = (tensor for tensor in own.parameters() if tensor.dim() > 1)  # which are replaced below
+        shared = {id(tensor): tensor for tensor in large}
         layer: Any = copy.deepcopy(own, shared)
         with torch.device("meta"):
             tailor_layer(layer, self.anatomy(model.config), shape.to_json())

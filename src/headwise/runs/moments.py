@@ -55,8 +55,12 @@ def read_layer(path: Path, layer: LayerShape, index: int) -> Moments:
 def checked(found: Moments, layer: LayerShape, path: Path, index: int, device: torch.device | str) -> Moments:
     """The moments of one layer, once they are known to be complete, of its sizes and finite."""
     sizes = {name: tuple(tensor.shape) for name, tensor in found.items()}  # of others, only that they are finite
-    if layer.query_heads and "k_basis" not in found:  # bits alone need no other moments
-        key, value = layer.qk_dim, layer.v_dim
+    key, value, coded = layer.qk_dim, layer.v_dim, any(name.startswith(("k_", "v_")) for name in found)
+    if layer.query_heads and coded:
+        for part, size in (("k", key), ("v", value)):
+            each = {"basis": (size, size), "mean": (size,), "price": (size,), "near": ()}
+            sizes |= {f"{part}_{name}": (layer.kv_heads, *shape) for name, shape in each.items()}
+    if layer.query_heads and not (coded and not any(name.startswith("gram_") for name in found)):  # bits need no others
         sizes |= dict.fromkeys(("gram_q", "gram_k"), (layer.kv_heads, key, key))
         sizes["gram_z"] = (layer.query_heads, value, value)
     if "gram_mlp" in found:

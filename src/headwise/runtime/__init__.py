@@ -1,4 +1,4 @@
-"""The modules that reshaped models run on. Both files are self-contained and are copied into saved models."""
+"""The modules that reshaped models run on. The files need nothing of Headwise and are copied into saved models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 CODE = "modeling_headwise.py"
-FILES = (CODE, "cache_headwise.py")
+FILES = (CODE, "cache_headwise.py", "coder_headwise.py")
 
 
 def foreign_code(folder: Path) -> str | None:

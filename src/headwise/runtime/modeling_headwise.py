@@ -24,7 +24,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import OutputRecorder
 
-from .cache_headwise import RowCoder, Rows, append, remembered
+from .cache_headwise import Rows, append, remembered
+from .coder_headwise import RowCoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +147,8 @@ class SoftmaxAttention(nn.Module):
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them.
-
-        With `masked=True` the mask is no common one, which some kernels do not take.
-        """
+        """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them."""
+        # A mask of ours (`masked=True`) is no common one: few kernels take it.
         name, masked = self.config._attn_implementation, kwargs.pop("masked", False)
         if masked and name == "eager":
             attention_mask = _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
@@ -366,23 +365,16 @@ class TailoredAttention(nn.Module):
         if not self._many(q):
             z, weights = rows.read(self.attend, q, mask, **kwargs)
             return self.own_values(z), weights
-        z, weights = rows.changed(self._keys_apart, self._values_apart).read(self.attend_apart, q, mask, **kwargs)
+        keys = self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT if self.projects else None
+        values = self.v_up_NVO.unflatten(0, (self.kv_heads, -1)) if self.v_projects else None
+        rows = rows.changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
+        z, weights = rows.read(self.attend_apart, q, mask, **kwargs)
         return z.flatten(2), weights
 
-    def _keys_apart(self, k: torch.Tensor) -> torch.Tensor:
-        """The keys of every head, from rows that heads share."""
-        if self.projects:
-            k = k.unsqueeze(2) @ self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT
-        return self._heads_of(k)
-
-    def _values_apart(self, v: torch.Tensor) -> torch.Tensor:
-        """The values of every head, from rows that heads share."""
-        if self.v_projects:
-            v = v.unsqueeze(2) @ self.v_up_NVO.unflatten(0, (self.kv_heads, -1))
-        return self._heads_of(v)
-
-    def _heads_of(self, x: torch.Tensor) -> torch.Tensor:
-        return (x if x.dim() == 5 else x.unflatten(-1, (self.pooled, -1)).transpose(2, 3)).flatten(1, 2)
+    def _own(self, x: torch.Tensor, basis: Any) -> torch.Tensor:
+        """What every head has of the rows that heads share."""
+        x = x.unflatten(-1, (self.pooled, -1)).transpose(2, 3) if basis is None else x.unsqueeze(2) @ basis
+        return x.flatten(1, 2)
 
     def spread(self, q_BHTW: torch.Tensor) -> torch.Tensor:
         """Queries as wide as the rows of pooled heads: zero beside their own head's part."""

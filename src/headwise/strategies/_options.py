@@ -277,6 +277,9 @@ def refuse(
             share = least / prices.price(budget, source) * 100
             at = "".join(budget.text.partition("@")[1:])  # a share is of the price at that length
             text = f"{budget.name}={-(-share * 10 // 1) / 10:g}%{at}"  # rounded up, so that the proposal can be met
+            if "bits" in allow and budget.name != "kv":
+                others = ",".join(unit for unit in allow if unit != "bits") or "qk,v,mlp"
+                hint += f"; coded rows add parameters, dimensions do not: --allow {others}"
             return BudgetError(
                 f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
                 f"legal size, {share:.1f}% remains. Try --budget {text}{hint}."
