@@ -22,7 +22,7 @@ COUNTED = (
 )
 GENERATE = "model.generate(...) uses the coded cache by itself: the DynamicCache of transformers then holds bytes."
 LIMITS = (
-    "Caches of other kinds (static, quantized, or of another library) hold coded numbers in place of bytes: "
+    "Caches of other kinds (static, or of another library) hold numbers, which are rounded whenever they are read: "
     "answers are the same, but no memory is saved.",
     "Layers with a sliding window keep their window in bytes, and no first or newest tokens beside it.",
     "Speed: plain PyTorch unpacks the bits of all cached tokens at every step. Generating is therefore slower than "
