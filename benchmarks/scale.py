@@ -20,12 +20,13 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from provenance import commit
+from streaming import make
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULT = ROOT / "docs" / "SCALE.md", ROOT / "benchmarks" / "results" / "scale.json"
@@ -89,40 +90,6 @@ def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> 
     }
 
 
-def make(folder: Path, shape: dict[str, Any]) -> None:
-    """A checkpoint of random bf16 weights, one shard for each layer."""
-    import torch
-    from safetensors.torch import save_file
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from headwise import families
-
-    folder.mkdir(parents=True)
-    config = LlamaConfig(**shape, dtype="bfloat16", architectures=["LlamaForCausalLM"])
-    config.save_pretrained(folder)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
-    draw, places = torch.Generator("cuda").manual_seed(0), {}
-    for file, names in _shards(shapes):
-        tensors = {}
-        for name in names:
-            places[name] = file
-            tensor = torch.ones(shapes[name], dtype=torch.bfloat16, device="cuda")
-            tensors[name] = tensor if tensor.dim() == 1 else tensor.normal_(0.0, 0.02, generator=draw)
-        save_file({name: tensor.cpu() for name, tensor in tensors.items()}, folder / file, metadata={"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(Path(families.locate("embedded")[0]) / name, folder / name)
-
-
-def _shards(names: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(name.split(".")[2] if ".layers." in name else name, []).append(name)
-    for number, members in enumerate(groups.values(), 1):
-        yield f"model-{number:05d}-of-{len(groups):05d}.safetensors", members
-
-
 def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
     """`run` in a process of its own."""
     told = json.dumps([model, str(out), settings, limit])
@@ -141,6 +108,8 @@ def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: 
 
 def table(results: dict[str, Any]) -> str:
     """The page's table, and under it the stages of every run."""
+    if not results["rows"]:
+        return "No results yet: see benchmarks/scale.py."
     lines = ["| run | seconds | GiB on the device | GiB on the host | checks |", "| --- | --- | --- | --- | --- |"]
     for row in results["rows"]:
         if "why" in row:
@@ -185,7 +154,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     if asked.page:
-        PAGE.write_text(filled(PAGE.read_text(), json.loads(RESULT.read_text())))
+        results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
+        PAGE.write_text(filled(PAGE.read_text(), results))
         return
     name = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}"
     model = asked.model
@@ -193,7 +163,7 @@ def main() -> None:
         shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
         folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
         if not folder.exists():
-            make(folder, shape)
+            make(folder, shape["num_hidden_layers"], shape)
         model = str(folder)
     settings = {"budgets": (asked.budget,), "device": "cuda"}
     settings |= {key: value for key in ("heal", "data", "stream") if (value := getattr(asked, key))}

@@ -40,7 +40,7 @@ ALLOW = ("qk", "v", "mlp")  # figures are about dimensions
 EMBEDDED = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 
-def make(folder: Path, layers: int) -> None:
+def make(folder: Path, layers: int, shape: dict[str, Any] = LLAMA_7B) -> None:
     """A checkpoint of random weights; one layer of it is in memory at a time."""
     import torch
     from safetensors.torch import save_file
@@ -49,9 +49,7 @@ def make(folder: Path, layers: int) -> None:
     from headwise import families
 
     folder.mkdir(parents=True)
-    config = LlamaConfig(
-        **{**LLAMA_7B, "num_hidden_layers": layers}, dtype="bfloat16", architectures=["LlamaForCausalLM"]
-    )
+    config = LlamaConfig(**{**shape, "num_hidden_layers": layers}, dtype="bfloat16", architectures=["LlamaForCausalLM"])
     config.save_pretrained(folder)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}

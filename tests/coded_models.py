@@ -5,15 +5,29 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import DynamicCache
+from transformers import AutoTokenizer, DynamicCache
 
 from headwise import families
 from headwise.cuts import reshape
+from headwise.families.llama import FAMILY as llama
 from headwise.probes import fisher, gram
 from headwise.types import BITS, LayerKeep, LayerShape, Plan
+
+
+def sharp_folder(path: Path, words: int, dtype: torch.dtype = torch.float32) -> Path:
+    """A tiny Llama that attends sharply, saved with the embedded model's tokens; beside it a text of so many words."""
+    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
+    model = llama.tiny(vocab_size=len(tokenizer), initializer_range=0.3)
+    families.set_format(model, dtype)
+    model.config.dtype = dtype
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    (path.parent / "text.txt").write_text(". ".join(f"word{n * n % 97} is{n % 7}" for n in range(words)))
+    return path
 
 
 def drawn(rows: int, tokens: int, seed: int = 0) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Models that stay in bfloat16: prices, plans and healing as in float32, and no tensor in memory twice."""
+"""Models that stay in bfloat16: prices near those of float32, healing, and no tensor in memory twice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from coded_models import sharp_folder
 
 from headwise import api, families, heal, pipeline, strategies
 from headwise.budgets import parse_all
@@ -29,16 +29,7 @@ SMALL: dict[str, Any] = dict(tokens=2048, eval_tokens=512, swap_tokens=128, leng
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama in bfloat16 that attends sharply, with the embedded model's tokens, and a small text."""
-    path = tmp_path_factory.mktemp("source") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
-    model = llama.tiny(vocab_size=len(tokenizer), initializer_range=0.3)
-    set_format(model, torch.bfloat16)
-    model.config.dtype = torch.bfloat16
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    words = [f"word{number * number % 97} is{number % 7}" for number in range(6_000)]
-    (path.parent / "text.txt").write_text(". ".join(words))
-    return path
+    return sharp_folder(tmp_path_factory.mktemp("source") / "tiny", 6_000, torch.bfloat16)
 
 
 def settings(folder: Path, *budgets: str, **more: Any) -> Settings:
@@ -147,7 +138,7 @@ def test_answers_are_sums_in_float32() -> None:
     assert rounded.dtype == torch.bfloat16, "outside of probes and checks a model is as it was"
 
 
-def test_prices_and_plans_are_those_of_float32(probed: dict[str, Path]) -> None:
+def test_predicted_prices_and_plans_from_them_are_near_those_of_float32(probed: dict[str, Path]) -> None:
     exact, rounded = (Readings.read(out / "readings.json") for out in probed.values())
     for kind in ("damage.k_bits", "damage.v_bits", "damage.v", "damage.qk_projected", "damage.mlp"):
         curves = exact.curve(kind), rounded.curve(kind)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from coded_models import sharp_folder
 
 from headwise import api, cost, families, pipeline
 from headwise.budgets import price
@@ -29,13 +29,7 @@ SMALL: dict[str, Any] = dict(tokens=512, eval_tokens=256, swap_tokens=64, length
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama that attends sharply, with the embedded model's tokens, and a small text."""
-    path = tmp_path_factory.mktemp("source") / "tiny"
-    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
-    llama.tiny(vocab_size=len(tokenizer), initializer_range=0.3).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    words = [f"word{number * number % 97} is{number % 7}" for number in range(3_000)]
-    (path.parent / "text.txt").write_text(". ".join(words))
-    return path
+    return sharp_folder(tmp_path_factory.mktemp("source") / "tiny", 3_000)
 
 
 def settings(folder: Path, *budgets: str, **more: Any) -> Settings:

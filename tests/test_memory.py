@@ -49,7 +49,7 @@ def stages_of(config: Any, free: int, monkeypatch: pytest.MonkeyPatch, **more: A
     return {stage.stage: stage for stage in found}
 
 
-def test_eight_billion_weights_take_less_than_sixty_gigabytes(
+def test_eight_billion_weights_are_estimated_at_less_than_sixty_gigabytes(
     eight_billion: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = stages_of(eight_billion, 139 * GIB, monkeypatch)

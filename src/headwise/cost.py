@@ -55,7 +55,7 @@ def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float)
         products += (heads * layer.head_width - rows * layer.qk_width) * layer.qk_dim
     if layer.v_projected:
         products += (heads * layer.out_dim - rows * layer.v_width) * layer.v_dim
-    seen = sum(layer.k_code) or (layer.qk_dim if layer.projected else layer.head_width)  # what has no bits is not read
+    seen = sum(layer.k_code) or (layer.qk_dim if layer.projected else layer.head_width)  # others are zeros
     read = sum(layer.v_code) or (layer.v_dim if layer.v_projected else layer.out_dim)
     return 2.0 * products + 2.0 * attended * heads * (seen + read)
 

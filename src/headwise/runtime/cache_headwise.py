@@ -180,33 +180,32 @@ class Rows(NamedTuple):
     def _part(
         self, attend: Any, q: torch.Tensor, mask: Any, those: slice, far: slice, near: slice, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        query = (torch.arange(those.start, those.stop, device=q.device) + self.past).unsqueeze(1)
-        places = [torch.arange(part.start, part.stop, device=q.device) for part in (far, near)]
-        seen = [(query - places[0] >= NEAR) | (places[0] < self.start), (query - places[1]).abs() < NEAR]
-        if mask is None:
-            seen[1] &= query >= places[1]
-        else:
-            if not isinstance(mask, torch.Tensor):
-                raise ValueError('a coded cache cannot be read with this attention; set attn_implementation="sdpa"')
-            if mask.dim() == 2:  # which tokens are not padding
-                mask = mask.bool()[:, None, None, : near.stop] & (query >= torch.arange(near.stop, device=q.device))
-            else:
-                mask = mask[:, :, those]
-            if mask.dtype == torch.bool:
-                seen = [mask[..., part] & one for part, one in zip((far, near), seen, strict=True)]
-            else:
-                least = torch.finfo(mask.dtype).min
-                seen = [mask[..., part].masked_fill(~one, least) for part, one in zip((far, near), seen, strict=True)]
+        """What some queries find in coded places and in near ones."""
         own = slice(near.start - self.start, near.stop - self.start)
         k, v = (torch.cat((x[:, :, far], y[:, :, own]), 2) for x, y in zip(self[:2], self.near, strict=True))
-        both = torch.cat(seen, -1)
-        z, weights = attend(q[:, :, those], k, v, both if both.dim() == 4 else both[None, None], masked=True, **kwargs)
+        seen = self._seen(mask, those, far, near, q.device)
+        z, weights = attend(q[:, :, those], k, v, seen, masked=True, **kwargs)
         if weights is None:
             return z, None
         found = weights.new_zeros((*weights.shape[:3], self.k.shape[2]))
         found[..., far] += weights[..., : far.stop]
         found[..., near] += weights[..., far.stop :]
         return z, found
+
+    def _seen(self, mask: Any, those: slice, far: slice, near: slice, device: torch.device) -> torch.Tensor:
+        """The mask of some queries over coded places, followed by near ones: every place is read in one form."""
+        query = (torch.arange(those.start, those.stop, device=device) + self.past).unsqueeze(1)
+        coded, fine = (torch.arange(part.start, part.stop, device=device) for part in (far, near))
+        apart = torch.cat(((query - coded >= NEAR) | (coded < self.start), (query - fine).abs() < NEAR), 1)
+        place = torch.cat((coded, fine))
+        if mask is None:
+            return (apart & (query >= place))[None, None]
+        if not isinstance(mask, torch.Tensor):
+            raise ValueError('a coded cache cannot be read with this attention; set attn_implementation="sdpa"')
+        if mask.dim() == 2:  # which tokens are not padding
+            return mask.bool()[:, None, None, place] & apart & (query >= place)
+        mask = mask[:, :, those][..., place]
+        return mask & apart if mask.dtype == torch.bool else mask.masked_fill(~apart, torch.finfo(mask.dtype).min)
 
 
 def remembered(

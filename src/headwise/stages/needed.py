@@ -10,13 +10,14 @@ from headwise.families import Family
 from headwise.memory import available_bytes
 from headwise.probes._backward import LOGITS, ROOM, Way, chosen_way, kept_per_token
 from headwise.runs.settings import Settings
+from headwise.stages.probe import HEALING_TOKENS
 from headwise.stages.source import codes_rows, heads_to_pool
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
 
 LIBRARIES = 3 << 30  # bytes of a process that has loaded torch and, on a GPU, its kernels
 SHARD = 4 << 30  # of weights, on their way to a file
-HEALING_TOKENS = 8_192  # on which single layers are healed
+LITTLE = 16 << 30  # bytes that need no words
 
 
 class Needed(NamedTuple):
@@ -128,6 +129,3 @@ def in_words(stages: list[Needed], device: str) -> str:
     here = "" if device == "cpu" else f"{most.device / 1e9:,.0f} GB on {device} and "
     free = available_bytes(device) / 1e9
     return f"memory: about {here}{host / 1e9:,.0f} GB on the host, most while {most.stage}; {free:,.0f} GB free; {way}."
-
-
-LITTLE = 16 << 30  # bytes that need no words
