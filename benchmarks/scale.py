@@ -48,6 +48,7 @@ class Stages:
 
     def __init__(self) -> None:
         self.found: list[dict[str, Any]] = []
+        self.began = time.perf_counter()
 
     def __call__(self, items: Sequence[Any], label: Any) -> Iterable[Any]:
         import torch
@@ -56,8 +57,9 @@ class Stages:
         start = time.perf_counter()
         yield from items
         name = label if isinstance(label, str) else label()
-        self.found.append({"stage": name, "seconds": time.perf_counter() - start, **peaks()})
-        print(f"{name}: {self.found[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
+        seconds = time.perf_counter() - start
+        self.found.append({"stage": name, "from": start - self.began, "seconds": seconds, **peaks()})
+        print(f"{start - self.began:7.1f} s: {name}, {seconds:.1f} s", file=sys.stderr, flush=True)
 
 
 def peaks() -> dict[str, float]:
@@ -96,13 +98,15 @@ def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: 
     code = "import json, scale, sys; print('RESULT' + json.dumps(scale.run(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, told]
     start = time.perf_counter()
-    done = subprocess.run(command, stdout=-1, stderr=-1, text=True, check=False, cwd=Path(__file__).parent)
-    print(done.stderr[-6000:], file=sys.stderr)
+    errors = out.parent / "errors.txt"
+    with errors.open("w") as file:
+        done = subprocess.run(command, stdout=-1, stderr=file, text=True, check=False, cwd=Path(__file__).parent)
+    told = errors.read_text().strip()
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
     about = {"name": name, "settings": settings, "limit_gib": limit, "process_seconds": time.perf_counter() - start}
     about |= {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit()}
     if not lines:
-        return about | {"why": done.stderr.strip().splitlines()[-1][:300] if done.stderr.strip() else "no output"}
+        return about | {"why": told.splitlines()[-1][:300] if told else "no output"}
     return about | json.loads(lines[0][6:])
 
 
