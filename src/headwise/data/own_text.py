@@ -11,7 +11,7 @@ import torch
 
 from headwise.errors import DataError
 
-CACHE = 8 << 30  # bytes of keys and values of texts that a model writes side by side on a GPU
+CACHE = 16 << 30  # bytes of keys and values of texts that a model writes side by side on a GPU
 
 
 def writes_itself(source: str) -> bool:
@@ -118,5 +118,8 @@ def _rows_at_once(model: Any, length: int) -> int:
     """
     if next(model.parameters()).device.type != "cuda":
         return 128
-    row = 8 * model.config.num_hidden_layers * model.config.hidden_size * length  # keys and values in single precision
-    return max(1, min(4096, CACHE // row))
+    config = model.config.get_text_config()
+    kept = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = kept * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    row = 2 * model.dtype.itemsize * config.num_hidden_layers * width * length  # keys and values
+    return max(1, min(1024, CACHE // row))

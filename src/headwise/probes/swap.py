@@ -54,17 +54,16 @@ def measure(
     cut: Cut,
     seed: int,
     track: Track = silently,
-    healed: bool = False,
+    healed: Container[str] = (),
     task: Task | None = None,
     progress: Progress | None = None,
 ) -> list[Reading]:
     """Predicted curves, corrected where they were measured.
 
     `options` names the curves that are measured; `sized(kind, layer, size)` is the layer to try.
-    `healed`: `cut` heals what it cuts, which the readings then state.
+    `healed` names those whose layers `cut` heals, which the readings then state.
     """
     swapper, progress = Swapper(family, model, tokens, task, seed), progress or Progress()
-    how = f"{swapper.task.divergence_name} to the source{', the layer healed' if healed else ''}"
     shapes = swapper.shapes
     jobs = [
         (curve, layer, size)
@@ -85,7 +84,9 @@ def measure(
     for (curve, layer, size), (damage, error) in zip(jobs, processes.total(damages).tolist(), strict=True):
         found.setdefault((curve.kind, layer), {})[size] = (damage, error)
     read = places(tokens, swapper.task.row_tokens)
-    return [_corrected(curve, found, read, seed, how) for curve in predicted if curve.kind in options]
+    how = f"{swapper.task.divergence_name} to the source"
+    named = {curve.kind: f"{how}, the layer healed" if curve.kind in healed else how for curve in predicted}
+    return [_corrected(curve, found, read, seed, named[curve.kind]) for curve in predicted if curve.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:

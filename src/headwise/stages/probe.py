@@ -213,11 +213,11 @@ class _Probing:
         self.units = units_to_measure(settings, self.shape.grain.folds, self.coded)
         if not (settings.swap_tokens and self.units):
             return []
-        strength = self.task.refit_strength
-        self.healer = LayerHealer(self.family, self.model, others, strength) if self.heals else None
+        strength, healed = self.task.refit_strength, [kind for kind in self.units if not kind.endswith("_bits")]
+        self.healer = LayerHealer(self.family, self.model, others, strength) if self.heals and healed else None
         return swap.measure(
             self.family, self.model, few, curves, self.units, self._sized, self._cut, settings.seed, self.track,
-            self.heals, self.task, self.progress,
+            healed if self.heals else (), self.task, self.progress,
         )  # fmt: skip
 
     def _sized(self, kind: str, index: int, size: int) -> LayerShape:
@@ -231,10 +231,10 @@ class _Probing:
         return replace(found, k_code=keys, v_code=values)
 
     def _cut(self, index: int, target: LayerShape) -> nn.Module:
-        """One layer cut to a size, and healed where the run heals."""
+        """One layer cut to a size, and healed where the run heals; not where it is coded, which a refit hardly mends."""
         keep = strategies.keep_for(self.shape.layers[index], target, self.orders[index])
         layer = reshape_layer(self.family, self.model, index, target, keep, self.moments[index])
-        return layer if self.healer is None else self.healer.heal(index, layer)
+        return layer if self.healer is None or target.coded else self.healer.heal(index, layer)
 
     def _depth(self, few: torch.Tensor, others: torch.Tensor) -> tuple[Reading, tuple[int, ...]]:
         """Damage of leaving out whole layers, and their order."""
