@@ -231,7 +231,7 @@ class _Probing:
         return replace(found, k_code=keys, v_code=values)
 
     def _cut(self, index: int, target: LayerShape) -> nn.Module:
-        """One layer cut to a size, and healed where the run heals; not where it is coded, which a refit hardly mends."""
+        """One layer cut to a size, and healed where the run heals and no bits are cut: a refit hardly mends those."""
         keep = strategies.keep_for(self.shape.layers[index], target, self.orders[index])
         layer = reshape_layer(self.family, self.model, index, target, keep, self.moments[index])
         return layer if self.healer is None or target.coded else self.healer.heal(index, layer)
