@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -165,20 +166,28 @@ def samples(
     source: nn.Module, cut: nn.Module, tokenizer: object, tokens: torch.Tensor, count: int = 3
 ) -> tuple[Sample, ...]:
     """Beginnings of held-out text, continued greedily by both models; encoder-decoders answer whole texts."""
-    out, family = [], family_of(source.config)
+    family = family_of(source.config)
     step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
-    for row in tokens[::step][:count]:
-        prompt, before = family.prompt(row)
+    prompts, starts = zip(*(family.prompt(row) for row in tokens[::step][:count]), strict=True)
+    alike = len({prompt.shape for prompt in prompts}) == 1
+    ends = source.generation_config.eos_token_id
+    end = ends[0] if isinstance(ends, list) else ends or 0  # a text that ends before others is filled up with it
+    out = []
+    for prompt, before in zip([torch.cat(prompts)] if alike else prompts, starts, strict=False):
         prompt = prompt.to(source.device)
         with explained(str(source.config._name_or_path)), quietly():
             texts = [
                 model.generate(
-                    prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=most, pad_token_id=0
+                    prompt,
+                    attention_mask=torch.ones_like(prompt),
+                    do_sample=False,
+                    max_new_tokens=most,
+                    pad_token_id=end,
                 )
                 for model in (source, cut)
             ]
-        decode = tokenizer.decode  # type: ignore[attr-defined]
-        parts = [decode(text[0, before:], skip_special_tokens=True) for text in texts]
-        shown = "(a recording)" if family.audio else decode(prompt[0], skip_special_tokens=True)
-        out.append(Sample(shown, *parts))
+        decode = partial(tokenizer.decode, skip_special_tokens=True)  # type: ignore[attr-defined]
+        for asked, *answers in zip(prompt, *texts, strict=True):
+            shown = "(a recording)" if family.audio else decode(asked)
+            out.append(Sample(shown, *(decode(answer[before:]) for answer in answers)))
     return tuple(out)
