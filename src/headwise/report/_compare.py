@@ -12,7 +12,7 @@ from headwise.report._bits import WHOLE, average_bits, is_coded
 from headwise.report._chart import WIDE, Axis, Chart, Series, draw
 from headwise.report._data import value_range
 from headwise.report._html import NO_DATA, document, figure, paragraph, section, table, top
-from headwise.report._rivals import priced
+from headwise.report._sizes import size_of
 from headwise.report._tables import Table
 from headwise.report._text import MISSING, as_number, human, interval, listing, number, relative
 from headwise.runs.dossier import Dossier
@@ -48,7 +48,7 @@ def _run(name: str, dossier: Dossier) -> ComparedRun:
     pairs = {m.label: (m.before, m.after) for m in facts.measures(dossier) if m.label in (facts.CACHE, facts.SIZE)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
-        full, spent = priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
+        full, spent = size_of(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
         if budget.name not in ("kv", "params") and full and spent is not None:
             shares[budget.name] = spent / full
     return ComparedRun(name, dossier, last.value, ends, kind == "measured", shares)

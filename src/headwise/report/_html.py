@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from headwise.report import _svg as svg
+from headwise.report._judged import CLASSES
 from headwise.report._tables import Table
 from headwise.report._text import escape, for_script
 
@@ -104,14 +107,15 @@ def block(of: Block) -> str:
     """A block as HTML."""
     match of:
         case Words():
-            return f"<p{' class=note' if of.note else ''}>{escape(of.text)}</p>"
+            return f"<p{' class=note' if of.note else ''}>{prose(of.text)}</p>"
         case Heading():
             return f"<h3>{escape(of.text)}</h3>"
         case Items():
-            return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in of.texts)}</ul>"
+            return f"<ul>{''.join(f'<li>{prose(text)}</li>' for text in of.texts)}</ul>"
         case Code():
             named = paragraph(f"{of.name}:") if of.name else ""
-            return f"{named}<pre><code>{escape(of.text)}</code></pre>" if of.page else ""
+            mark = ' class="copy"' if of.language else ""
+            return f"{named}<pre{mark}><code>{escape(of.text)}</code></pre>" if of.page else ""
         case Folded():
             return details(of.heading, table(of.table))
         case Table():
@@ -119,17 +123,72 @@ def block(of: Block) -> str:
     return of
 
 
+def prose(words: str) -> str:
+    """Text in which `backticks` mark code, as documents write it."""
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", escape(words))
+
+
 def blocks(found: Iterable[Block]) -> str:
     """Blocks one under another."""
     return "".join(map(block, found))
 
 
-def top(title: str, status: str, lead: str) -> str:
-    """The first lines: the name, the status, the switch between light and dark, and the answer."""
-    return (
-        f'<div class="top"><h1>{escape(title)}</h1>{status}'
-        f'<button type="button" id="theme" class="right" hidden>Dark</button></div><p class="lead">{escape(lead)}</p>'
+class Meter(NamedTuple):
+    """How full something is: a value and its interval as shares of a whole, and a limit."""
+
+    value: float | None
+    limit: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Card(NamedTuple):
+    """One number of the first screen, with what it means."""
+
+    label: str
+    big: str
+    lines: tuple[str, ...] = ()
+    meter: Meter | None = None
+
+
+def cards(found: Iterable[Card]) -> str:
+    """The numbers of the first screen."""
+    drawn = (
+        f'<div class="card"><h2>{escape(card.label)}</h2><div class="big">{escape(card.big)}</div>'
+        f"<p>{'<br>'.join(map(escape, card.lines))}</p>{_meter(card)}</div>"
+        for card in found
     )
+    return f'<div class="grid cards">{"".join(drawn)}</div>'
+
+
+def _meter(card: Card) -> str:
+    """A bar of what is left in front of what was, a dark line at the limit, a thin one for the interval."""
+    meter = card.meter
+    if meter is None or meter.value is None:
+        return ""
+    known = [value for value in meter if value is not None]
+    scale = svg.Scale(0.0, max(1.0, *known), 0.0, 200.0)
+    body = svg.rect(0, 2, scale(1.0), 8, "g") + svg.rect(0, 2, scale(meter.value), 8, "k")
+    if meter.low is not None and meter.high is not None:
+        body += svg.line(scale(meter.low), 6, scale(meter.high), 6, "w")
+    if meter.limit is not None:
+        body += svg.line(scale(meter.limit), 0, scale(meter.limit), 12, "limit")
+    return svg.svg(202, 12, f"{card.label}: {card.big}", body)
+
+
+def top(title: str, statuses: Iterable[str], lead: str) -> str:
+    """The first lines: the name, what holds, the switch between light and dark, and the answer."""
+    pills = "".join(f'<p class="status{CLASSES.get(words[:1], "")}">{escape(words)}</p>' for words in statuses)
+    return (
+        f'<div class="top"><h1>{escape(title)}</h1>{pills}'
+        f'<button type="button" id="theme" class="right" hidden>Dark</button></div>'
+        f'<p class="lead{CLASSES.get(lead[:1], "")}">{escape(lead)}</p>'
+    )
+
+
+def folded(name: str, heading: str, body: str) -> str:
+    """A part of the page under `Advanced`, with its anchor."""
+    return f'<details class="part" id="{name}"><summary><h3>{escape(heading)}</h3></summary>{body}</details>\n'
 
 
 def section(name: str, heading: str, body: str) -> str:
