@@ -32,6 +32,7 @@ def answer(dossier: Dossier) -> str:
     return (
         top(facts.title(dossier), judged.statuses(dossier.verdict), f"{sign} {sentence}")
         + f'<p class="asked"><b>Asked:</b> {escape(asked(dossier))}</p>'
+        + f'<p class="asked"><b>Got:</b> {escape(facts.changes(dossier, short=True))}.</p>'
         + cards(got(dossier))
         + f'<div class="next"><p><b>Next:</b> {escape(follows.words)}</p>{code}</div>'
     )
@@ -68,7 +69,8 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
         share = None if limit is None else limit / fact.before
         lines += [f"at most {100 * share:.4g}% was asked"] if share is not None else []
         meter = Meter(fact.after / fact.before, share)
-        found.append(Card(fact.label, relative(fact.before, fact.after), tuple(lines), meter))
+        grew = fact.after > 1.005 * fact.before
+        found.append(Card(fact.label, relative(fact.before, fact.after), tuple(lines), meter, grew))
     return tuple(found)
 
 

@@ -180,12 +180,9 @@ def headline(dossier: Dossier) -> str:
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
-    first, found = measures(dossier)[0], sizes(dossier)
-    verb = "will need" if all(size.planned for size in found if size.label != PROMPT) else "now needs"
-    smaller = [_changed(size) for size in found if _grew(size) < 0]
-    larger = [_changed(size) for size in found if _grew(size) > 0]
-    sentence = f"{name} {verb} {listing(smaller) or 'no less of anything'}"
-    sentence += f", and {listing(larger)}" if larger else ""
+    first = measures(dossier)[0]
+    verb = "will need" if all(size.planned for size in sizes(dossier) if size.label != PROMPT) else "now needs"
+    sentence = f"{name} {verb} {changes(dossier)}"
     if dossier.verdict is None:
         why = f" ({dossier.unverified})" if dossier.unverified else ""
         return f"{sentence}; what that costs in quality has not been measured yet{why}."
@@ -193,13 +190,22 @@ def headline(dossier: Dossier) -> str:
     return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
 
 
+def changes(dossier: Dossier, short: bool = False) -> str:
+    """What there is less of, and what that costs: with pooled or coded rows some sizes grow."""
+    found = [(size, _grew(size)) for size in sizes(dossier)]
+    less, more = ([_changed(size, short) for size, by in found if by * sign > 0] for sign in (-1, 1))
+    return (listing(less) or "no less of anything") + (f"; in exchange {listing(more)}" if more else "")
+
+
 def _grew(fact: Fact) -> float:
     return 0.0 if fact.before is None or fact.after is None else fact.after - fact.before
 
 
-def _changed(fact: Fact) -> str:
+def _changed(fact: Fact, short: bool) -> str:
     less, more, what = LESS[fact.label]
     by = relative(fact.before, fact.after).lstrip("−+")
+    if short:
+        return f"{by} {less if _grew(fact) < 0 else more} {what}"
     unit = " bytes per token" if fact.label == CACHE else ""
     return f"{by} {less if _grew(fact) < 0 else more} {what} ({human(fact.before)} → {human(fact.after)}{unit})"
 

@@ -30,7 +30,7 @@ def document(title: str, header: str, bar: str, body: str, data: dict[str, Any])
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head>\n"
-        f"<body><header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>{bar}\n<main>{body}"
+        f"<body>{bar}<header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>\n<main>{body}"
         "<footer>Written by headwise. This page is one file and loads nothing.</footer></main>"
         '<div id="toast" class="toast" role="status"></div>\n'
         f'<script type="application/json" id="data">{for_script(data)}</script>\n'
@@ -149,12 +149,13 @@ class Card(NamedTuple):
     big: str
     lines: tuple[str, ...] = ()
     meter: Meter | None = None
+    more: bool = False  # whether it grew, which is a price to pay
 
 
 def cards(found: Iterable[Card]) -> str:
     """The numbers of the first screen."""
     drawn = (
-        f'<div class="card"><h2>{escape(card.label)}</h2><div class="big">{escape(card.big)}</div>'
+        f'<div class="card{" more" * card.more}"><h2>{escape(card.label)}</h2><div class="big">{escape(card.big)}</div>'
         f"<p>{'<br>'.join(map(escape, card.lines))}</p>{_meter(card)}</div>"
         for card in found
     )
@@ -177,11 +178,10 @@ def _meter(card: Card) -> str:
 
 
 def top(title: str, statuses: Iterable[str], lead: str) -> str:
-    """The first lines: the name, what holds, the switch between light and dark, and the answer."""
+    """The first lines: the name, what holds, and the answer."""
     pills = "".join(f'<p class="status{CLASSES.get(words[:1], "")}">{escape(words)}</p>' for words in statuses)
     return (
-        f'<div class="top"><h1>{escape(title)}</h1>{pills}'
-        f'<button type="button" id="theme" class="right" hidden>Dark</button></div>'
+        f'<div class="top"><h1>{escape(title)}</h1>{pills}</div>'
         f'<p class="lead{CLASSES.get(lead[:1], "")}">{escape(lead)}</p>'
     )
 
@@ -189,6 +189,17 @@ def top(title: str, statuses: Iterable[str], lead: str) -> str:
 def folded(name: str, heading: str, body: str) -> str:
     """A part of the page under `Advanced`, with its anchor."""
     return f'<details class="part" id="{name}"><summary><h3>{escape(heading)}</h3></summary>{body}</details>\n'
+
+
+def bar(names: Iterable[tuple[str, str]], more: str = "") -> str:
+    """Links that stay on the screen, behind a button where it is narrow, and the switch between light and dark."""
+    links = "".join(f'<a href="#{name}">{escape(words)}</a>' for name, words in names)
+    return (
+        '<nav class="bar" aria-label="Sections"><div class="bar-inner">'
+        '<button type="button" id="menu" aria-expanded="false" aria-controls="links" hidden>Menu</button>'
+        f'<div class="links" id="links">{links}</div>{more}'
+        '<button type="button" id="theme" hidden>Dark</button></div></nav>'
+    )
 
 
 def section(name: str, heading: str, body: str) -> str:

@@ -207,7 +207,7 @@ def _heads(row: ModelRow, full: int, after: bool) -> str:
         through = min(new.qk_width, old.qk_dim) if new.qk_width > new.qk_dim and row.bits is None else 0
         keys, values = row.drawn(after=True)
         lines = [(f"p{name}", heads, start, height) for name, heads, start, height in lines]
-        lines += [("w", row.heads, 0.08, through / full)]
+        lines += [("wide", row.heads, 0.08, through / full)]
         lines += [("q", row.heads, 0.08, keys / full), ("v", row.heads, 0.5, values / full)]
     paths = "".join(
         f'<path class="{name}" d="{dashes(heads, row.group, start, height)}" stroke-width="{_short(height)}"/>'

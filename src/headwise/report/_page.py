@@ -12,7 +12,7 @@ from headwise.report._chart import draw
 from headwise.report._commands import folder_of
 from headwise.report._data import damage_rows
 from headwise.report._explore import damage_words, explorer, heats, layer_facts, proof
-from headwise.report._html import blocks, details, document, folded, legend, pickable, section, table
+from headwise.report._html import bar, blocks, details, document, folded, legend, pickable, section, table
 from headwise.report._model import damage_scale, draw_model, model_keys, model_rows
 from headwise.report._pictures import frontier
 from headwise.report._sections import SECTIONS, missing
@@ -42,23 +42,18 @@ def render(dossier: Dossier) -> str:
         "heats": [found.for_script() for found in maps],
         "facts": layer_facts(dossier),
     }
-    return document(f"{facts.title(dossier)}, by Headwise", answer(dossier), _bar(names, layers), body, data)
+    links = bar(names, _picker(layers) if layers else "")
+    return document(f"{facts.title(dossier)}, by Headwise", answer(dossier), links, body, data)
 
 
-def _bar(names: tuple[tuple[str, str], ...], layers: int) -> str:
-    """Links that stay on the screen, behind a button where it is narrow, and the chosen layer."""
-    links = "".join(f'<a href="#{name}">{escape(words)}</a>' for name, words in names)
+def _picker(layers: int) -> str:
+    """The chosen layer."""
     options = "".join(f'<option value="{index}">{index}</option>' for index in range(layers))
-    picker = (
+    return (
         '<div class="picker"><label for="layer">Layer</label>'
         '<button type="button" id="layer-before" aria-label="Layer before">‹</button>'
         f'<select id="layer"><option value="">all</option>{options}</select>'
         '<button type="button" id="layer-after" aria-label="Layer after">›</button></div>'
-    )
-    return (
-        '<nav class="bar" aria-label="Sections and layers"><div class="bar-inner">'
-        '<button type="button" id="menu" aria-expanded="false" aria-controls="links" hidden>Menu</button>'
-        f'<div class="links" id="links">{links}</div>{picker if layers else ""}</div></nav>'
     )
 
 

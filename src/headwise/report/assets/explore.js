@@ -64,7 +64,7 @@ function drawLayer(row, layer, place, heads, damage) {
   const wider = shape[sizes.width] > shape[sizes.qk] && !bits;
   const through = wider ? Math.min(shape[sizes.width], source[sizes.qk]) : 0;
   const [keys, values] = heights(layer, shape, bits);
-  const lines = { w: [0.08, through], q: [0.08, keys], v: [0.5, values] };
+  const lines = { wide: [0.08, through], q: [0.08, keys], v: [0.5, values] };
   for (const [name, [start, size]] of Object.entries(lines)) {
     const path = row.querySelector(`.c-after .${name}`);
     path.setAttribute("d", dashes(heads, group, start, size / full, gap));
