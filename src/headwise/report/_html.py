@@ -235,7 +235,11 @@ def table(of: Table) -> str:
     top = "".join(_head(head, _right(i, of)) for i, head in enumerate(of.heads))
     body = ""
     for index, row in enumerate(of.rows):
-        cells = "".join(f"<td{_right(i, of) or _mark(cell)}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        texts = list(map(escape, row))
+        if of.links and of.links[index]:
+            texts[1] = f'<a href="{escape(of.links[index])}">{texts[1]}</a>'
+        marks = (_right(i, of) or _mark(cell) for i, cell in enumerate(row))
+        cells = "".join(f"<td{mark}>{text}</td>" for mark, text in zip(marks, texts, strict=True))
         mark = ' class="now"' if index == of.now else ""
         mark += f' data-layer="{escape(row[0])}"' if of.layers else ""
         body += f"<tr{mark}>{cells}</tr>"

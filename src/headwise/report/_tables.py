@@ -36,6 +36,7 @@ class Table(NamedTuple):
     name: str = ""  # with one, a page lets it be sorted and downloaded
     now: int = -1  # the row that is set bold
     layers: bool = False  # whether the first column names layers, which can be chosen
+    links: tuple[str, ...] = ()  # of the rows, under the second cell
 
 
 def layer_sizes(plan: Plan) -> Table:
