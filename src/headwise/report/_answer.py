@@ -42,7 +42,7 @@ def asked(dossier: Dossier) -> str:
     """The budgets and the limit of quality, in words."""
     plan, verdict = dossier.plan, dossier.verdict
     budgets = plan.budgets if plan else ()
-    named = {price.budget.key: price for price in sizes_of(plan)} if plan else {}
+    named = {size.budget.key: size for size in sizes_of(plan)} if plan else {}
     parts = []
     for budget in budgets:
         meaning = named[budget.key].meaning if budget.key in named else budget.name

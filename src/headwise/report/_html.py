@@ -149,7 +149,7 @@ class Card(NamedTuple):
     big: str
     lines: tuple[str, ...] = ()
     meter: Meter | None = None
-    more: bool = False  # whether it grew, which is a price to pay
+    more: bool = False  # whether it grew
 
 
 def cards(found: Iterable[Card]) -> str:

@@ -90,7 +90,7 @@ function drawLayer(row, layer, place, heads, damage) {
   row.classList.toggle("removed", gone);
 }
 
-// Layers that are gone were priced together, so each has its share of what the rest leaves.
+// Damage of layers that are gone is known of all together, so each has its share of what the rest leaves.
 function layerDamages(layers, total) {
   const known = layers.map((place, layer) => sweep.damage[layer][place]);
   const gone = known.filter((value) => value === null).length;
