@@ -10,7 +10,7 @@ from headwise.report import _facts as facts
 from headwise.report import _judged as judged
 from headwise.report._html import Card, Code, Meter, block, cards, top
 from headwise.report._sizes import sizes_of
-from headwise.report._text import escape, human, listing, relative
+from headwise.report._text import escape, human, listing, relative, short
 from headwise.runs.dossier import Dossier
 from headwise.types import Answer, Verdict
 from headwise.types.verdict import BEYOND, MAX_LOSS, UNCERTAIN
@@ -66,6 +66,8 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
             lines.append("planned, not counted yet" if fact.planned else "counted, exact")
         if fact.interval:
             lines.append(f"{fact.range} {fact.interval}")
+        if fact.unit == "ms" and dossier.verdict:
+            lines.append(f"on {short(dossier.verdict.machine, 40)}")
         share = None if limit is None else limit / fact.before
         lines += [f"at most {100 * share:.4g}% was asked"] if share is not None else []
         meter = Meter(fact.after / fact.before, share)

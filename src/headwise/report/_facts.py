@@ -246,7 +246,7 @@ def loading(dossier: Dossier, folder: str = "folder", short: bool = False) -> st
     stock = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained"
     if is_portable(dossier):
         return f"{stock}({where})"
-    ours = f"import headwise\n\nmodel = headwise.load({where})"
+    ours = f"import headwise\nmodel = headwise.load({where})"
     return ours if short else f"{ours}\n\n# or, without headwise:\n{stock}({where}, trust_remote_code=True)"
 
 

@@ -69,11 +69,12 @@ def _map(dossier: Dossier, slider: dict[str, Any] | None) -> str:
     picture = pickable(label, draw_model(rows, interactive=True, scale=scale)) + legend(model_keys(rows, scale))
     picture += '<div id="inspect" class="inspect" role="status" hidden></div>'
     banner = (
-        '<p id="preview" class="banner" hidden><b>Preview, not built: <span id="preview-text"></span>.</b> Predicted '
-        'before healing. <button type="button" id="own">Back to this run</button></p>'
+        '<p id="preview" class="banner" hidden><b>Preview, not built: <span id="preview-text"></span>.</b>'
+        '<button type="button" id="own">Back to this run</button></p>'
     )
     return (
-        f'<h2>The model before and after</h2>{banner}<div class="split"><div class="shown">{picture}'
+        f'<div class="head"><h2>The model before and after</h2>{banner}</div>'
+        f'<div class="split"><div class="shown">{picture}'
         f"{_costs(plan, sizes_of(plan))}{details('Every size in numbers, of this run', table(layer_sizes(plan)))}</div>"
         f'<div class="explore" id="frontier">{_explore(dossier, plan, slider is not None)}</div></div>'
     )

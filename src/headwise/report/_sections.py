@@ -232,17 +232,17 @@ def _healing(dossier: Dossier, maps: Maps) -> Blocks:
 def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     verdict = dossier.verdict
     assert verdict is not None
-    sizes, quality = judged.statuses(verdict)
+    sizes, quality = (words[:1] for words in judged.statuses(verdict))
     yield Heading("Sizes")
-    yield Words(f"{sizes}. {judged.sizes(verdict)} Sizes are counted on the saved model, after it was loaded again.")
+    yield Words(f"{sizes} {judged.sizes(verdict)} They are counted on the saved model, which was loaded again for it.")
     passed = verdict.sizes_verified
     yield Folded("Every check", tables.checks(verdict)) if passed else tables.checks(verdict)
     yield Heading("Quality")
-    yield Words(f"{quality}. {judged.quality(verdict)}")
+    yield Words(f"{quality} {judged.quality(verdict)}")
     if verdict.lengths:
         yield Words("Both models on the same text, in rows of growing length; intervals are over blocks of text.", True)
         chart = pictures.by_length(verdict)
-        yield Html(f'<div class="pair">{draw(chart)}<div>' if chart else "<div><div>")
+        yield Html(f'<div class="pair lengths">{draw(chart)}<div>' if chart else "<div><div>")
         yield tables.lengths(verdict)
         yield Html("</div></div>")
     if verdict.retrieval:

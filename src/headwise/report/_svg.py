@@ -34,7 +34,7 @@ class Scale(NamedTuple):
             for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
                 values = [float(f"{m}e{k}") for k in range(first, last + 1) for m in steps]
                 inside = [v for v in values if self.low * (1 - 1e-9) <= v <= self.high * (1 + 1e-9)]
-                if len(inside) > 2:
+                if len(inside) > 1:
                     return inside[:: -(-len(inside) // most)]
         raw = (self.high - self.low) / most
         unit = 10.0 ** math.floor(math.log10(raw))
