@@ -99,7 +99,13 @@ def make_verdict(plan: Plan, text: str = "") -> Verdict:
         "next_token_agreement": 0.9312,
     }  # fmt: skip
     speed = {"decode_ms_per_token_before": 3.21, "decode_ms_per_token_after": 2.87, "prompt_tokens": 256.0}
-    damage = {"predicted": 0.0123, "measured": 0.0286, "measured_low": 0.0156, "measured_high": 0.0417}
+    damage = {
+        "sum_of_prices": 0.0123,
+        "predicted": 0.0111,
+        "measured": 0.0286,
+        "measured_low": 0.0156,
+        "measured_high": 0.0417,
+    }
     checks = (
         Check(f"parameters as planned{text}", True, "4,1" + text, "4,1"),
         Check("reloads in a fresh process", True, "relative difference 0.0e+00", "at most 1e-04"),
@@ -163,7 +169,7 @@ class Stack(HTMLParser):
             for k, v in attrs
             if k.startswith("on")
             or k in ("src", "srcset", "xlink:href")
-            or (k == "href" and not (v or "").startswith("#"))
+            or (k == "href" and not re.match(r"#|[^:]*report\.html$", v or ""))
         ]
         self.loads += [f"{tag} {name}" for name in bad]
         self.loads += [tag] if tag in ("link", "iframe", "object", "embed", "img", "base", "form") else []

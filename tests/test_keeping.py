@@ -20,7 +20,7 @@ from headwise import strategies
 from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
 from headwise.files import disk
-from headwise.report._commands import allocate_command, how_to_make
+from headwise.report._commands import another_budget, how_to_make
 from headwise.runs import aside, fingerprint
 from headwise.runs.folder import OWN, RunFolder
 from headwise.runs.lock import locked
@@ -152,9 +152,10 @@ def test_a_run_of_an_earlier_version_is_not_called_verified(finished: RunFolder,
 def test_commands_to_copy_repeat_the_healing(finished: RunFolder, world: Settings) -> None:
     build(finished, replace(world, heal="blockwise", heal_options=("steps=3",)), b"healed weights")
     allocate_in(finished.path, ("kv=60%",), "exact", ALLOW, False, 0)
-    dossier, heal = finished.dossier(), "headwise heal DIR --heal blockwise --heal-option steps=3\n"
-    assert heal in how_to_make(dossier, "verify")
-    assert heal in allocate_command(Sweep("", "kv", (), ALLOW, (), (), 0, True), dossier.settings.to_json())[1]
+    dossier, heal = finished.dossier(), "headwise heal {} --heal blockwise --heal-option steps=3\n"
+    assert heal.format(finished.path) in how_to_make(dossier, "verify")
+    lines = another_budget(dossier, Sweep("", "kv", (), ALLOW, (), (), 0, True), "kv=50%")
+    assert heal.format(f"{finished.path}-kv50") in lines and f"cp -r {finished.path} " in lines
 
 
 # Replacing a run.

@@ -49,30 +49,29 @@ def test_the_answer_comes_first() -> None:
     assert "http://" not in page and "https://" not in page
     first = page[: page.index("<section")]
     for fact in (
-        "acme/tiny-llama",
-        "from 18.21",
-        "+2.9% perplexity (1.6 to 4.3)",
-        "95% interval 18.50 to 18.99",
-        "all 2 checks passed",
-        "Tailored",
-        "counted, exact",
-        "2.87",
-    ):
-        assert fact in first
-    assert "trust_remote_code=True" in first and "the portable plan predicts 0.031" in first
-    assert "headwise.load" in page
+        "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "Not judged yet", "+2.9%",
+        "perplexity, measured after healing", "95% interval 1.6 to 4.3", "counted, exact", "3.210 → 2.870 ms",
+        "key/value cache at most 90% of the source", "at most 90% was asked", "less KV cache", "fewer parameters",
+        "FLOPs a prompt", 'headwise.load(&quot;DIR/model&quot;)',
+    ):  # fmt: skip
+        assert fact in first, fact
+    assert first.count("%</div>") == 5, "one quality, three sizes, one time"
+    assert "+1.2%" not in first, "what is predicted is no quality"
+    assert "trust_remote_code=True" in page and "with the portable plan 0.031" in page
     order = [
         page.index(f'id="{name}"')
         for name in (
             "map",
             "frontier",
+            "samples",
+            "certificate",
+            "reproduce",
+            "advanced",
             "baselines",
             "damage",
             "layers",
             "healing",
-            "certificate",
-            "samples",
-            "reproduce",
+            "record",
         )
     ]
     assert order == sorted(order)
@@ -82,10 +81,10 @@ def test_page_and_card_hold_the_same_facts() -> None:
     dossier = make_dossier()
     for text in (render(dossier), model_card(dossier)):
         for fact in (
-            "parameters as planned", "✓ pass", "0.9312", "0.0287 to 0.0316", "lies outside it", "uniform", "little",
-            "test CPU",
+            "parameters as planned", "✓ pass", "0.9312", "0.0287 to 0.0316", "outside the interval", "uniform",
+            "little", "test CPU",
             "2025-01-02", "32,768", "held out from stdlib", "headwise run acme/tiny-llama", "1024 → 512",
-            "damage of 0.0123",
+            "predicted before healing: 0.0123",
             "refit",
         ):  # fmt: skip
             assert fact in text, fact
@@ -106,10 +105,10 @@ def test_a_failed_check_is_loud_and_not_by_colour_alone() -> None:
     dossier = replace(dossier, verdict=replace(dossier.verdict, checks=bad))
     for text in (render(dossier), model_card(dossier)):
         assert "1 of 3 checks FAILED (budget kv=90%)" in text and "✗ FAIL" in text
-    assert "✗ not verified" in render(dossier)
+    assert "✗ sizes: 1 of 3 checks FAILED" in render(dossier) and "✗ Do not use it" in render(dossier)
     assert dossier.verdict is not None
     unchecked = replace(dossier, verdict=replace(dossier.verdict, checks=()))
-    assert "✗ not verified" in render(unchecked) and "no checks were made" in model_card(unchecked)
+    assert "✗ sizes not verified" in render(unchecked) and "no checks were made" in model_card(unchecked)
 
 
 @pytest.mark.parametrize("gone", MISSING)
@@ -128,7 +127,9 @@ def test_missing_stages_are_made_in_order() -> None:
     empty = Dossier(Settings("a b", ("kv=50%",)))
     lines = how_to_make(empty, "verify").splitlines()
     assert [line.split()[1] for line in lines] == ["probe", "allocate", "heal", "verify", "report"]
-    assert lines[0].startswith("headwise probe 'a b' --budget kv=50% ") and lines[0].endswith(" --out DIR --overwrite")
+    assert lines[0] == "headwise probe 'a b' --budget kv=50% --out DIR --overwrite"
+    named = how_to_make(replace(empty, folder="my runs/a"), "verify").splitlines()
+    assert named[1:3] == ["headwise allocate 'my runs/a' --budget kv=50%", "headwise heal 'my runs/a'"]
     assert how_to_make(replace(make_dossier(), verdict=None), "verify") == "headwise verify DIR\nheadwise report DIR"
     assert "headwise reshape DIR" in how_to_make(replace(empty, settings=Settings("a b", heal="none")), "verify")
 
@@ -226,7 +227,7 @@ def test_the_picture_shows_sizes_and_heads() -> None:
     assert "48<small>/64" not in third and "32<small>/64" in third and "512/1024" in third
     lines = re.findall(r'class="(\w+)" d="([^"]*)" stroke-width="([^"]*)"', table.split("<tr data-layer=")[2])
     assert [(name, width) for name, _, width in lines] == [
-        ("q", "1"), ("v", "1"), ("pq", "1"), ("pv", "1"), ("w", "1"), ("q", "0.75"), ("v", "1")
+        ("q", "1"), ("v", "1"), ("pq", "1"), ("pv", "1"), ("wide", "1"), ("q", "0.75"), ("v", "1")
     ], "before; what was; computed at full width, cached at three quarters"  # fmt: skip
     gone = replace(plan, target=plan.target.with_layers((GONE, *plan.target.layers[1:])))
     assert model_rows(gone)[0].heads == () and draw_model(model_rows(gone)).count('class="removed"') == 1
@@ -262,7 +263,8 @@ def test_curves_describe_themselves() -> None:
         and sets["damage.qk_projected"].curves[3].chosen is None
     )
     assert sets["damage.qk_pairs"].curves[3].chosen is not None and sets["damage.qk_pairs"].curves[1].chosen is None
-    assert not sets["spectrum.entropy"].used and "spectrum.entropy" in render(dossier)
+    assert not sets["spectrum.entropy"].used and "Spectrum entropy by direction" in render(dossier)
+    assert "damage.v by" not in render(dossier) and "Damage with value directions dropped" in render(dossier)
     low, high = sets["damage.v"].values
     assert 0 < low < high and sets["damage.v"].log
 
@@ -270,9 +272,9 @@ def test_curves_describe_themselves() -> None:
 def test_the_frontier_has_its_marks() -> None:
     dossier = make_dossier()
     found = pictures.frontier(dossier)
-    assert found is not None and dossier.plan is not None and "kv" in found.x.label
+    assert found is not None and dossier.plan is not None and found.x.label == "share of key/value cache"
     line, chosen, *others = found.series
-    assert len(line.points) == 11 and (chosen.style, chosen.name) == ("diamond", "exact")
+    assert len(line.points) == 11 and (chosen.style, chosen.name) == ("diamond", "this run")
     share = kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)
     assert chosen.points[0] == pytest.approx((share, 0.0123))
     assert [one.name for one in others] == ["portable", "uniform"] and others[1].parts[0].points[0][1] == 0.07
@@ -286,15 +288,12 @@ def test_healing_is_read_per_part() -> None:
 
 
 def test_the_command_can_be_pasted() -> None:
-    names = ("model", "budgets", "eval", "strategy", "rounds", "heal", "seed", "device", "tokens", "length", "allow")
-    every = facts.settings_of(make_dossier())
-    settings = {**{name: every[name] for name in names}, "portable": True}
-    assert run_command(settings) == (
-        "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --strategy exact "
-        "--rounds 1 --heal refit --portable --allow qk,v,mlp,heads,kv_heads --seed 0 --device auto --tokens 65536 "
-        "--length 512 --out DIR"
-    )
-    assert run_command({}) == "headwise run MODEL --budget kv=75% --out DIR"
+    settings = {**facts.settings_of(make_dossier()), "portable": True, "tokens": 4096}
+    assert run_command(settings, "my runs/new") == (
+        "headwise run acme/tiny-llama --budget kv=90% --budget params=1T --eval 'eval file.txt' --portable "
+        "--allow qk,v,mlp,heads,kv_heads --tokens 4096 --out 'my runs/new'"
+    ), "the run's own options, none that are as usual"
+    assert run_command({}, "DIR") == "headwise run MODEL --budget kv=75% --out DIR"
 
 
 def test_scales_and_words() -> None:

@@ -185,7 +185,7 @@ def test_the_page_and_the_card_of_a_coded_run(dossier: Dossier) -> None:
         assert f"{share:.1%} of the source" in text and "at 16 bits a number" in text and "first 4 tokens" in text
         assert "uses the coded cache by itself" in text and "no memory is saved" in text
         assert "sliding window" in text and "slower than with a cache of numbers" in text
-    assert '<a href="#bits">' in page and page.count('class="bit-4"') > 1
+    assert 'id="bits"' in page and page.count('class="bit-4"') > 1
     assert "Bits of keys by layer" in page and "Bits of values by layer" in page
     assert "trust_remote_code=True" in card and card.index("uses the coded cache") < card.index("## Before and after")
     assert f"{kv_bytes_per_token(plan.source):,}" in card and f"{kv_bytes_per_token(plan.target):,}" in card
@@ -197,7 +197,7 @@ def test_other_runs_have_no_bits() -> None:
     page, card = render(make_dossier()), model_card(make_dossier())
     for text in (page, card):
         assert "The cache in bits" not in text and "bits a number" not in text
-    assert '<a href="#bits">' not in page
+    assert 'id="bits"' not in page
 
 
 def test_names_from_files_are_escaped() -> None:
@@ -244,7 +244,7 @@ def test_curves_of_codes(dossier: Dossier) -> None:
     chart = pictures.curves(keys)
     assert chart.x.label == "bytes of a row's keys" and f"keeps {taken} bytes" in chart.series[2].title
     assert not sets["damage.v"].used and all(one.chosen is None for one in sets["damage.v"].curves)
-    pairs = [pair for pair in data.price_pairs(dossier.readings) if pair.kind == "damage.k_bits"]
+    pairs = [pair for pair in data.cut_pairs(dossier.readings) if pair.kind == "damage.k_bits"]
     assert len(pairs) == sum(len(codes(layer, "k")) for layer in range(LAYERS))
     assert all(pair.measured == pytest.approx(2 * pair.predicted) for pair in pairs)
     rows = data.damage_rows(dossier.readings, plan)
@@ -296,7 +296,10 @@ def test_rivals_keep_dimensions(dossier: Dossier) -> None:
     assert names == ["uniform", "exact, no bits"]
     assert all(rival["predicted_damage"] > plan_of(dossier).predicted_damage for rival in dossier.baselines)
     page = render(dossier)
-    assert "The others code nothing" in page and "priced by sensitivity alone, bits by swap" in page
+    assert (
+        "The others code nothing" in page
+        and "predicted by the sensitivity probe alone, that of bits by the swap probe" in page
+    )
 
 
 def test_the_terminal_shows_bits(
@@ -365,7 +368,9 @@ def test_the_slider_moves_bits_in_a_browser(dossier: Dossier, tmp_path: Path, sc
         page.locator("#budget").press("Home")
         page.select_option("#layer", "1")
         assert page.inner_text("tr[data-layer='1'] .n-qk") == f"{keys:.1f}/16"
-        assert f"At this budget: keys {keys:.1f} bits, values {values:.1f} bits" in page.inner_text("#inspect")
+        assert f"Preview at {answer.text}: keys {keys:.1f} bits, values {values:.1f} bits" in page.inner_text(
+            "#inspect"
+        )
         assert page.locator("#bits g.on").count() == 2, "a chosen layer is chosen in both pictures of bits"
         page.click("#own")
         page.emulate_media(media="print")

@@ -30,16 +30,18 @@ def dossier_of(probed: Readings) -> Dossier:
 
 
 def section_of(page: str, name: str) -> str:
-    return page[page.index(f'<section id="{name}"') :].split("</section>")[0]
+    return page[page.index(f'id="{name}"') :].split('<details class="part"')[0]
 
 
 def test_the_report_draws_them_apart_from_damage(probed):
     page = render(dossier_of(probed))
     check_page(page)
-    assert page.index('id="damage"') < page.index('id="layers"') < page.index('id="healing"')
+    assert (
+        page.index('id="advanced"') < page.index('id="damage"') < page.index('id="layers"') < page.index('id="healing"')
+    )
     damage, layers = section_of(page, "damage"), section_of(page, "layers")
-    assert "damage.v by v_dim" in damage and not any(kind in damage for kind in KINDS)
-    assert "damage.v" not in layers
+    assert "Damage with value directions dropped" in damage and not any(kind in damage for kind in KINDS)
+    assert "damage.v" not in layers and "Slope of every head" in layers
     for reading in probed.curves:
         if reading.kind in KINDS:
             assert escape(reading.meaning) in layers, f"{reading.kind} says what it means"

@@ -18,7 +18,8 @@ from headwise import strategies
 from headwise.budgets import parse
 from headwise.cost import parameters
 from headwise.report import render
-from headwise.report._explore import explorer, price_list
+from headwise.report._explore import explorer
+from headwise.report._sizes import sizes_of
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
@@ -70,8 +71,8 @@ def test_other_budgets_stay_and_absolute_limits_have_their_place() -> None:
     assert any(answer.text == "params=40k" for answer in sweep.answers), "the run's own limit is one of the points"
     found = explorer(dossier_of(readings, plan, sweep))
     assert found is not None and found["answers"][found["at"]]["text"] == "params=40k"
-    assert "--budget kv=80%@1k --allow qk,v,mlp,heads,depth" in found["command"][1]
-    kv = [price.budget.name for price in price_list(plan)].index("kv")
+    assert "--budget kv=80%@1k --allow qk,v,mlp,heads,depth" in found["answers"][0]["command"]
+    kv = [size.budget.name for size in sizes_of(plan)].index("kv")
     assert all(float(a["costs"][kv][1].rstrip("%")) <= 80 for a in found["answers"]), (
         "the other budget holds everywhere"
     )

@@ -32,7 +32,7 @@ from headwise.report import _pictures as pictures
 from headwise.report import compare, render
 from headwise.report._chart import draw
 from headwise.report._compare import best, read_runs
-from headwise.report._data import price_pairs
+from headwise.report._data import cut_pairs
 from headwise.report._explore import heat
 from headwise.report._healing import held_out_curve, loss_curve
 from headwise.report._samples import differences, in_common
@@ -42,7 +42,7 @@ from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
-from headwise.types import GONE, Answer, LayerShape, Measure, Sweep, Verdict
+from headwise.types import GONE, Answer, LayerShape, Sweep, Verdict
 
 
 def test_data_cannot_leave_its_script_element() -> None:
@@ -72,14 +72,20 @@ def test_generations_are_marked_where_they_differ() -> None:
 def test_predictions_stand_beside_measurements() -> None:
     dossier = make_dossier()
     assert dossier.readings is not None and dossier.verdict is not None
-    pairs = price_pairs(dossier.readings)
-    assert {pair.kind for pair in pairs} == {"damage.v"}, "the kind that two probes priced"
+    pairs = cut_pairs(dossier.readings)
+    assert {pair.kind for pair in pairs} == {"damage.v"}, "the kind that two probes looked at"
     assert all(pair.measured == pytest.approx(1.5 * pair.predicted) for pair in pairs)
-    assert list(facts.damages(dossier)) == ["sum of prices", "measured"]
-    rehearsed = {**dossier.verdict.damage, "sum_of_prices": Measure(0.02)}
-    marks = facts.damages(replace(dossier, verdict=replace(dossier.verdict, damage=rehearsed)))
-    assert [marks[name].value for name in ("sum of prices", "rehearsed")] == [0.02, 0.0123]
-    assert marks["measured"].low == 0.0156
+    marks = facts.damages(dossier)
+    assert {name: mark.value for name, mark in marks.items()} == {
+        "predicted": 0.0123, "calibration": 0.0111, "measured": 0.0286,
+    }  # fmt: skip
+    assert marks["measured"].low == 0.0156 and list(facts.damages(replace(dossier, verdict=None))) == ["predicted"]
+    page = render(dossier)
+    for named in ("predicted before healing: 0.0123", "calibration after healing, on calibration text: 0.0111",
+                  "measured after healing, on evaluation text: 0.0286", "outside the interval"):  # fmt: skip
+        assert named in page, named
+    for old in ("rehearsed", "sum of prices", "Sum of prices", "price"):
+        assert old not in page, f"{old} is no word of the report any more"
 
 
 def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
@@ -111,7 +117,7 @@ def test_conditioning_has_its_own_question() -> None:
     kappa = curve("conditioning.kappa", "layer_part", (0, 1, 2), 6, 1.0)
     page = render(replace(dossier, readings=replace(dossier.readings, curves=(*dossier.readings.curves, kappa))))
     check_page(page)
-    assert "How well conditioned is attention?" in page and "conditioning.kappa" in page.split('id="layers"')[1]
+    assert "How well conditioned is attention?" in page and "Conditioning kappa" in page.split('id="layers"')[1]
 
 
 def test_heat_maps_hold_the_values_and_stay_small() -> None:
@@ -180,17 +186,19 @@ def test_runs_are_compared_on_one_frontier() -> None:
     runs = [("wide", other_run(1, 0.9)), ("half", other_run(8, 0.5)), ("worse", other_run(9, 0.6))]
     found = read_runs(runs)
     assert [run.name for run in best(found, "KV cache per token")] == ["half", "wide"], "worse costs more and is worse"
-    page = compare([*runs, (f"evil {HOSTILE}", replace(other_run(2, 0.8), verdict=None))])
+    page = compare(
+        [*runs, (f"evil {HOSTILE}", replace(other_run(2, 0.8), verdict=None))], {"half": "../half/report.html"}
+    )
     check_page(page)
     for fact in (
-        "4 runs compared",
-        "better than half and wide",
-        "0.0156 to 0.0417",
-        "(predicted)",
-        "partly verified",
-        "50.0%",
-    ):
+        "4 runs compared", "better than half and wide", "+2.9%", "1.6 to 4.3", "(predicted)", "partly verified",
+        "50.0%", "perplexity before", "18.21", "18.74", '<a href="../half/report.html">half</a>',
+    ):  # fmt: skip
         assert fact in page, fact
+    drawn = page.split('id="frontier"')[1]
+    assert "evil" not in re.sub("(?s)<title>.*?</title>", "", drawn), (
+        "pictures name runs by letters, which are never cut"
+    )
     masked = make_dossier()
     assert masked.readings is not None
     other = replace(masked.readings, curves=tuple(replace(c, unit="1 - cosine") for c in masked.readings.curves))

@@ -209,4 +209,4 @@ def test_the_dossier_of_a_trusted_run_names_the_flag_again(copy: Path) -> None:
     path = copy / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"trust_remote_code": True}))
     words = how_to_make(RunFolder(copy).dossier(), "verify")
-    assert "headwise verify DIR --trust-remote-code" in words
+    assert f"headwise verify {copy} --trust-remote-code" in words

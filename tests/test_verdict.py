@@ -25,7 +25,7 @@ def test_a_verdict_is_within_uncertain_or_beyond_its_limit() -> None:
     assert (good.state, good.quality_state, good.verified_up_to) == ("verified", "within limit", 2048)
     assert headline(good) == (
         "Sizes verified: its one check passed. "
-        "Quality: +3.0% perplexity (2.0 to 4.1) up to 2,048 tokens, within the limit of 10%."
+        "Measured quality: +3.0% perplexity (2.0 to 4.1) up to 2,048 tokens, within the limit of 10%."
     )
     unsure = verdict(at(512, 0.02), at(2048, 0.09))
     assert (unsure.state, unsure.quality_state, unsure.passed) == ("partly verified", "uncertain", True)
@@ -90,7 +90,11 @@ def test_the_report_draws_damage_over_length_and_names_what_is_missing() -> None
     assert data.series[1].points[1][1] == pytest.approx(64.87, 0.01)
     page = render(dossier)
     check_page(page)
-    assert "✗ not verified" in page[: page.index("<section")] and "limit 10%" in page and "calibrated at 512" in page
+    assert (
+        "✗ quality beyond limit" in page[: page.index("<section")]
+        and "limit 10%" in page
+        and "calibrated at 512" in page
+    )
     for text in (page, model_card(dossier)):
         for fact in ("BEYOND", "the source does not retrieve at this distance", "Quality at 8,192 tokens: no text."):
             assert fact in text, fact

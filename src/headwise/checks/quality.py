@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -168,7 +169,7 @@ def samples(
     """Beginnings of held-out text, continued greedily by both models; encoder-decoders answer whole texts."""
     family = family_of(source.config)
     step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
-    prompts, starts = zip(*(family.prompt(row) for row in tokens[::step][:count]), strict=True)
+    prompts, starts = zip(*(_prompt(family, row, tokenizer) for row in tokens[::step][:count]), strict=True)
     alike = len({prompt.shape for prompt in prompts}) == 1
     ends = source.generation_config.eos_token_id
     end = ends[0] if isinstance(ends, list) else ends or 0  # a text that ends before others is filled up with it
@@ -191,3 +192,21 @@ def samples(
             shown = "(a recording)" if family.audio else decode(asked)
             out.append(Sample(shown, *(decode(answer[before:]) for answer in answers)))
     return tuple(out)
+
+
+def _prompt(family: Family, row: torch.Tensor, tokenizer: Any) -> tuple[torch.Tensor, int]:
+    """A prompt of a row, and how many tokens of an answer belong to it; text to write on from begins with a line."""
+    prompt, before = family.prompt(row)
+    if family.audio or before != prompt.shape[1]:
+        return prompt, before
+    start = line_start(row, tokenizer, len(row) - before)
+    return row[None, start : start + before], before
+
+
+def line_start(row: torch.Tensor, tokenizer: Any, most: int) -> int:
+    """Where the first whole line of a row begins, at most at `most`; 0 where none does, or the row begins a text."""
+    if row[0].item() in getattr(tokenizer, "all_special_ids", ()):
+        return 0
+    texts = [tokenizer.decode([token]) for token in row[: most + 1].tolist()]
+    ends = ["\n" in text and not text.rpartition("\n")[2].strip() for text in texts]
+    return next((i for i in range(1, len(texts)) if ends[i - 1] and texts[i].strip()), 0)

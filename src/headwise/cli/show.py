@@ -121,11 +121,11 @@ def _plan_words(plan: Plan, console: Console) -> None:
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
     gap = f"gap to the proven bound {plan.gap:.1e}"
-    console.print(Text(f"predicted damage {plan.predicted_damage:.4f}, {gap}"))
+    console.print(Text(f"damage {plan.predicted_damage:.4f}, predicted before healing, {gap}"))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
         ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
-        console.print(Text(f"frontier: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+        console.print(Text(f"frontier, predicted: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
 
 
 def _in_bits(plan: Plan) -> str:
@@ -188,7 +188,7 @@ def _readings(readings: Readings, console: Console) -> None:
 
 def _verdict(verdict: Verdict, console: Console) -> None:
     """What was measured, before beside after; then the checks, loud where one failed."""
-    from headwise.report import headline, measured, not_measured, status
+    from headwise.report import WHEN, damage_numbers, headline, measured, not_measured, status
 
     colour = {VERIFIED: MLP, PARTLY: V, FAILED: BAD}[verdict.state]
     console.print(Text(status(verdict), style=f"bold {colour}") + Text(f"  {headline(verdict)}"))
@@ -199,8 +199,8 @@ def _verdict(verdict: Verdict, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     _lengths(verdict, console)
-    for name, value in verdict.to_json()["damage"].items():
-        console.print(Text(f"damage, {name.replace('_', ' ')}: {value:.5g}"))
+    for name, damage in damage_numbers(verdict).items():
+        console.print(Text(f"damage, {name} {WHEN[name]}: {damage.value:.5g}"))
     for check in verdict.checks:
         words = Text("✓ pass  ", style=MLP) if check.passed else Text("✗ FAIL  ", style=f"bold {BAD}")
         console.print(words + Text(f"{check.name}: {check.observed} (expected {check.expected})"))

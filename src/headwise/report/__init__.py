@@ -11,12 +11,15 @@ from headwise.report._healing import recovery_in_words
 from headwise.report._judged import headline, not_measured, status
 from headwise.report._page import render
 from headwise.report._tables import Table, lengths, measured, retrieval
+from headwise.report._words import WHEN, damage_numbers
 
 __all__ = [
+    "WHEN",
     "Table",
     "byte_steps",
     "compare",
     "counts_bytes",
+    "damage_numbers",
     "fitting",
     "fragment",
     "headline",

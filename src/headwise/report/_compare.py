@@ -1,8 +1,8 @@
-"""Several runs on one page: what they cost against what damage was measured, with error bars, and a table beneath."""
+"""Several runs on one page: a table with a link to every report, and what damage was measured at what size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from headwise.errors import HeadwiseError
@@ -11,17 +11,19 @@ from headwise.report import _judged as judged
 from headwise.report._bits import WHOLE, average_bits, is_coded
 from headwise.report._chart import WIDE, Axis, Chart, Series, draw
 from headwise.report._data import value_range
-from headwise.report._html import NO_DATA, document, figure, paragraph, section, table, top
-from headwise.report._rivals import priced
+from headwise.report._html import NO_DATA, bar, document, figure, paragraph, section, table, top
+from headwise.report._sizes import size_of
 from headwise.report._tables import Table
-from headwise.report._text import MISSING, as_number, human, interval, listing, number, relative
+from headwise.report._text import MISSING, as_number, human, listing, number
+from headwise.report._words import MEASURED, PREDICTED
 from headwise.runs.dossier import Dossier
+from headwise.types import Measure
 
 SHARES = f"Shares of the cache are of the source's at {WHOLE} bits a number, everything that is stored counted."
 
 
 class ComparedRun(NamedTuple):
-    """One run as a point: damage and its interval, and the share of the source's price by what is priced."""
+    """One run as a point: damage and its interval, and the share of the source's size by what is counted."""
 
     name: str
     dossier: Dossier
@@ -29,34 +31,45 @@ class ComparedRun(NamedTuple):
     ends: tuple[float, float] | None
     measured: bool  # else predicted
     shares: dict[str, float]
+    letter: str  # by which the pictures name it
+    link: str = ""  # to its report
 
 
-def read_runs(dossiers: Sequence[tuple[str, Dossier]]) -> tuple[ComparedRun, ...]:
+def read_runs(
+    dossiers: Sequence[tuple[str, Dossier]], links: Mapping[str, str] | None = None
+) -> tuple[ComparedRun, ...]:
     """The runs as points; what cannot stand on one axis is refused."""
     units = {facts.damage_unit(dossier) for _, dossier in dossiers if dossier.readings is not None}
     if len(units) > 1:
         raise HeadwiseError(f"these runs count damage in {listing(sorted(units))}; compare runs of one task.")
-    return tuple(_run(name, dossier) for name, dossier in dossiers)
+    known = links or {}
+    return tuple(_run(name, dossier, letter_of(i), known.get(name, "")) for i, (name, dossier) in enumerate(dossiers))
 
 
-def _run(name: str, dossier: Dossier) -> ComparedRun:
+def letter_of(place: int) -> str:
+    """A short name: A to Z, then A1 to Z1, and so on."""
+    return chr(ord("A") + place % 26) + (str(place // 26) if place >= 26 else "")
+
+
+def _run(name: str, dossier: Dossier, letter: str, link: str) -> ComparedRun:
     if dossier.plan is None:
         raise HeadwiseError(f"{name} holds no plan yet; type: headwise allocate {name} --budget kv=75%")
-    kind, last = list(facts.damages(dossier).items())[-1]
+    found = facts.damages(dossier) or {PREDICTED: Measure(dossier.plan.predicted_damage)}
+    kind, last = list(found.items())[-1]
     low, high = as_number(last.low), as_number(last.high)
     ends = None if low is None or high is None else (low, high)
-    pairs = {m.label: (m.before, m.after) for m in facts.measures(dossier) if m.label in (facts.CACHE, facts.SIZE)}
+    pairs = {fact.label: (fact.before, fact.after) for fact in facts.sizes(dossier)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
-        full, spent = priced(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
-        if budget.name not in ("kv", "params") and full and spent is not None:
+        full, spent = size_of(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
+        if budget.name not in facts.LABELS and full and spent is not None:
             shares[budget.name] = spent / full
-    return ComparedRun(name, dossier, last.value, ends, kind == "measured", shares)
+    return ComparedRun(name, dossier, last.value, ends, kind == MEASURED, shares, letter, link)
 
 
-def best(runs: Sequence[ComparedRun], price: str) -> tuple[ComparedRun, ...]:
-    """The runs that no other beats in price and in measured damage, cheapest first."""
-    ranked = sorted((r for r in runs if price in r.shares and r.measured), key=lambda r: (r.shares[price], r.damage))
+def best(runs: Sequence[ComparedRun], size: str) -> tuple[ComparedRun, ...]:
+    """The runs that no other beats in size and in measured damage, smallest first."""
+    ranked = sorted((r for r in runs if size in r.shares and r.measured), key=lambda r: (r.shares[size], r.damage))
     kept: list[ComparedRun] = []
     for run in ranked:
         if not kept or run.damage < kept[-1].damage:
@@ -64,87 +77,102 @@ def best(runs: Sequence[ComparedRun], price: str) -> tuple[ComparedRun, ...]:
     return tuple(kept)
 
 
-def compare(dossiers: Sequence[tuple[str, Dossier]]) -> str:
-    """Several runs, by name, on one page."""
-    runs = read_runs(dossiers)
-    prices = [name for name in dict.fromkeys(p for run in runs for p in run.shares) if _differs(runs, name)]
-    figures = "".join(figure(f"By {name}", draw(run_chart(runs, name))) for name in prices or list(runs[0].shares)[:1])
+def compare(dossiers: Sequence[tuple[str, Dossier]], links: Mapping[str, str] | None = None) -> str:
+    """Several runs, by name, on one page; `links` lead to their reports."""
+    runs = read_runs(dossiers, links)
+    sizes = [name for name in dict.fromkeys(size for run in runs for size in run.shares) if _differs(runs, name)]
+    drawn = sizes or list(runs[0].shares)[:1]
+    figures = "".join(figure(f"By {_small(name)}", draw(run_chart(runs, name))) for name in drawn)
     unit = facts.damage_unit(runs[0].dossier)
     sources = {facts.model_name(run.dossier) for run in runs}
     words = (
-        f"Damage in {unit}, against the share of the source's price that is left; lower and further left is better. "
+        f"Damage in {unit}, against the share of the source's size that is left; lower and further left is better. "
+        "Dots: measured after healing, with 95% intervals. Rings: predicted before healing. Line: the runs that no "
+        "other beats. Letters: the runs in the table."
     )
-    words += "Dots: measured, with 95% intervals. Rings: predicted only. Line: the runs that no other beats."
     words += f" {SHARES}" if any(is_coded(run.dossier.plan) for run in runs) else ""
     words += f" Sources differ: {listing(sorted(sources))}." if len(sources) > 1 else ""
-    body = section(
-        "frontier", "On one frontier", paragraph(words) + f'<div class="grid" style="--min:340px">{figures}</div>'
-    )
-    body += section("runs", "Run by run", table(run_table(runs)))
+    body = section("runs", "Run by run", table(run_table(runs)))
+    pictures = f'<div class="grid" style="--min:340px">{figures}</div>'
+    body += section("frontier", "On one frontier", paragraph(words) + pictures)
     title = f"{len(runs)} runs compared"
-    header = top(title, "", _lead(runs, prices[0] if prices else ""))
-    return document(f"{title} by Headwise", header, "", body, NO_DATA)
+    header = top(title, (), _lead(runs, sizes[0] if sizes else ""))
+    links_here = bar((("runs", "Run by run"), ("frontier", "On one frontier")))
+    return document(f"{title} by Headwise", header, links_here, body, NO_DATA)
 
 
-def _differs(runs: Sequence[ComparedRun], price: str) -> bool:
-    return len({run.shares.get(price) for run in runs}) > 1
+def _differs(runs: Sequence[ComparedRun], size: str) -> bool:
+    return len({run.shares.get(size) for run in runs}) > 1
 
 
-def _lead(runs: Sequence[ComparedRun], price: str) -> str:
+def _small(size: str) -> str:
+    return size if size[1:2].isupper() else size[:1].lower() + size[1:]
+
+
+def _lead(runs: Sequence[ComparedRun], size: str) -> str:
     """The answer in a sentence."""
-    good = [run.name for run in best(runs, price)] if price else []
-    failed = [r.name for r in runs if r.dossier.verdict and not r.dossier.verdict.sizes_verified]
-    sentence = f"No other run is both smaller in {price} and better than {listing(good)}" if good else ""
+    good = [run.name for run in best(runs, size)] if size else []
+    failed = [r.name for r in runs if r.dossier.verdict and not r.dossier.verdict.passed]
     least = min(runs, key=lambda run: run.damage)
-    sentence = sentence or f"{least.name} has the least damage"
-    return f"{sentence}. {f'Checks failed in {listing(failed)}.' if failed else ''}".strip()
+    sentence = f"{least.name} has the least damage"
+    if good:
+        sentence = f"No other run is both smaller in {_small(size)} and better than {listing(good)}"
+    return f"{sentence}. {f'Do not use {listing(failed)}: checks or quality failed.' if failed else ''}".strip()
 
 
-def run_chart(runs: Sequence[ComparedRun], price: str) -> Chart:
-    """Damage by share of a price, a point per run with its interval and its name."""
-    known = [run for run in runs if price in run.shares]
+def run_chart(runs: Sequence[ComparedRun], size: str) -> Chart:
+    """Damage by share of a size, a point per run with its interval and its letter."""
+    known = [run for run in runs if size in run.shares]
     shown = [value for run in known for value in (run.damage, *(run.ends or ()))]
     log = min(shown) > 0 and max(shown) > 5 * min(shown)
-    shares = [run.shares[price] for run in known]
+    shares = [run.shares[size] for run in known]
     margin = (max(shares) - min(shares)) * 0.08 or 0.05
-    points = [Series(tuple((run.shares[price], run.damage) for run in best(known, price)))]
+    points = [Series(tuple((run.shares[size], run.damage) for run in best(known, size)))]
     for run in known:
-        words = f"{run.name}: {run.shares[price]:.1%}, damage {number(run.damage)}"
+        words = f"{run.name}: {run.shares[size]:.1%}, damage {number(run.damage)}"
         style, ends = "dot" if run.measured else "ring", (run.ends,) if run.ends else ()
-        points.append(Series(((run.shares[price], run.damage),), style, words, run.name, ends))
-    x = Axis(f"share of {price}", (min(shares) - margin, max(shares) + margin), percent=True)
-    title = f"Damage of {len(known)} runs against {price}"
+        points.append(Series(((run.shares[size], run.damage),), style, words, run.letter, ends))
+    x = Axis(f"share of {_small(size)}", (min(shares) - margin, max(shares) + margin), percent=True)
+    title = f"Damage of {len(known)} runs against {_small(size)}"
     return Chart(title, x, Axis("damage", value_range(shown, log), log), tuple(points), frame=WIDE)
 
 
 def run_table(runs: Sequence[ComparedRun]) -> Table:
     """Everything about every run, least damage first."""
-    prices = list(dict.fromkeys(price for run in runs for price in run.shares))
-    rows, coded = [], any(is_coded(run.dossier.plan) for run in runs)
-    for run in sorted(runs, key=lambda run: run.damage):
-        dossier, plan = run.dossier, run.dossier.plan
-        assert plan is not None
-        quality, *_, time = facts.measures(dossier)
-        rows.append((
-            run.name, facts.model_name(dossier), ", ".join(b.text for b in plan.budgets),
-            "portable" if plan.portable else plan.strategy, str((dossier.healing or {}).get("method", MISSING)),
-            *([f"{average_bits(plan):.1f}"] if coded else []),
-            *(f"{run.shares[price]:.1%}" if price in run.shares else MISSING for price in prices),
-            number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
-            interval(*run.ends) if run.ends else MISSING,
-            human(quality.after), relative(quality.before, quality.after), human(time.after),
-            MISSING if dossier.verdict is None else judged.status(dossier.verdict),
-        ))  # fmt: skip
-    words = ("run", "model", "budget", "strategy", "healing")
+    sizes = list(dict.fromkeys(size for run in runs for size in run.shares))
+    coded = any(is_coded(run.dossier.plan) for run in runs)
+    ranked = sorted(runs, key=lambda run: run.damage)
     label = facts.measures(runs[0].dossier)[0].label.lower()
+    words = ("", "run", "verdict", "budget", "strategy", "healing")
     numbers = (
+        *("change", "95% interval", f"{label} before", f"{label} after", *map(_small, sizes)),
         *(["cache bits a number"] if coded else []),
-        *prices,
-        "damage",
-        "95% interval",
-        label,
-        "change",
-        "ms per token",
+        *("damage", "ms per token"),
     )
+    several = len({facts.model_name(run.dossier) for run in runs}) > 1
+    heads = (*words, *numbers, *(["model"] if several else []))
+    rows = tuple(_cells(run, sizes, coded, several) for run in ranked)
     numeric = range(len(words), len(words) + len(numbers))
-    return Table((*words, *numbers, "verdict"), tuple(rows), numeric, "runs")
+    return Table(heads, rows, numeric, "runs", links=tuple(run.link for run in ranked))
+
+
+def _cells(run: ComparedRun, sizes: Sequence[str], coded: bool, several: bool) -> tuple[str, ...]:
+    dossier, plan, verdict = run.dossier, run.dossier.plan, run.dossier.verdict
+    assert plan is not None
+    quality, *_, time = facts.measures(dossier)
+    worst = verdict.worst if verdict else None
+    change = (MISSING, MISSING)
+    if verdict and worst:
+        change = judged.amount(verdict, worst.value).removesuffix(" perplexity"), judged.ends(verdict, worst)
+    return (
+        *(run.letter, run.name, MISSING if verdict is None else judged.status(verdict)),
+        ", ".join(budget.text for budget in plan.budgets),
+        "portable" if plan.portable else plan.strategy,
+        str((dossier.healing or {}).get("method", MISSING)),
+        *(*change, human(quality.before), human(quality.after)),
+        *(f"{run.shares[size]:.1%}" if size in run.shares else MISSING for size in sizes),
+        *([f"{average_bits(plan):.1f}"] if coded else []),
+        number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
+        human(time.after),
+        *([facts.model_name(dossier)] if several else []),
+    )

@@ -1,4 +1,4 @@
-"""What readings and plan say, as plain data: damage by layer, curves, prices of two probes. Drawing comes after."""
+"""What readings and plan say, as plain data: damage by layer, curves, single cuts. Drawing comes after."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CurveSet(NamedTuple):
 
 
 class Pair(NamedTuple):
-    """The price of one size of one layer, as one probe predicted and a later one measured it."""
+    """The damage of one size of one layer, as one probe predicted and a later one measured it."""
 
     kind: str
     layer: int
@@ -216,8 +216,8 @@ def value_range(values: Sequence[float], log: bool) -> tuple[float, float]:
     return (low, high) if high > low else (low, low + 1.0)
 
 
-def price_pairs(readings: Readings) -> tuple[Pair, ...]:
-    """Every price that two probes gave: the first predicted it, the last measured it."""
+def cut_pairs(readings: Readings) -> tuple[Pair, ...]:
+    """The damage of every cut that two probes looked at: the first predicted it, the last measured it."""
     pairs: list[Pair] = []
     for kind in dict.fromkeys(r.kind for r in readings.curves if r.kind.startswith(DAMAGE)):
         versions = [reading for reading in readings.curves if reading.kind == kind]

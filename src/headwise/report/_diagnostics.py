@@ -13,19 +13,6 @@ from headwise.types import DAMAGE, Plan, Reading, Readings
 PER_HEAD = {"query_head", "kv_head"}  # axes along which values have no order: dots, not a curve
 FULL = {"spectrum.logit_rank": "qk_dim", "spectrum.output_rank": "v_dim"}  # what a value is at most
 FLAT, SHARP = -0.75, -0.25  # slopes: below the one a head saturates, above the other it stays sharp
-HEADINGS = {
-    "saturation.slope": "Slope of every head",
-    "saturation.jacobian_norm": "Norm of the softmax Jacobian by length",
-    "saturation.logit_growth": "Half the range of the logits by length",
-    "saturation.largest_weight": "Largest softmax weight by length",
-    "spectrum.logit_rank": "Query/key directions in use",
-    "spectrum.output_rank": "Value directions in use",
-    "spectrum.logit_energy_lost": "Logits lost by query/key dimension",
-    "spectrum.output_energy_lost": "Outputs lost by value dimension",
-    "lags.contribution": "Contribution by lag",
-    "conditioning.outputs": "Condition number of head outputs by tokens",
-    "conditioning.jacobian": "Condition number of the Jacobian, at least",
-}
 # Shown unfolded.
 FIRST = ("conditioning.outputs", "saturation.slope", "spectrum.logit_rank", "spectrum.output_rank", "lags.contribution")
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-from headwise import budgets as prices
-from headwise.errors import HeadwiseError
-from headwise.registry import find
 from headwise.report import _facts as facts
 from headwise.report._bits import WHOLE, in_bits, is_coded, mean_bits, row_sizes
-from headwise.report._commands import allocate_command
+from headwise.report._commands import another_budget, beside, run_command
 from headwise.report._data import (
     LOG_AXES,
     byte_steps,
@@ -27,51 +24,19 @@ from headwise.report._data import (
     value_range,
     wants_log,
 )
-from headwise.report._diagnostics import HEADINGS, StripSet, diagnostics
+from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._healing import healing_parts
-from headwise.report._model import GAP, MLP_SHARE, full_dim, full_mlp, model_rows
-from headwise.report._rivals import priced as priced_at
+from headwise.report._judged import percent
+from headwise.report._model import GAP, MLP_SHARE, damage_scale, full_dim, full_mlp, model_rows
+from headwise.report._sizes import Size, size_of, sizes_of
 from headwise.report._tables import CODED_SIZES, SIZE_LABELS
-from headwise.report._text import human, number
+from headwise.report._text import number
+from headwise.report._words import axis_words, reading_words
 from headwise.runs.dossier import Dossier
-from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Reading, Readings, Sweep
+from headwise.types import Answer, LayerShape, Plan, Reading, Readings, Sweep
 from headwise.types.shape import SIZES
 
-FAMILIAR = ("kv", "params", "flops", "attention")  # prices that people ask for first
 MANY, FEW, DEEP = 48, 20, 32  # sizes of a reading that a heat map shows, and fewer for more layers than DEEP
-
-
-class Price(NamedTuple):
-    """A unit that a model can be priced in, and what the source costs in it."""
-
-    budget: Budget
-    meaning: str
-    full: float
-
-    def words(self, shape: ModelShape) -> tuple[str, str]:
-        """Price and share of a shape."""
-        price = priced_at(self.budget, shape)
-        return human(price), "–" if price is None or not self.full else f"{price / self.full:.1%}"
-
-
-def price_list(plan: Plan) -> tuple[Price, ...]:
-    """Every unit that applies to the model; those that the plan limits come first, at their own length."""
-    own = {budget.key: budget for budget in plan.budgets}
-    found = []
-    for name in dict.fromkeys((*own, *(name for name in FAMILIAR if name in prices.known()), *prices.known())):
-        if name == "kv" and not plan.source.cached:
-            continue
-        try:
-            module = find("headwise.budgets", name.partition("@")[0])
-            budget = own.get(name) or Budget(name, module.UNIT, 0.0, prices.DEFAULT_LENGTH, name)
-            full = priced_at(budget, plan.source)
-            if full is not None:
-                found.append(
-                    Price(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
-                )
-        except (HeadwiseError, AttributeError):
-            continue
-    return tuple(found)
 
 
 def explorer(dossier: Dossier) -> dict[str, Any] | None:
@@ -79,29 +44,30 @@ def explorer(dossier: Dossier) -> dict[str, Any] | None:
     plan, sweep, readings = dossier.plan, dossier.sweep, dossier.readings
     if plan is None or sweep is None or readings is None or len(sweep.answers) < 2:
         return None
-    rows, priced = model_rows(plan, sweep=sweep), price_list(plan)
+    rows, sizes = model_rows(plan, sweep=sweep), sizes_of(plan)
     answers = sorted(sweep.answers, key=lambda answer: answer.share)
     table = {shape: place for place, shape in enumerate(sweep.shapes)}
     own = [table.setdefault(shape, len(table)) for shape in plan.target.layers]
     source = [table.setdefault(shape, len(table)) for shape in plan.source.layers]
-    command = allocate_command(sweep, facts.settings_of(dossier))
     lists = [*(answer.layers for answer in answers), own]
+    damages = layer_damages(readings, plan, list(table), lists)
     return {
         "shapes": [[getattr(shape, size) for size in SIZES] for shape in table],
         "source": source,
         "own": own,
         "kept": [list(row.heads) for row in rows] if _heads_go(table, plan) else None,
         "orders": _orders(readings) if _heads_go(table, plan) else None,
-        "damage": layer_prices(readings, plan, list(table), lists),
+        "damage": damages,
+        "scale": damage_scale([value for layer in damages for value in layer.values()]),
         "bits": layer_bits(plan, list(table), [*lists, source]) if is_coded(plan, sweep) else None,
         "full": [full_dim(rows), full_mlp(rows), GAP, MLP_SHARE],
-        "answers": [_answer(answer, plan, sweep, priced, dossier) for answer in answers],
+        "answers": [_answer(answer, plan, sweep, sizes, dossier) for answer in answers],
         "at": own_place(answers, plan),
-        "command": command,
         "predicted": plan.predicted_damage,
         "ownWords": damage_words(plan.predicted_damage, dossier),
         "ownProof": proof(plan),
-        "ownCosts": [price.words(plan.target) for price in priced],
+        "ownCosts": [size.words(plan.target) for size in sizes],
+        "ownCommand": run_command(facts.settings_of(dossier), beside(dossier, "again")),
     }
 
 
@@ -111,16 +77,16 @@ def proof(plan: Plan) -> str:
 
 
 def _proven(gap: float) -> str:
-    return "proven optimal" if gap < 5e-5 else f"within {gap:.2%} of the proven bound"
+    return "proven least" if gap < 5e-5 else f"within {gap:.2%} of the proven least"
 
 
 def own_place(answers: list[Answer], plan: Plan) -> int:
     """The answer whose limit is nearest the plan's own."""
-    full = priced_at(plan.budgets[0], plan.source) or 1.0
+    full = size_of(plan.budgets[0], plan.source) or 1.0
     return min(range(len(answers)), key=lambda i: abs(answers[i].share - min(1.0, plan.budgets[0].limit / full)))
 
 
-def _answer(answer: Answer, plan: Plan, sweep: Sweep, priced: tuple[Price, ...], dossier: Dossier) -> dict[str, Any]:
+def _answer(answer: Answer, plan: Plan, sweep: Sweep, sizes: tuple[Size, ...], dossier: Dossier) -> dict[str, Any]:
     shape = plan.source.with_layers(sweep.target(answer))
     return {
         "text": answer.text,
@@ -129,15 +95,16 @@ def _answer(answer: Answer, plan: Plan, sweep: Sweep, priced: tuple[Price, ...],
         "words": damage_words(answer.damage, dossier),
         "proof": _proven(answer.gap),
         "layers": list(answer.layers),
-        "costs": [price.words(shape) for price in priced],
+        "costs": [size.words(shape) for size in sizes],
+        "command": another_budget(dossier, sweep, answer.text),
     }
 
 
 def damage_words(damage: float, dossier: Dossier) -> str:
-    """Damage in its unit and, for nats per token, what that does to the perplexity."""
+    """Damage as a change of perplexity where it is counted in nats per token, and in its unit."""
     unit = facts.damage_unit(dossier)
-    more = f" (perplexity +{math.expm1(damage):.1%})" if unit == facts.NATS and 0 < damage < 7 else ""
-    return f"{number(damage, 3)} {unit}{more}"
+    plain = f"{number(damage, 3)} {unit}"
+    return f"{percent(damage)} perplexity ({plain})" if unit == facts.NATS and 0 < damage < 7 else plain
 
 
 def _heads_go(table: dict[LayerShape, int], plan: Plan) -> bool:
@@ -153,7 +120,7 @@ def _orders(readings: Readings) -> list[dict[str, Any]]:
     ]
 
 
-def layer_prices(
+def layer_damages(
     readings: Readings, plan: Plan, table: list[LayerShape], lists: list[Any]
 ) -> list[dict[int, float | None]]:
     """Per layer, what each of its shapes was predicted to damage, by the shape's place in the table."""
@@ -195,12 +162,12 @@ def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
         total = sum(row.total for row in rows)
         for row in rows:
             share = f" ({row.total / total:.0%} of all)" if total > 0 else ""
-            found[row.layer].append(("Predicted damage", f"{number(row.total, 3)}{share}"))
+            found[row.layer].append(("Predicted damage before healing", f"{number(row.total, 3)}{share}"))
         for topic in diagnostics(dossier.readings, plan):
             for group in topic.sets:
                 for strip in group.strips if isinstance(group, StripSet) else ():
                     if strip.layer < len(found):
-                        found[strip.layer].append((HEADINGS.get(group.kind, group.kind), strip.words))
+                        found[strip.layer].append((reading_words(group.kind, group.reading.axis), strip.words))
     for part, gains in healing_parts(dossier.healing).items():
         for gain in gains:
             if gain.layer < len(found):
@@ -226,9 +193,9 @@ class Heat(NamedTuple):
         r = self.reading
         names = ["model"] if r.kind == "damage.depth" else [f"layer {i}" for i in range(len(self.rows))]
         return {
-            "name": self.name, "kind": r.kind, "axis": r.axis.replace("_", " "), "unit": r.unit, "ticks": self.ticks,
-            "rows": self.rows, "errors": self.errors, "ends": self.ends, "log": self.log, "chosen": self.chosen,
-            "names": names,
+            "name": self.name, "kind": reading_words(r.kind, r.axis), "axis": axis_words(r.axis), "unit": r.unit,
+            "ticks": self.ticks, "rows": self.rows, "errors": self.errors, "ends": self.ends, "log": self.log,
+            "chosen": self.chosen, "names": names,
         }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,7 +11,9 @@ from headwise.report import _judged as judged
 from headwise.report._bits import is_coded, plan_in_bits
 from headwise.report._commands import how_to_make
 from headwise.report._rivals import rivals
+from headwise.report._sizes import size_of, sizes_of
 from headwise.report._text import as_number, human, interval, listing, number, relative
+from headwise.report._words import CALIBRATION, MEASURED, PREDICTED, WHEN, damage_numbers
 from headwise.runs.dossier import Dossier
 from headwise.types import DAMAGE, BeforeAfter, Measure, ModelShape
 
@@ -25,7 +28,13 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
     "nats per transcript token": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
 }
-CACHE, SIZE = "KV cache per token", "Parameters"
+CACHE, SIZE, PROMPT = "KV cache per token", "Parameters", "Prompt FLOPs"
+LABELS = {"kv": CACHE, "params": SIZE, "flops": PROMPT}  # of what a budget limits
+LESS = {
+    CACHE: ("less", "more", "KV cache"),
+    SIZE: ("fewer", "more", "parameters"),
+    PROMPT: ("fewer", "more", "FLOPs a prompt"),
+}
 STAGES = {  # what a dossier may lack -> what to say, and the stage that makes it
     "readings": ("The model has not been probed", "probe"),
     "plan": ("No plan has been made", "allocate"),
@@ -70,6 +79,13 @@ def model_name(dossier: Dossier) -> str:
     """What the run calls its model."""
     known = dossier.plan or dossier.readings or dossier.settings
     return known.model if known else "the model"
+
+
+def title(dossier: Dossier) -> str:
+    """The last part of the model's name or path, and what was asked of it."""
+    name = model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+    budgets = ", ".join(budget.text for budget in dossier.plan.budgets) if dossier.plan else ""
+    return f"{name} at {budgets}" if budgets else name
 
 
 def settings_of(dossier: Dossier) -> dict[str, Any]:
@@ -148,19 +164,25 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
     return Fact(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
 
 
+def sizes(dossier: Dossier) -> tuple[Fact, ...]:
+    """Cache where there is one, parameters, and the FLOPs of a prompt: what pooling and coding cost shows there."""
+    found = tuple(fact for fact in measures(dossier) if fact.label in (CACHE, SIZE))
+    flops = next((s for s in sizes_of(dossier.plan) if s.budget.name == "flops"), None) if dossier.plan else None
+    if flops is None or dossier.plan is None:
+        return found
+    after = size_of(flops.budget, dossier.plan.target)
+    return (*found, Fact(PROMPT, f"for {flops.budget.length:,} tokens", flops.full, after))
+
+
 def headline(dossier: Dossier) -> str:
-    """The answer in one sentence: what shrank, what it cost, whether it holds."""
+    """The answer in one sentence: what shrank, what that costs, whether it holds."""
     name = model_name(dossier)
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
-    found = measures(dossier)
-    first, sizes = found[0], [fact for fact in found if fact.label in (CACHE, SIZE)]
-    verb = "will need" if all(size.planned for size in sizes) else "now needs"
-    fewer = {CACHE: ("less KV cache", " bytes per token"), SIZE: ("fewer parameters", "")}
-    shrunk = [_shrunk(size, *fewer[size.label]) for size in sizes]
-    same = "as much cache and as many parameters as before" if len(sizes) > 1 else "as many parameters as before"
-    sentence = f"{name} {verb} " + (listing([part for part in shrunk if part]) or same)
+    first = measures(dossier)[0]
+    verb = "will need" if all(size.planned for size in sizes(dossier) if size.label != PROMPT) else "now needs"
+    sentence = f"{name} {verb} {changes(dossier)}"
     if dossier.verdict is None:
         why = f" ({dossier.unverified})" if dossier.unverified else ""
         return f"{sentence}; what that costs in quality has not been measured yet{why}."
@@ -168,11 +190,24 @@ def headline(dossier: Dossier) -> str:
     return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
 
 
-def _shrunk(fact: Fact, what: str, unit: str) -> str:
-    if fact.before is None or fact.after is None or fact.after >= fact.before:
-        return ""
-    less = relative(fact.before, fact.after).lstrip("−")
-    return f"{less} {what} ({human(fact.before)} → {human(fact.after)}{unit})"
+def changes(dossier: Dossier, short: bool = False) -> str:
+    """What there is less of, and what that costs: with pooled or coded rows some sizes grow."""
+    found = [(size, _grew(size)) for size in sizes(dossier)]
+    less, more = ([_changed(size, short) for size, by in found if by * sign > 0] for sign in (-1, 1))
+    return (listing(less) or "no less of anything") + (f"; in exchange {listing(more)}" if more else "")
+
+
+def _grew(fact: Fact) -> float:
+    return 0.0 if fact.before is None or fact.after is None else fact.after - fact.before
+
+
+def _changed(fact: Fact, short: bool) -> str:
+    less, more, what = LESS[fact.label]
+    by = relative(fact.before, fact.after).lstrip("−+")
+    if short:
+        return f"{by} {less if _grew(fact) < 0 else more} {what}"
+    unit = " bytes per token" if fact.label == CACHE else ""
+    return f"{by} {less if _grew(fact) < 0 else more} {what} ({human(fact.before)} → {human(fact.after)}{unit})"
 
 
 def _cost(fact: Fact) -> str:
@@ -201,51 +236,41 @@ def way_out(dossier: Dossier) -> str:
     if rival is None or dossier.plan is None:
         return text
     ours, theirs = number(dossier.plan.predicted_damage), number(rival.predicted)
-    return f"{text} Predicted damage is {ours} {damage_unit(dossier)}; the {rival.strategy} plan predicts {theirs}."
+    unit = damage_unit(dossier)
+    return f"{text} Predicted damage before healing: {ours} {unit}; with the {rival.strategy} plan {theirs}."
 
 
-def loading(dossier: Dossier, folder: str = "folder") -> str:
-    """Python that loads the result."""
-    auto = use(dossier)[0]
+def loading(dossier: Dossier, folder: str = "folder", short: bool = False) -> str:
+    """Python that loads the result; short: in one way only."""
+    auto, where = use(dossier)[0], json.dumps(folder)
     stock = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained"
     if is_portable(dossier):
-        return f'{stock}("{folder}")'
-    ours = f'import headwise\n\nmodel = headwise.load("{folder}")'
-    return f'{ours}\n\n# or, without headwise:\n{stock}("{folder}", trust_remote_code=True)'
+        return f"{stock}({where})"
+    ours = f"import headwise\nmodel = headwise.load({where})"
+    return ours if short else f"{ours}\n\n# or, without headwise:\n{stock}({where}, trust_remote_code=True)"
 
 
 def damages(dossier: Dossier) -> dict[str, Measure]:
-    """The whole plan's damage: as the sum of its prices, as rehearsed on calibration text, as measured."""
-    known = dossier.verdict.damage if dossier.verdict else {}
-    planned = Measure(dossier.plan.predicted_damage) if dossier.plan else None
-    found = {
-        "sum of prices": known.get("sum_of_prices", planned),
-        "rehearsed": known.get("predicted") if "sum_of_prices" in known else None,
-        "measured": known.get("measured"),
-    }
-    return {name: measure for name, measure in found.items() if measure and as_number(measure.value) is not None}
+    """The whole plan's damage: predicted before healing, on calibration text, and as measured."""
+    found = damage_numbers(dossier.verdict) if dossier.verdict else {}
+    if dossier.verdict is None and dossier.plan:
+        found = {PREDICTED: Measure(dossier.plan.predicted_damage)}
+    return {word: measure for word, measure in found.items() if as_number(measure.value) is not None}
 
 
 def damage_in_words(dossier: Dossier) -> str:
-    """Predicted against measured damage, and whether the prediction held."""
-    if dossier.verdict is None:
+    """Every number of the whole plan's damage, with its name, and whether calibration text told what was measured."""
+    found = damages(dossier)
+    if not found:
         return ""
-    known, unit = dossier.verdict.damage, damage_unit(dossier)
-    found, predicted = known.get("measured"), _value(known.get("predicted"))
-    measured = _value(found)
-    if predicted is None and dossier.plan:
-        predicted = dossier.plan.predicted_damage
-    if predicted is None or measured is None or found is None:
-        values = {"predicted": predicted, "measured": measured}
-        words = [f"{word} {number(value)} {unit}" for word, value in values.items() if value is not None]
-        return f"Damage: {words[0]}; there is nothing to compare it with." if words else ""
-    text = f"The plan predicted a damage of {number(predicted)} {unit}; {number(measured)} was measured"
-    low, high = as_number(found.low), as_number(found.high)
-    if low is not None and high is not None:
-        inside = "inside" if low <= predicted <= high else "outside"
-        text += f" (95% interval {interval(low, high)}; the prediction lies {inside} it)"
-    if predicted > 0 and measured > 0:
-        text += f", {measured / predicted:.2g} times the prediction"
-    better = dossier.healing and measured < predicted
-    healed = " The prediction leaves healing out, which may be part of the difference." if better else ""
-    return f"{text}.{healed}"
+    parts = [f"{word} {WHEN[word]}: {number(measure.value)}" for word, measure in found.items()]
+    text = f"Damage in {damage_unit(dossier)}: {'; '.join(parts)}"
+    last, expected = found.get(MEASURED), found.get(CALIBRATION)
+    low, high = (as_number(last.low), as_number(last.high)) if last else (None, None)
+    if low is None or high is None:
+        return f"{text}."
+    text += f" (95% interval {interval(low, high)})."
+    if expected is None:
+        return text
+    inside = "inside" if low <= expected.value <= high else "outside"
+    return f"{text} What calibration text showed lies {inside} the interval."

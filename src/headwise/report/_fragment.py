@@ -10,15 +10,16 @@ from headwise.report import _facts as facts
 from headwise.report import _judged as judged
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
+from headwise.report._answer import got
 from headwise.report._chart import draw, draw_rows
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
 from headwise.report._explore import heat
-from headwise.report._html import asset, details, legend, paragraph, table
+from headwise.report._html import asset, cards, details, legend, paragraph, table
 from headwise.report._model import draw_model, model_keys, model_rows
-from headwise.report._page import cards
 from headwise.report._tables import Table
 from headwise.report._text import escape, number
+from headwise.report._words import reading_words
 from headwise.runs.dossier import Dossier
 from headwise.types import Plan, Reading, Readings, Verdict
 
@@ -42,7 +43,8 @@ def _style() -> str:
 
 def _plan(plan: Plan, damages: list[float] | None = None) -> str:
     found, layers = tables.budgets(Dossier(plan=plan)), model_rows(plan, damages)
-    words = f"{plan.strategy}: predicted damage {number(plan.predicted_damage)}, gap to the proven bound {plan.gap:.1e}"
+    damage = f"damage {number(plan.predicted_damage)}, predicted before healing"
+    words = f"{plan.strategy}: {damage}, gap to the proven bound {plan.gap:.1e}"
     budgets = table(found) if found.rows else ""
     return f"<h3>{escape(plan.model)}</h3>{paragraph(words)}{legend(model_keys(layers))}{draw_model(layers)}{budgets}"
 
@@ -57,7 +59,7 @@ def _reading(reading: Reading) -> str:
     cells = tuple((str(layer), *(number(value) for value in row)) for layer, row in enumerate(found.rows))
     numbers = Table(("layer", *map(str, found.ticks)), cells, range(1, len(found.ticks) + 1))
     words = f"{reading.meaning} In {reading.unit or 'no unit'}; probe {reading.probe}, {number(reading.tokens)} tokens."
-    title = f"<h3>{escape(reading.kind)} by {escape(reading.axis)}</h3>{paragraph(words)}"
+    title = f"<h3>{escape(reading_words(reading.kind, reading.axis))}</h3>{paragraph(words)}"
     return title + picture + details("In numbers", table(numbers))
 
 
@@ -75,7 +77,7 @@ def _verdict(verdict: Verdict) -> str:
 
 
 def _known(dossier: Dossier) -> str:
-    return cards(fact for fact in facts.measures(dossier) if fact.after is not None)
+    return cards(card for card in got(dossier) if card.big != "–")
 
 
 def _dossier(dossier: Dossier) -> str:

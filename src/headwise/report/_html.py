@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from headwise.report import _svg as svg
+from headwise.report._judged import CLASSES
 from headwise.report._tables import Table
 from headwise.report._text import escape, for_script
 
@@ -27,7 +30,7 @@ def document(title: str, header: str, bar: str, body: str, data: dict[str, Any])
         f'<meta http-equiv="Content-Security-Policy" content="{policy()}">'
         f'<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{asset('page.css')}</style></head>\n"
-        f"<body><header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>{bar}\n<main>{body}"
+        f"<body>{bar}<header>{header}<noscript><p class=note>{NOSCRIPT}</p></noscript></header>\n<main>{body}"
         "<footer>Written by headwise. This page is one file and loads nothing.</footer></main>"
         '<div id="toast" class="toast" role="status"></div>\n'
         f'<script type="application/json" id="data">{for_script(data)}</script>\n'
@@ -104,14 +107,15 @@ def block(of: Block) -> str:
     """A block as HTML."""
     match of:
         case Words():
-            return f"<p{' class=note' if of.note else ''}>{escape(of.text)}</p>"
+            return f"<p{' class=note' if of.note else ''}>{prose(of.text)}</p>"
         case Heading():
             return f"<h3>{escape(of.text)}</h3>"
         case Items():
-            return f"<ul>{''.join(f'<li>{escape(text)}</li>' for text in of.texts)}</ul>"
+            return f"<ul>{''.join(f'<li>{prose(text)}</li>' for text in of.texts)}</ul>"
         case Code():
             named = paragraph(f"{of.name}:") if of.name else ""
-            return f"{named}<pre><code>{escape(of.text)}</code></pre>" if of.page else ""
+            mark = ' class="copy"' if of.language else ""
+            return f"{named}<pre{mark}><code>{escape(of.text)}</code></pre>" if of.page else ""
         case Folded():
             return details(of.heading, table(of.table))
         case Table():
@@ -119,16 +123,82 @@ def block(of: Block) -> str:
     return of
 
 
+def prose(words: str) -> str:
+    """Text in which `backticks` mark code, as documents write it."""
+    return re.sub("`([^`\n]+)`", r"<code>\1</code>", escape(words))
+
+
 def blocks(found: Iterable[Block]) -> str:
     """Blocks one under another."""
     return "".join(map(block, found))
 
 
-def top(title: str, status: str, lead: str) -> str:
-    """The first lines: the name, the status, the switch between light and dark, and the answer."""
+class Meter(NamedTuple):
+    """How full something is: a value and its interval as shares of a whole, and a limit."""
+
+    value: float | None
+    limit: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Card(NamedTuple):
+    """One number of the first screen, with what it means."""
+
+    label: str
+    big: str
+    lines: tuple[str, ...] = ()
+    meter: Meter | None = None
+    more: bool = False  # whether it grew
+
+
+def cards(found: Iterable[Card]) -> str:
+    """The numbers of the first screen."""
+    drawn = (
+        f'<div class="card{" more" * card.more}"><h2>{escape(card.label)}</h2><div class="big">{escape(card.big)}</div>'
+        f"<p>{'<br>'.join(map(escape, card.lines))}</p>{_meter(card)}</div>"
+        for card in found
+    )
+    return f'<div class="grid cards">{"".join(drawn)}</div>'
+
+
+def _meter(card: Card) -> str:
+    """A bar of what is left in front of what was, a dark line at the limit, a thin one for the interval."""
+    meter = card.meter
+    if meter is None or meter.value is None:
+        return ""
+    known = [value for value in meter if value is not None]
+    scale = svg.Scale(0.0, max(1.0, *known), 0.0, 200.0)
+    body = svg.rect(0, 2, scale(1.0), 8, "g") + svg.rect(0, 2, scale(meter.value), 8, "k")
+    if meter.low is not None and meter.high is not None:
+        body += svg.line(scale(meter.low), 6, scale(meter.high), 6, "w")
+    if meter.limit is not None:
+        body += svg.line(scale(meter.limit), 0, scale(meter.limit), 12, "limit")
+    return svg.svg(202, 12, f"{card.label}: {card.big}", body)
+
+
+def top(title: str, statuses: Iterable[str], lead: str) -> str:
+    """The first lines: the name, what holds, and the answer."""
+    pills = "".join(f'<p class="status{CLASSES.get(words[:1], "")}">{escape(words)}</p>' for words in statuses)
     return (
-        f'<div class="top"><h1>{escape(title)}</h1>{status}'
-        f'<button type="button" id="theme" class="right" hidden>Dark</button></div><p class="lead">{escape(lead)}</p>'
+        f'<div class="top"><h1>{escape(title)}</h1>{pills}</div>'
+        f'<p class="lead{CLASSES.get(lead[:1], "")}">{escape(lead)}</p>'
+    )
+
+
+def folded(name: str, heading: str, body: str) -> str:
+    """A part of the page under `Advanced`, with its anchor."""
+    return f'<details class="part" id="{name}"><summary><h3>{escape(heading)}</h3></summary>{body}</details>\n'
+
+
+def bar(names: Iterable[tuple[str, str]], more: str = "") -> str:
+    """Links that stay on the screen, behind a button where it is narrow, and the switch between light and dark."""
+    links = "".join(f'<a href="#{name}">{escape(words)}</a>' for name, words in names)
+    return (
+        '<nav class="bar" aria-label="Sections"><div class="bar-inner">'
+        '<button type="button" id="menu" aria-expanded="false" aria-controls="links" hidden>Menu</button>'
+        f'<div class="links" id="links">{links}</div>{more}'
+        '<button type="button" id="theme" hidden>Dark</button></div></nav>'
     )
 
 
@@ -165,7 +235,11 @@ def table(of: Table) -> str:
     top = "".join(_head(head, _right(i, of)) for i, head in enumerate(of.heads))
     body = ""
     for index, row in enumerate(of.rows):
-        cells = "".join(f"<td{_right(i, of) or _mark(cell)}>{escape(cell)}</td>" for i, cell in enumerate(row))
+        texts = list(map(escape, row))
+        if of.links and of.links[index]:
+            texts[1] = f'<a href="{escape(of.links[index])}">{texts[1]}</a>'
+        marks = (_right(i, of) or _mark(cell) for i, cell in enumerate(row))
+        cells = "".join(f"<td{mark}>{text}</td>" for mark, text in zip(marks, texts, strict=True))
         mark = ' class="now"' if index == of.now else ""
         mark += f' data-layer="{escape(row[0])}"' if of.layers else ""
         body += f"<tr{mark}>{cells}</tr>"

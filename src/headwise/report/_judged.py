@@ -6,10 +6,11 @@ import math
 
 from headwise.report._text import listing, number
 from headwise.types import Measure, Verdict
-from headwise.types.verdict import BEYOND, FAILED, PARTLY, VERIFIED, WITHIN
+from headwise.types.verdict import BEYOND, FAILED, NOT_JUDGED, PARTLY, UNCERTAIN, VERIFIED, WITHIN
 
 SIGNS = {VERIFIED: "✓", PARTLY: "!", FAILED: "✗"}
-CLASSES = {VERIFIED: "", PARTLY: " unsure", FAILED: " bad"}  # of the status, beside its word
+QUALITY = {WITHIN: "✓", UNCERTAIN: "!", BEYOND: "✗", NOT_JUDGED: "!"}  # signs of the quality alone
+CLASSES = {"✓": "", "!": " unsure", "✗": " bad"}  # of a status, by the sign before its words
 
 
 def has_perplexity(verdict: Verdict) -> bool:
@@ -22,9 +23,39 @@ def status(verdict: Verdict) -> str:
     return f"{SIGNS[verdict.state]} {verdict.state}"
 
 
+def statuses(verdict: Verdict | None) -> tuple[str, str]:
+    """Sizes and quality apart, each with a sign: a model of the right size may be bad, and a good one too large."""
+    if verdict is None:
+        return "! sizes not verified yet", "! quality not measured yet"
+    failed = sum(not check.passed for check in verdict.checks)
+    counted = f"✗ sizes: {failed} of {len(verdict.checks)} checks FAILED" if failed else "✓ sizes verified"
+    words = f"quality {verdict.quality_state}" if verdict.worst else "quality not measured"
+    return counted if verdict.checks else "✗ sizes not verified", f"{QUALITY[verdict.quality_state]} {words}"
+
+
+def advice(verdict: Verdict | None) -> tuple[str, str]:
+    """Whether it may be used, for somebody who reads one sentence: a sign, and the sentence."""
+    if verdict is None:
+        return "!", "Do not use it yet: it has not been verified."
+    if not verdict.sizes_verified:
+        return "✗", "Do not use it: the saved model is not what was planned."
+    if verdict.quality_state == BEYOND:
+        return "✗", f"Do not use it as it is: it loses more quality than the limit of {verdict.max_loss} allows."
+    if verdict.quality_state == NOT_JUDGED:
+        return "!", "Not judged yet: no quality was measured against a limit."
+    if verdict.quality_state == UNCERTAIN:
+        return "!", f"Use it with care: the limit of {verdict.max_loss} lies inside the interval of the measurement."
+    up_to = f" for texts of up to {verdict.verified_up_to:,} tokens" if verdict.verified_up_to else ""
+    if any(found.lost for found in verdict.retrieval):
+        return "!", f"Use it with care{up_to}: it finds less in long texts than the source does."
+    if verdict.context > verdict.verified_up_to:
+        return "!", f"Safe to use{up_to}; longer ones were not measured (it should serve {verdict.context:,})."
+    return "✓", f"Safe to use{up_to}."
+
+
 def headline(verdict: Verdict) -> str:
     """Sizes, quality with its interval, length and limit: the certificate in two or three sentences."""
-    sentences = [_sizes(verdict), _quality(verdict)]
+    sentences = [sizes(verdict), quality(verdict)]
     if verdict.context > verdict.verified_up_to:
         sentences.append(
             f"Verified up to {verdict.verified_up_to:,} of {verdict.context:,} tokens: longer texts were not measured."
@@ -34,7 +65,8 @@ def headline(verdict: Verdict) -> str:
     return " ".join(sentences)
 
 
-def _sizes(verdict: Verdict) -> str:
+def sizes(verdict: Verdict) -> str:
+    """The checks in a sentence."""
     failed = [check.name for check in verdict.checks if not check.passed]
     if not verdict.checks:
         return "Not verified: no checks were made."
@@ -44,11 +76,12 @@ def _sizes(verdict: Verdict) -> str:
     return f"Sizes verified: {count} passed."
 
 
-def _quality(verdict: Verdict) -> str:
+def quality(verdict: Verdict) -> str:
+    """What was measured, its interval and the limit, in a sentence."""
     worst = verdict.worst
     if worst is None:
         return "Quality was not measured."
-    words = f"Quality: {amount(verdict, worst.value)} ({ends(verdict, worst)})"
+    words = f"Measured quality: {amount(verdict, worst.value)} ({ends(verdict, worst)})"
     if verdict.verified_up_to:
         words += f" up to {verdict.verified_up_to:,} tokens"
     if not verdict.max_loss:

@@ -7,15 +7,17 @@ head, the line's width is the dimension. `assets/explore.js` redraws the same li
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headwise.report._bits import WHOLE, is_coded, mean_bits, row_sizes
+from headwise.report._svg import Scale
 from headwise.report._text import escape
 from headwise.types import GONE, LayerKeep, LayerShape, Plan, Sweep
 
 GAP = 0.4  # between heads that do not share keys, in heads
 MLP_SHARE = 96  # percent of its column that the widest MLP fills
+DECADES = 6  # that bars of damage span at most
 DENSE = 34  # more layers: rows too low for text
 
 
@@ -93,7 +95,28 @@ def full_mlp(rows: Sequence[ModelRow]) -> int:
     return max(1, *(row.old.mlp_width for row in rows))
 
 
-def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
+def damage_scale(values: Iterable[float | None]) -> tuple[float, float]:
+    """Ends of the bars of damage, powers of ten: the same for every budget, so that bars can be compared.
+
+    >>> damage_scale([0.03, 2e-5, 0.0, None])
+    (1e-05, 0.1)
+    """
+    positive = [value for value in values if value]
+    high = math.ceil(math.log10(max(positive, default=1.0)) - 1e-9)
+    low = math.floor(math.log10(min(positive, default=1.0)) + 1e-9)
+    return float(f"1e{max(low, high - DECADES)}"), float(f"1e{max(high, low + 1)}")
+
+
+def damage_text(damage: float) -> str:
+    """A layer's damage in few letters, as the script writes it too.
+
+    >>> damage_text(0.0), damage_text(0.123), damage_text(0.00004)
+    ('0', '0.12', '4e-5')
+    """
+    return f"{damage:.2g}" if damage >= 1e-3 or damage <= 0 else f"{damage:.0e}".replace("e-0", "e-")
+
+
+def model_keys(rows: Sequence[ModelRow], scale: tuple[float, float] | None = None) -> list[tuple[str, str]]:
     """The colours of the picture and what they mean."""
     coded = rows[0].bits is not None
     keys = [("qk", f"keys, height: bits of {WHOLE}" if coded else "query/key dim")]
@@ -102,14 +125,17 @@ def model_keys(rows: Sequence[ModelRow]) -> list[tuple[str, str]]:
     keys += [
         ("v", "values" if coded else "value dim"),
         *([("mlp", "MLP width")] if full_mlp(rows) > 1 else []),
-        ("ghost", "pale: removed"),
+        ("ghost", "grey: no longer stored" if coded else "grey: removed"),
     ]
-    return keys + [("dmg", "predicted damage")] * any(row.damage is not None for row in rows)
+    if any(row.damage is not None for row in rows):
+        low, high = (damage_text(end) for end in scale or damage_scale(row.damage for row in rows))
+        keys.append(("dmg", f"predicted damage before healing, logarithmic from {low} to {high}"))
+    return keys
 
 
-def draw_model(rows: Sequence[ModelRow], interactive: bool = False) -> str:
+def draw_model(rows: Sequence[ModelRow], interactive: bool = False, scale: tuple[float, float] | None = None) -> str:
     """The table. Interactive: with names for the script, which moves the budget and selects layers."""
-    most = max(row.damage or 0.0 for row in rows)
+    scale = scale or damage_scale(row.damage for row in rows)
     priced = any(row.damage is not None for row in rows)
     coded = rows[0].bits is not None
     heads = {name: name for name in ("layer", "before", "after", "heads", "qk", "v")}
@@ -120,7 +146,7 @@ def draw_model(rows: Sequence[ModelRow], interactive: bool = False) -> str:
     heads |= {"MLP": "MLP"} if full_mlp(rows) > 1 else {}
     heads |= {"damage": "damage"} if priced else {}
     top = "".join(_head(name, words, titles.get(name, "")) for name, words in heads.items())
-    body = "".join(_row(row, rows, most, priced) for row in rows)
+    body = "".join(_row(row, rows, scale, priced) for row in rows)
     height = max(8.0, min(26.0, 430 / len(rows)))
     dense = " dense" if len(rows) > DENSE else ""
     mark = ' id="model"' if interactive else ""
@@ -138,7 +164,7 @@ def _head(name: str, shown: str, title: str) -> str:
     return f'<th scope="col" class="c-{name.lower()}{number}"{words}>{shown}</th>'
 
 
-def _row(row: ModelRow, rows: Sequence[ModelRow], most: float, priced: bool) -> str:
+def _row(row: ModelRow, rows: Sequence[ModelRow], scale: tuple[float, float], priced: bool) -> str:
     full, widest = full_dim(rows), full_mlp(rows)
     old, new = row.old, row.new
     known = {"heads": (old.query_heads, new.query_heads), "qk": (old.qk_dim, new.qk_dim), "v": (old.v_dim, new.v_dim)}
@@ -156,7 +182,9 @@ def _row(row: ModelRow, rows: Sequence[ModelRow], most: float, priced: bool) -> 
         words = f"{new.mlp_width}/{old.mlp_width}"
         cells += f'<td class="c-mlp">{_bar(before, after, "mlp", words)}</td>'
     if priced:
-        cells += f'<td class="c-damage">{_bar(0, 100 * (row.damage or 0) / most if most > 0 else 0, "dmg", "")}</td>'
+        damage = row.damage or 0.0
+        level = 100 * max(0.02, Scale(*scale, 0.0, 1.0, log=True)(damage)) if damage > 0 else 0.0
+        cells += f'<td class="c-damage">{_bar(0, level, "dmg", "")}<span>{damage_text(damage)}</span></td>'
     gone = ' class="removed"' if new.gone else ""
     return f'<tr data-layer="{row.layer}"{gone}><th scope="row">{row.layer}</th>{cells}</tr>'
 
@@ -179,7 +207,7 @@ def _heads(row: ModelRow, full: int, after: bool) -> str:
         through = min(new.qk_width, old.qk_dim) if new.qk_width > new.qk_dim and row.bits is None else 0
         keys, values = row.drawn(after=True)
         lines = [(f"p{name}", heads, start, height) for name, heads, start, height in lines]
-        lines += [("w", row.heads, 0.08, through / full)]
+        lines += [("wide", row.heads, 0.08, through / full)]
         lines += [("q", row.heads, 0.08, keys / full), ("v", row.heads, 0.5, values / full)]
     paths = "".join(
         f'<path class="{name}" d="{dashes(heads, row.group, start, height)}" stroke-width="{_short(height)}"/>'

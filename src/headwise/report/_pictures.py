@@ -12,11 +12,11 @@ from headwise.report._bits import WHOLE, BitRow, bit_words, is_coded
 from headwise.report._chart import SQUARE, WIDE, Axis, Bar, Chart, Row, RowChart, Series, ends_of
 from headwise.report._data import LOG_AXES, Curve, CurveSet, DamageRow, Pair, counts_bytes, value_range
 from headwise.report._diagnostics import StripSet
-from headwise.report._facts import Fact
 from headwise.report._healing import HealRow, held_out_curve, loss_curve
 from headwise.report._rivals import Rival, rivals
-from headwise.report._svg import Scale, circle, line, path, rect, svg, xy
+from headwise.report._sizes import sizes_of
 from headwise.report._text import as_number, interval, number
+from headwise.report._words import axis_words, reading_words
 from headwise.runs.dossier import Dossier
 from headwise.types import UNITS, Measure, Verdict
 from headwise.types.unit import LABELS
@@ -26,12 +26,11 @@ from headwise.types.verdict import LEAST_ROWS
 def curves(group: CurveSet) -> Chart:
     """All layers on common axes, early ones faint, late ones strong; details of a layer show when it is chosen."""
     reading, (low, high) = group.reading, group.ticks
-    words = reading.axis.replace("_", " ")
     ends = ((float(low), str(low)), (float(high), str(high)))
-    x = Axis(words[:30], (low, high), reading.axis in LOG_AXES, ends)
+    x = Axis(axis_words(reading.axis)[:40], (low, high), reading.axis in LOG_AXES, ends)
     guide = [Series(group.curves[0].earlier, "dashed")] if group.guide and group.curves else []
     lines = [_curve(group, curve) for curve in group.curves]
-    title = f"{reading.kind} by {reading.axis}, a line per layer"
+    title = f"{reading_words(reading.kind, reading.axis)}, a line per layer"
     return Chart(title, x, Axis(reading.unit, group.values, group.log), (*guide, *lines))
 
 
@@ -62,7 +61,7 @@ def strips(group: StripSet) -> RowChart:
         dots = tuple((value, "d") for value in strip.values)
         title = f"layer {strip.layer}: {strip.words}"
         rows.append(Row(str(strip.layer), strip.words, title, strip.layer, full, dots=dots))
-    title = f"{group.kind} of every {group.reading.axis.replace('_', ' ')}, per layer"
+    title = f"{reading_words(group.kind, group.reading.axis)}, a dot per {axis_words(group.reading.axis)}, by layer"
     return RowChart(title, group.values, tuple(rows), marks=group.marks)
 
 
@@ -79,8 +78,8 @@ def damage(rows: Sequence[DamageRow]) -> RowChart:
         words = number(row.total) if row.parts else "nothing cut"
         found.append(Row(str(row.layer), words, f"layer {row.layer}: {words}", row.layer, tuple(bars)))
     most = max((bar.end for row in found for bar in row.bars), default=0.0) or 1.0
-    title = "Predicted damage of every layer at its chosen sizes, by unit"
-    return RowChart(title, (0.0, most), tuple(found), axis=False)
+    title = "Damage of every layer at its chosen sizes, predicted before healing, by unit"
+    return RowChart(title, (0.0, most), tuple(found))
 
 
 def bits(rows: Sequence[BitRow]) -> RowChart:
@@ -139,7 +138,7 @@ def marks(found: Mapping[str, Measure]) -> RowChart:
     return RowChart(title, (0.0, high), tuple(rows), axis=False)
 
 
-def prices(pairs: Sequence[Pair]) -> Chart:
+def cuts(pairs: Sequence[Pair]) -> Chart:
     """Predicted across, measured up, both logarithmic, with the diagonal on which they agree."""
     low, high = value_range([value for pair in pairs for value in (pair.predicted, pair.measured)], True)
     layers: dict[int, list[tuple[float, float]]] = {}
@@ -147,24 +146,24 @@ def prices(pairs: Sequence[Pair]) -> Chart:
         layers.setdefault(pair.layer, []).append((pair.predicted, pair.measured))
     dots = [Series(tuple(own), "dots", f"layer {layer}", layer=layer) for layer, own in layers.items()]
     diagonal = Series(((low, low), (high, high)), "dashed")
-    title = "Price of single cuts: as measured against as predicted, a dot per layer and size"
-    x, y = Axis("as predicted", (low, high), True), Axis("as measured", (low, high), True)
+    title = "Damage of single cuts: measured against predicted, a dot per layer and size"
+    x, y = Axis("predicted damage", (low, high), True), Axis("measured damage", (low, high), True)
     return Chart(title, x, y, (diagonal, *dots), frame=SQUARE)
 
 
-def prices_in_words(pairs: Sequence[Pair]) -> str:
-    """How far the measured prices lie from the predicted ones."""
+def cuts_in_words(pairs: Sequence[Pair]) -> str:
+    """How far measured damages of single cuts lie from the predicted ones."""
     ratios = sorted(pair.measured / pair.predicted for pair in pairs)
     low, high = (ratios[int(part * (len(ratios) - 1))] for part in (0.1, 0.9))
     return (
-        "A dot per layer and size, late layers stronger; on the dashed line both agree. Measured prices are "
-        f"{median(ratios):.2g} times the predicted ones in the middle, {low:.2g} to {high:.2g} times for four in five. "
-        "The plan uses the measured ones."
+        "A dot per layer and size, late layers stronger; on the dashed line both agree. What was measured is "
+        f"{median(ratios):.2g} times what was predicted in the middle, {low:.2g} to {high:.2g} times for four in five. "
+        "The plan uses what was measured."
     )
 
 
 def frontier(dossier: Dossier) -> Chart | None:
-    """Least damage by share of the first budget's price, and where the plans stand; None where nothing is known.
+    """Least predicted damage by share of the first budget's size, and where plans stand; None where nothing is known.
 
     Chosen: diamond. Another strategy: ring. Measured: cross, with its interval.
     """
@@ -183,10 +182,11 @@ def frontier(dossier: Dossier) -> Chart | None:
     shares, log = [x for one in shown for x, _ in one.points], any(height > 0 for height in heights)
     low, high = min(shares), max(shares)
     budget = plan.budgets[0]
-    title = f"Least predicted damage by share of the source's {budget.name} ({budget.unit}), {len(plans)} plans marked"
-    of = f"the cache at {WHOLE} bits a number" if budget.name == "kv" and is_coded(plan) else budget.name
-    x = Axis(f"share of {of}", (low if low < high else low - 0.1, high), percent=True)
-    y = Axis("predicted damage", value_range(heights, log), log)
+    title = f"Least damage, predicted before healing, by share of the source's {budget.name}, {len(plans)} plans marked"
+    named = {size.budget.key: size.label for size in sizes_of(plan)}
+    of = f"the cache at {WHOLE} bits a number" if budget.name == "kv" and is_coded(plan) else named.get(budget.key)
+    x = Axis(f"share of {of or budget.name}", (low if low < high else low - 0.1, high), percent=True)
+    y = Axis("damage", value_range(heights, log), log)
     return Chart(title, x, y, (*known, *plans), frame=WIDE, cursor=solved and log)
 
 
@@ -198,9 +198,9 @@ def _rival(row: Rival, dossier: Dossier) -> Series:
     if row.measured is not None:
         known = ((ends[0], ends[1]),) if ends[0] is not None and ends[1] is not None else ()
         cross = (Series(((share, row.measured),), "cross", intervals=known),)
-    words = f"{row.strategy}: predicted {number(row.predicted)}, measured {number(row.measured)}"
-    style = "diamond" if row.chosen else "ring"
-    return Series(((share, predicted),), style, words, row.strategy[:24], parts=cross)
+    words = f"{row.strategy}: predicted before healing {number(row.predicted)}, measured {number(row.measured)}"
+    style, name = ("diamond", "this run") if row.chosen else ("ring", row.strategy[:24])
+    return Series(((share, predicted),), style, words, name, parts=cross)
 
 
 def by_length(verdict: Verdict) -> Chart | None:
@@ -225,29 +225,3 @@ def by_length(verdict: Verdict) -> Chart | None:
         across=((limit, f"limit {verdict.max_loss}"),),
         upright=((float(verdict.length), f"calibrated at {verdict.length:,}"),),
     )
-
-
-def draw_fact(fact: Fact) -> str:
-    """Two bars from zero, before above after; where an interval is known, points on an axis that shows its width."""
-    shown = [v for v in (fact.before, fact.after, fact.high) if v is not None]
-    if not shown or max(shown) <= 0:
-        return ""
-    label = f"{fact.label}: {number(fact.before)} before, {number(fact.after)} after"
-    if fact.interval and fact.after is not None:
-        return svg(202, 18, f"{label}, {fact.range} {fact.interval}", _points(fact, fact.after))
-    scale = Scale(0.0, max(shown), 0.0, 200.0)
-    body = rect(0, 0, scale(fact.before), 7, "g") if fact.before is not None else ""
-    body += rect(0, 10, scale(fact.after), 7, "k") if fact.after is not None else ""
-    return svg(202, 18, label, body)
-
-
-def _points(fact: Fact, after: float) -> str:
-    """A ring before, a dot with its interval after; the axis need not begin at zero."""
-    known = [v for v in (fact.before, after, fact.low, fact.high) if v is not None]
-    low, high = min(known), max(known)
-    margin = (high - low) * 0.15 or abs(high) * 0.1 or 1.0
-    scale = Scale(low - margin, high + margin, 0.0, 200.0)
-    left, right = scale(fact.low or 0.0), scale(fact.high or 0.0)
-    body = line(0, 9, 200, 9, "l") + path(f"M{xy(left)} 9H{xy(right)}M{xy(left)} 4V14M{xy(right)} 4V14", "w")
-    body += circle(scale(fact.before), 9, 4, "o") if fact.before is not None else ""
-    return body + circle(scale(after), 9, 4.4, "k")

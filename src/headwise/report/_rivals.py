@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from headwise import budgets as prices
-from headwise.errors import HeadwiseError
 from headwise.report._bits import WHOLE, is_coded
+from headwise.report._sizes import size_of
 from headwise.report._text import MISSING, as_number, human
 from headwise.runs.dossier import Dossier
-from headwise.types import Budget, ModelShape, Readings
+from headwise.types import Readings
 
 
 class Rival(NamedTuple):
     """One strategy's plan for the run's budgets; the run's own is `chosen`."""
 
     strategy: str
-    share: float | None  # of the source's price, under the first budget
+    share: float | None  # of the source's size, in the first budget's unit
     predicted: float | None
     measured: float | None
     spent: str
@@ -45,7 +44,7 @@ def _rival(
     share = None
     if dossier.plan and dossier.plan.budgets:
         first = dossier.plan.budgets[0]
-        full, amount = priced(first, dossier.plan.source), amounts.get(first.key)
+        full, amount = size_of(first, dossier.plan.source), amounts.get(first.key)
         share = amount / full if full and amount is not None else None
     text = ", ".join(f"{name} {human(amount)}" for name, amount in amounts.items()) or MISSING
     return Rival(str(strategy), share, as_number(predicted), as_number(measured), text, chosen)
@@ -61,20 +60,17 @@ def left_out(dossier: Dossier) -> str:
     probes = [reading.probe for reading in ways if reading is not None]
     if len(probes) < 2 or probes[0] == probes[1]:
         return ""
-    return f" The published recipe is left out: its cuts were priced by {probes[1]} alone, the others by {probes[0]}."
+    return (
+        f" The published recipe is left out: the damage of its cuts was predicted by the {probes[1]} probe alone, "
+        f"that of the others by the {probes[0]} probe."
+    )
 
 
 def _without_bits(readings: Readings) -> str:
-    """What other plans do where this one codes the cache, and who priced it."""
+    """What other plans do where this one codes the cache, and which probe says so."""
     ways = [readings.curve(kind) for kind in ("damage.k_bits", "damage.qk_projected")]
     probes = [reading.probe for reading in ways if reading is not None]
     words = f" The others code nothing: they keep fewer dimensions of {WHOLE} bits each."
-    return words + (f" Those were priced by {probes[1]} alone, bits by {probes[0]}." if len(set(probes)) > 1 else "")
-
-
-def priced(budget: Budget, shape: ModelShape) -> float | None:
-    """What a shape costs under a budget; None for a price that this version does not know."""
-    try:
-        return prices.price(budget, shape)
-    except HeadwiseError:
-        return None
+    if len(set(probes)) < 2:
+        return words
+    return f"{words} Their damage was predicted by the {probes[1]} probe alone, that of bits by the {probes[0]} probe."

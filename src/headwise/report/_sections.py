@@ -11,22 +11,37 @@ from headwise.report import _judged as judged
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
-from headwise.report._commands import FOLDER, how_to_make, run_command
-from headwise.report._data import CurveSet, counts_bytes, curve_sets, damage_rows, price_pairs
-from headwise.report._diagnostics import FIRST, HEADINGS, StripSet, diagnostics
+from headwise.report._commands import another_budget, beside, folder_of, how_to_make, run_command
+from headwise.report._data import CurveSet, counts_bytes, curve_sets, cut_pairs, damage_rows
+from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._explore import Heat
 from headwise.report._healing import healing_in_words, healing_parts
-from headwise.report._html import Block, Code, Folded, Heading, Html, Items, Words, details, figure, legend, pickable
+from headwise.report._html import (
+    Block,
+    Code,
+    Folded,
+    Heading,
+    Html,
+    Items,
+    Words,
+    details,
+    figure,
+    legend,
+    pickable,
+    prose,
+)
 from headwise.report._rivals import left_out
 from headwise.report._samples import draw_sample
 from headwise.report._text import escape, number
+from headwise.report._words import GLOSSARY, axis_words, reading_words
 from headwise.runs.dossier import Dossier
-from headwise.types import DAMAGE, UNIT_OF, UNITS, Plan, Readings
+from headwise.types import DAMAGE, UNITS, Plan, Readings
 from headwise.types.unit import LABELS
 
 Maps = tuple[Heat, ...]
 Blocks = Iterator[Block]
 HOW = "A line per layer, early ones faint, late ones strong; choose a layer to see its error bars."
+SHOWN = 2  # generations that are not folded
 PICK = "up and down choose a layer"
 BITS_WORDS = (
     "Layers down; across, the coefficients of a cached row as shares of it, most important first. Right: bits a number."
@@ -40,7 +55,7 @@ SAMPLES = (
 
 def missing(words: str, commands: str) -> Blocks:
     """What is not there, and what makes it."""
-    yield Words(f"{words}. This makes it, with the run folder for DIR:", note=True)
+    yield Words(f"{words}. This makes it:", note=True)
     yield Code(commands, "sh")
 
 
@@ -48,7 +63,9 @@ def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
     budgets, strategies = tables.budgets(dossier), tables.strategies(dossier)
     if len(strategies.rows) > 1:
         unit = facts.damage_unit(dossier)
-        words = f"The same budgets spent in other ways; predicted from the same readings, in {unit}."
+        words = (
+            f"The same budgets spent in other ways. Damage predicted before healing, from the same readings, in {unit}."
+        )
         yield Words(words + left_out(dossier))
         yield strategies
     else:
@@ -56,7 +73,9 @@ def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
     yield Heading("Budgets")
     yield budgets if budgets.rows else Words("The plan has no budget.")
     if dossier.plan and dossier.plan.frontier:
-        yield Folded("Least predicted damage for every share of the first budget", tables.frontier(dossier.plan))
+        yield Folded(
+            "Least damage, predicted before healing, at every share of the first budget", tables.frontier(dossier.plan)
+        )
 
 
 def _bits(dossier: Dossier, maps: Maps) -> Blocks:
@@ -73,8 +92,6 @@ def _bits(dossier: Dossier, maps: Maps) -> Blocks:
         yield Html(figure(f"Bits of {part} by layer", picture, BITS_WORDS))
     yield Html("</div>")
     yield tables.layer_bits(plan)
-    yield Heading("How it is used")
-    yield Items((bits.GENERATE, *bits.LIMITS))
 
 
 def _damage(dossier: Dossier, maps: Maps) -> Blocks:
@@ -89,21 +106,19 @@ def _damage(dossier: Dossier, maps: Maps) -> Blocks:
     )
     sets = [group for group in curve_sets(dossier.readings, dossier.plan) if group.kind.startswith(DAMAGE)]
     for group in sets:
-        unit = UNIT_OF.get(group.kind)
-        name = f"{unit.title if unit else 'Damage'}: {group.kind} by {group.reading.axis}"
-        name += "" if group.used else " (not used by this plan)"
-        yield _reading(group, maps, name, group.used)
+        name = reading_words(group.kind, group.reading.axis) + ("" if group.used else " (not used by this plan)")
+        yield _reading(group, maps, name)
 
 
 def _by_layer(dossier: Dossier, readings: Readings, plan: Plan) -> Blocks:
     rows, units = damage_rows(readings, plan), tables.damage_by_unit(readings, plan)
     yield Words(
-        f"Predicted loss increase of every layer at its chosen sizes, in {facts.damage_unit(dossier)}: where the plan "
-        f"pays. Together {number(sum(row.total for row in rows))}; the plan says {number(plan.predicted_damage)}."
-        + (ROUNDS if dossier.settings and dossier.settings.rounds > 1 else "")
+        f"Damage of every layer at its chosen sizes, predicted before healing, in {facts.damage_unit(dossier)}: where "
+        f"quality is lost. Together {number(sum(row.total for row in rows))}; the plan says "
+        f"{number(plan.predicted_damage)}." + (ROUNDS if dossier.settings and dossier.settings.rounds > 1 else "")
     )
     if not units.rows:
-        yield Words("The plan cuts nothing that was priced.")
+        yield Words("The plan cuts nothing whose damage was predicted.")
         return
     yield Html(legend([(unit, LABELS[unit]) for unit in UNITS if any(unit in row.parts for row in rows)]))
     picture = pickable(f"Damage by layer; {PICK}", draw_rows(pictures.damage(rows)))
@@ -115,25 +130,20 @@ def _by_layer(dossier: Dossier, readings: Readings, plan: Plan) -> Blocks:
 
 def _predicted(dossier: Dossier, readings: Readings) -> Blocks:
     """Predicted against measured: the whole plan, and single cuts."""
-    marks, pairs = facts.damages(dossier), price_pairs(readings)
+    marks, pairs = facts.damages(dossier), cut_pairs(readings)
     if len(marks) < 2 and not pairs:
         return
     yield Heading("Predicted against measured")
     yield Html('<div class="pair">')
     if len(marks) > 1:
-        words = "Sum of prices: what the solver minimised, before healing."
-        if "rehearsed" in marks:
-            words += " Rehearsed: the finished model on calibration text that nothing was fitted to."
         yield Html("<div>")
-        yield Words(
-            f"{facts.damage_in_words(dossier)} {words} Measured: on the evaluation data, with its 95% interval."
-        )
+        yield Words(f"The whole plan. {facts.damage_in_words(dossier)}")
         yield Html(f"{draw_rows(pictures.marks(marks))}</div>")
     if pairs:
         yield Html("<div>")
-        yield Words(f"Prices of single cuts. {pictures.prices_in_words(pairs)}")
-        picture = draw(pictures.prices(pairs))
-        yield Html(f"{pickable(f'Predicted against measured prices; {PICK}', picture)}</div>")
+        yield Words(f"Single cuts, before healing. {pictures.cuts_in_words(pairs)}")
+        picture = draw(pictures.cuts(pairs))
+        yield Html(f"{pickable(f'Single cuts, measured against predicted; {PICK}', picture)}</div>")
     yield Html("</div>")
 
 
@@ -148,23 +158,22 @@ def _layers(dossier: Dossier, maps: Maps) -> Blocks:
         yield Heading(topic.question)
         yield Words(f"{topic.why} {topic.answer}".strip())
         for group in topic.sets:
-            name = HEADINGS.get(group.kind, f"{group.kind} by {group.reading.axis}")
-            yield _reading(group, maps, name, group.kind.startswith(FIRST))
+            yield _reading(group, maps, reading_words(group.kind, group.reading.axis))
 
 
-def _reading(group: CurveSet | StripSet, maps: Maps, name: str, is_open: bool) -> Html:
+def _reading(group: CurveSet | StripSet, maps: Maps, name: str) -> Html:
     """One reading: what it means, a picture of lines or dots, the heat map, and the numbers."""
     if isinstance(group, StripSet):
         words, shape, picture = _strip_words(group), "a dot per head", draw_rows(pictures.strips(group))
     else:
         words, shape, picture = _line_words(group), "a line per layer", draw(pictures.curves(group))
-    words += f" Probe {group.reading.probe}, {number(group.reading.tokens)} tokens."
+    words += f" Probe {group.reading.probe}, {number(group.reading.tokens)} tokens; `{group.kind}` in readings.json."
     shown = pickable(f"{name}, {shape}; {PICK}", picture)
     found = next((one for one in maps if one.reading.kind == group.kind), None)
     pair = f'<div class="pair">{shown}{_heat(found, name) if found else ""}</div>'
     numbers = details("As a table", "", kind="table") if found else ""
-    inner = f"<p class=note>{escape(words)}</p>{pair}{numbers}"
-    return Html(f'<div class="reading">{details(name, inner, is_open)}</div>')
+    inner = f"<p class=note>{prose(words)}</p>{pair}{numbers}"
+    return Html(f'<div class="reading">{details(name, inner)}</div>')
 
 
 def _heat(found: Heat, name: str) -> str:
@@ -177,7 +186,7 @@ def _heat(found: Heat, name: str) -> str:
     return (
         f'<div class="heat" id="{found.name}"><div class="plot">{layers}'
         f'<canvas tabindex="0" role="img" aria-label="{escape(label)}"></canvas><div class="ring"></div></div>'
-        f'<div class="ticks"><span>{sizes[0]}</span><span>{escape(found.reading.axis.replace("_", " "))}</span>'
+        f'<div class="ticks"><span>{sizes[0]}</span><span>{escape(axis_words(found.reading.axis))}</span>'
         f"<span>{sizes[1]}</span></div>"
         f'<div class="key"><span>{low}</span><i></i><span>{high} {escape(found.reading.unit)}'
         f"{', logarithmic' if found.log else ''}</span></div>"
@@ -195,7 +204,7 @@ def _line_words(group: CurveSet) -> str:
 
 
 def _strip_words(group: StripSet) -> str:
-    words = f"{group.reading.meaning} A dot per {group.reading.axis.replace('_', ' ')}, layers down."
+    words = f"{group.reading.meaning} A dot per {axis_words(group.reading.axis)}, layers down."
     words += " Grey: the full dimension." if any(strip.full for strip in group.strips) else ""
     return words + (f" Typical standard error: {number(group.error, 2)}." if group.error is not None else "")
 
@@ -223,24 +232,27 @@ def _healing(dossier: Dossier, maps: Maps) -> Blocks:
 def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     verdict = dossier.verdict
     assert verdict is not None
-    yield Words(f"{judged.status(verdict)}. {judged.headline(verdict)}")
-    yield tables.checks(verdict)
+    sizes, quality = (words[:1] for words in judged.statuses(verdict))
+    yield Heading("Sizes")
+    yield Words(f"{sizes} {judged.sizes(verdict)} They are counted on the saved model, which was loaded again for it.")
+    passed = verdict.sizes_verified
+    yield Folded("Every check", tables.checks(verdict)) if passed else tables.checks(verdict)
+    yield Heading("Quality")
+    yield Words(f"{quality} {judged.quality(verdict)}")
     if verdict.lengths:
-        yield Heading("Quality by length")
-        yield Words("Both models on the same text, in rows of growing length; intervals are over blocks of text.")
-        if chart := pictures.by_length(verdict):
-            yield Html(draw(chart))
+        yield Words("Both models on the same text, in rows of growing length; intervals are over blocks of text.", True)
+        chart = pictures.by_length(verdict)
+        yield Html(f'<div class="pair lengths">{draw(chart)}<div>' if chart else "<div><div>")
         yield tables.lengths(verdict)
+        yield Html("</div></div>")
     if verdict.retrieval:
         yield Heading("Retrieval by distance")
-        yield Words(tables.RETRIEVAL_WORDS)
+        yield Words(tables.RETRIEVAL_WORDS, note=True)
         yield tables.retrieval(verdict)
-    yield Heading("What was measured")
-    yield tables.measured(verdict)
-    yield Words("Sizes are counted on the saved model. Intervals of times are the range of their repeats.")
     yield Heading("What was not measured")
     left = judged.not_measured(verdict)
-    yield Items(left) if left else Words("Nothing that a certificate has was left out.")
+    yield Items(left) if left else Words("Nothing that is usually verified was left out.")
+    yield Folded("Everything that was measured, before and after", tables.measured(verdict))
 
 
 def _samples(dossier: Dossier, maps: Maps) -> Blocks:
@@ -248,21 +260,33 @@ def _samples(dossier: Dossier, maps: Maps) -> Blocks:
     if not samples:
         yield Words("The verdict holds no generations; models that generate nothing are judged by their outputs.")
         return
-    yield Html(f"<p>{SAMPLES}</p>")
+    yield Html(f"<p class=note>{SAMPLES}</p>")
+    yield Html("".join(map(draw_sample, samples[:SHOWN])))
+    if len(samples) > SHOWN:
+        yield Html(details(f"{len(samples) - SHOWN} more", "".join(map(draw_sample, samples[SHOWN:]))))
     for sample in samples:
-        yield Html(draw_sample(sample))
         for name, text in (("Prompt", sample.prompt), ("Source", sample.before), ("Reshaped", sample.after)):
             yield Code(text, name=name, page=False)
 
 
 def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
-    yield Code(facts.loading(dossier, FOLDER + "/model"), "python", "Load it")
-    yield Code(run_command(facts.settings_of(dossier)), "sh", "The whole run, into a new folder DIR")
-    budget = dossier.plan.budgets[0].name if dossier.plan and dossier.plan.budgets else "kv"
-    again = "Think again with another budget, from the same readings and without a GPU"
-    share = "20%" if bits.is_coded(dossier.plan) else "60%"
-    yield Code(f"headwise allocate DIR --budget {budget}={share}", "sh", again)
+    folder, settings = folder_of(dossier), facts.settings_of(dossier)
+    yield Code(facts.loading(dossier, folder + "/model"), "python", "Load it")
+    yield Words(facts.way_out(dossier))
+    if bits.is_coded(dossier.plan):
+        yield Items((bits.GENERATE, *bits.LIMITS))
+    yield Code(run_command(settings, beside(dossier, "again")), "sh", "The whole run again, into a new folder")
+    if dossier.plan and dossier.plan.budgets and dossier.sweep:
+        again = "Another budget, into a new folder, from the same readings"
+        other = f"{dossier.sweep.budget}={'20%' if bits.is_coded(dossier.plan) else '60%'}"
+        yield Code(another_budget(dossier, dossier.sweep, other), "sh", again)
+
+
+def _record(dossier: Dossier, maps: Maps) -> Blocks:
+    yield Words("What a reader needs to judge or repeat the run.")
     yield tables.provenance(dossier)
+    yield Heading("Words")
+    yield tables.Table(("word", "meaning"), tuple(GLOSSARY.items()))
 
 
 class Section(NamedTuple):
@@ -273,6 +297,7 @@ class Section(NamedTuple):
     heading: str
     needs: tuple[str, ...]
     make: Callable[[Dossier, Maps], Blocks]
+    advanced: bool = False  # whether it is folded away at the end
     coded: bool = False  # whether it is for plans that code the cache
 
     def shown(self, dossier: Dossier) -> bool:
@@ -286,12 +311,13 @@ class Section(NamedTuple):
 
 
 SECTIONS = (
-    Section("baselines", "Strategies", "Other strategies", ("plan",), _baselines),
-    Section("bits", "Bits", "The cache in bits", ("plan",), _bits, coded=True),
-    Section("damage", "Damage", "Damage by layer", ("readings",), _damage),
-    Section("layers", "Layers", "What the layers do", ("readings",), _layers),
-    Section("healing", "Healing", "Healing", ("healing",), _healing),
-    Section("certificate", "Certificate", "Certificate", ("verdict",), _certificate),
-    Section("samples", "Generations", "Generations", ("verdict",), _samples),
-    Section("reproduce", "Use it", "Use it, do it again", (), _reproduce),
+    Section("samples", "Generations", "What both models write", ("verdict",), _samples),
+    Section("certificate", "Verified", "What was verified", ("verdict",), _certificate),
+    Section("reproduce", "Use it", "Use it, or make another", (), _reproduce),
+    Section("baselines", "Strategies", "Budgets, and other ways to spend them", ("plan",), _baselines, True),
+    Section("bits", "Bits", "The cache in bits", ("plan",), _bits, True, coded=True),
+    Section("damage", "Damage", "Damage by layer", ("readings",), _damage, True),
+    Section("layers", "Layers", "What the layers do", ("readings",), _layers, True),
+    Section("healing", "Healing", "Healing", ("healing",), _healing, True),
+    Section("record", "Record", "Settings, versions and words", (), _record, True),
 )

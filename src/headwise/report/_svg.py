@@ -28,11 +28,14 @@ class Scale(NamedTuple):
         return self.start + part * (self.end - self.start)
 
     def ticks(self, most: int = 5) -> list[float]:
-        """Round values inside the scale: decades, or multiples of 1, 2 or 5."""
+        """Round values inside the scale: decades, or multiples of 1, 2 or 5; none of them is an odd end of an axis."""
         if self.log:
-            first, last = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-            decades = [10.0**k for k in range(first, last + 1)]
-            return decades[:: -(-len(decades) // most)] if len(decades) > 1 else [self.low, self.high]
+            first, last = math.floor(math.log10(self.low)), math.ceil(math.log10(self.high))
+            for steps in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
+                values = [float(f"{m}e{k}") for k in range(first, last + 1) for m in steps]
+                inside = [v for v in values if self.low * (1 - 1e-9) <= v <= self.high * (1 + 1e-9)]
+                if len(inside) > 1:
+                    return inside[:: -(-len(inside) // most)]
         raw = (self.high - self.low) / most
         unit = 10.0 ** math.floor(math.log10(raw))
         step = next(m * unit for m in (1, 2, 5, 10) if m * unit >= raw * 0.999)
@@ -97,8 +100,8 @@ def titled(title: object, body: str, layer: int | None = None, depth: float | No
 def short_tick(value: float) -> str:
     """A tick of a logarithmic axis in few letters.
 
-    >>> short_tick(0.001), short_tick(100.0), short_tick(0.0523098)
-    ('1e-3', '100', '0.0523')
+    >>> short_tick(0.001), short_tick(100.0), short_tick(0.05)
+    ('1e-3', '100', '0.05')
     """
     return (
         f"{float(f'{value:.3g}'):g}"

@@ -10,7 +10,8 @@ from headwise.report import _judged as judged
 from headwise.report._bits import PARTS, WHOLE, bit_rows, is_coded, mean_bits, row_sizes
 from headwise.report._data import damage_rows
 from headwise.report._healing import healing_parts
-from headwise.report._rivals import priced, rivals
+from headwise.report._rivals import rivals
+from headwise.report._sizes import size_of
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
 from headwise.runs.dossier import Dossier
 from headwise.types import CUTS, UNITS, Measure, Plan, Readings, Verdict
@@ -35,6 +36,7 @@ class Table(NamedTuple):
     name: str = ""  # with one, a page lets it be sorted and downloaded
     now: int = -1  # the row that is set bold
     layers: bool = False  # whether the first column names layers, which can be chosen
+    links: tuple[str, ...] = ()  # of the rows, under the second cell
 
 
 def layer_sizes(plan: Plan) -> Table:
@@ -95,7 +97,7 @@ def budgets(dossier: Dossier) -> Table:
     checks = {check.name: check.passed for check in (dossier.verdict.checks if dossier.verdict else ())}
     for budget in plan.budgets if plan else ():
         assert plan is not None
-        full, spent = priced(budget, plan.source), priced(budget, plan.target)
+        full, spent = size_of(budget, plan.source), size_of(budget, plan.target)
         spent = as_number(plan.spent.get(budget.key)) if spent is None else spent
         share = f"{spent / full:.1%}" if full and spent is not None else MISSING
         within = None if spent is None else spent <= budget.limit * (1 + 1e-9)
@@ -118,7 +120,7 @@ def strategies(dossier: Dossier) -> Table:
         )
         for row in rivals(dossier)
     )
-    heads = ("strategy", "predicted damage", "measured damage", "share of first budget", "spent")
+    heads = ("strategy", "predicted before healing", "measured after healing", "share of first budget", "spent")
     return Table(heads, rows, (1, 2, 3), "strategies", now=0)
 
 
@@ -126,7 +128,9 @@ def frontier(plan: Plan) -> Table:
     """The least predicted damage at every share of the first budget, as far as a larger one gains anything."""
     points = sorted(plan.frontier, key=lambda point: point.share)
     useful = [p for before, p in zip([None, *points], points, strict=False) if not before or p.damage < before.damage]
-    return Table(("share", "damage"), tuple((f"{p.share:.1%}", number(p.damage)) for p in useful), (0, 1))
+    return Table(
+        ("share", "predicted before healing"), tuple((f"{p.share:.1%}", number(p.damage)) for p in useful), (0, 1)
+    )
 
 
 def healing(record: dict[str, Any]) -> Table:

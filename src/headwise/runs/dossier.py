@@ -22,3 +22,4 @@ class Dossier(Record):
     sweep: Sweep | None = None
     unverified: str | None = None  # why a verdict that is there does not count: the plan or the model changed
     versions: dict[str, str] = field(default_factory=dict)  # of packages
+    folder: str = ""  # the run folder as it was named, for commands to type; empty: no run

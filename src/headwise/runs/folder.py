@@ -290,6 +290,7 @@ class RunFolder:
             verdict=verdict,
             unverified=unverified,
             versions=_versions(),
+            folder=str(self.path),
         )
 
     def _followed(self) -> dict[str, Any]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 from headwise.errors import HeadwiseError, OutputError
 from headwise.runs.dossier import Dossier
@@ -36,9 +38,11 @@ def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False
         raise HeadwiseError("a run folder was given twice; name every run once.")
     names = [path.name for path in folders]
     unique = [path.name if names.count(path.name) == 1 else str(path) for path in folders]
-    dossiers = [(name, RunFolder(path).dossier()) for name, path in zip(unique, folders, strict=True)]
+    runs = {name: RunFolder(path) for name, path in zip(unique, folders, strict=True)}
+    reports = {name: folder.report_file for name, folder in runs.items() if folder.report_file.exists()}
+    links = {name: quote(os.path.relpath(path, out.parent)) for name, path in reports.items()}
     try:
-        write_atomically(out, compare(dossiers))
+        write_atomically(out, compare([(name, folder.dossier()) for name, folder in runs.items()], links))
     except OSError as error:
         raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
 

@@ -44,7 +44,18 @@ function bitsOf(layer, place) {
   return sweep.bits && sweep.bits.layers[layer][place];
 }
 
-function drawLayer(row, layer, place, heads, damage, most) {
+// A layer's damage in few letters, as the page was written with.
+function damageText(value) {
+  return value >= 1e-3 || value <= 0 ? String(Number(value.toPrecision(2))) : value.toExponential(0);
+}
+
+// Bars of damage keep one logarithmic scale at every budget.
+function damageLevel(value) {
+  const [low, high] = sweep.scale;
+  return value > 0 ? Math.min(1, Math.max(0.02, Math.log(value / low) / Math.log(high / low))) : 0;
+}
+
+function drawLayer(row, layer, place, heads, damage) {
   const shape = sweep.shapes[place], bits = bitsOf(layer, place), before = bitsOf(layer, sweep.source[layer]);
   const source = sweep.shapes[sweep.source[layer]];
   const [full, widest, gap, share] = sweep.full;
@@ -53,7 +64,7 @@ function drawLayer(row, layer, place, heads, damage, most) {
   const wider = shape[sizes.width] > shape[sizes.qk] && !bits;
   const through = wider ? Math.min(shape[sizes.width], source[sizes.qk]) : 0;
   const [keys, values] = heights(layer, shape, bits);
-  const lines = { w: [0.08, through], q: [0.08, keys], v: [0.5, values] };
+  const lines = { wide: [0.08, through], q: [0.08, keys], v: [0.5, values] };
   for (const [name, [start, size]] of Object.entries(lines)) {
     const path = row.querySelector(`.c-after .${name}`);
     path.setAttribute("d", dashes(heads, group, start, size / full, gap));
@@ -72,11 +83,14 @@ function drawLayer(row, layer, place, heads, damage, most) {
     row.querySelector(".c-mlp .sr").textContent = `${shape[sizes.mlp]}/${source[sizes.mlp]}`;
   }
   const bar = row.querySelector(".b-dmg");
-  if (bar) bar.style.width = `${(most > 0 ? 100 * damage / most : 0).toFixed(1)}%`;
+  if (bar) {
+    bar.style.width = `${(100 * damageLevel(damage)).toFixed(1)}%`;
+    row.querySelector(".c-damage > span:last-child").textContent = damageText(damage);
+  }
   row.classList.toggle("removed", gone);
 }
 
-// Layers that are gone were priced together, so each has its share of what the rest leaves.
+// Damage of layers that are gone is known of all together, so each has its share of what the rest leaves.
 function layerDamages(layers, total) {
   const known = layers.map((place, layer) => sweep.damage[layer][place]);
   const gone = known.filter((value) => value === null).length;
@@ -89,26 +103,56 @@ function showAnswer(place) {
   const answer = sweep.answers[own ? sweep.at : place];
   const layers = own ? sweep.own : answer.layers;
   const damages = layerDamages(layers, own ? sweep.predicted : answer.damage);
-  const most = Math.max(...damages);
   layers.forEach((shapePlace, layer) => {
     const shape = sweep.shapes[shapePlace];
     const heads = own && sweep.kept ? sweep.kept[layer] : keptHeads(layer, shape, sweep.shapes[sweep.source[layer]]);
-    drawLayer(rows[layer], layer, shapePlace, heads, damages[layer], most);
+    drawLayer(rows[layer], layer, shapePlace, heads, damages[layer]);
   });
   put("budget-text", answer.text);
   put("budget-damage", own ? sweep.ownWords : answer.words);
   put("budget-proof", own ? sweep.ownProof : answer.proof);
-  put("budget-state", own ? "this run" : "not built: a preview");
+  markPreview(own ? null : answer.text);
   const costs = own ? sweep.ownCosts : answer.costs;
   document.querySelectorAll("#costs tbody tr").forEach((row, index) => {
     row.cells[2].textContent = costs[index][0];
     row.cells[3].textContent = costs[index][1];
   });
-  put("budget-command", sweep.command[0] + answer.text + sweep.command[1]);
-  slider.setAttribute("aria-valuetext", `${answer.text}, predicted damage ${answer.words}`);
-  document.getElementById("own").hidden = own;
+  put("budget-command", own ? sweep.ownCommand : answer.command);
+  slider.setAttribute("aria-valuetext", `${answer.text}, ${own ? "this run" : "preview"}, predicted ${answer.words}`);
   moveCursor(answer);
   document.dispatchEvent(new CustomEvent("answer", { detail: layers }));
+}
+
+// What is shown belongs to this run, or is a preview of a model that was not built: every part of it says which.
+function markPreview(text) {
+  const own = text === null;
+  put("budget-state", own ? "this run" : "preview, not built");
+  put("budget-whose", own ? "This run" : "Preview");
+  put("preview-text", own ? "" : text);
+  document.getElementById("preview").hidden = own;
+  document.getElementById("map").classList.toggle("previewing", !own);
+  document.querySelector("#model .c-after").textContent = own ? "after" : "preview";
+  document.querySelector("#costs th:nth-child(3)").textContent = own ? "after" : "preview";
+  if (data.explorer) remember(text);
+}
+
+// The slider's place is part of the address, so that it can be sent to somebody.
+const PLACE = "#budget=";
+function remember(text) {
+  const wanted = text === null ? "" : PLACE + encodeURIComponent(text);
+  const there = location.hash.startsWith(PLACE) ? location.hash : "";
+  if (wanted === there) return;
+  try { history.replaceState(null, "", wanted || location.pathname + location.search); } catch { /* a page inside another has no address */ }
+}
+
+function fromAddress() {
+  if (!location.hash.startsWith(PLACE)) return;
+  let asked = "";
+  try { asked = decodeURIComponent(location.hash.slice(PLACE.length)); } catch { return; }
+  const place = sweep.answers.findIndex((answer) => answer.text === asked);
+  if (place < 0) return;
+  slider.value = place;
+  showAnswer((shown = place));
 }
 
 function put(name, words) {
@@ -140,16 +184,6 @@ if (sweep && slider) {
     showAnswer((shown = null));
     slider.focus();
   });
-  document.getElementById("copy").addEventListener("click", async () => {
-    const words = document.getElementById("budget-command").textContent;
-    try {
-      await navigator.clipboard.writeText(words);
-      toast("Copied");
-    } catch {
-      getSelection().selectAllChildren(document.getElementById("budget-command"));
-      toast("Marked: copy with your keyboard");
-    }
-  });
   if (chart) {
     chart.addEventListener("click", (event) => {
       const [low, high, left, right] = JSON.parse(chart.dataset.scale);
@@ -161,7 +195,11 @@ if (sweep && slider) {
       showAnswer((shown = Number(slider.value)));
     });
   }
-  showAnswer(null);
+  const address = location.hash;
+  if (!address.startsWith(PLACE)) showAnswer(null);
+  fromAddress();
+  if (shown === null && address.startsWith(PLACE)) showAnswer(null);
+  addEventListener("hashchange", fromAddress);
 }
 
 // The chosen layer in words.
@@ -181,7 +219,7 @@ function inspect() {
       return said || before[i] === after[i] ? null : `${name} ${before[i]} → ${after[i]}`;
     });
     if (bits) parts.unshift(`keys ${bits[0]} bits, values ${bits[1]} bits`);
-    lines.unshift(["At this budget", parts.filter(Boolean).join(", ") || "nothing is cut"]);
+    lines.unshift([`Preview at ${sweep.answers[shown].text}`, parts.filter(Boolean).join(", ") || "nothing is cut"]);
   }
   inspector.replaceChildren(...[["Layer " + picked, ""], ...lines].map(([name, words], index) => {
     const item = document.createElement(index ? "div" : "h3");

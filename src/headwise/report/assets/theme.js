@@ -27,10 +27,38 @@ function toast(words) {
   setTimeout(() => { box.textContent = ""; }, 1800);
 }
 
-// On paper everything is unfolded.
-let folded = [];
-addEventListener("beforeprint", () => {
-  folded = [...document.querySelectorAll("details:not([open]):not(.table)")];
-  for (const part of folded) part.open = true;
-});
-addEventListener("afterprint", () => { for (const part of folded) part.open = false; });
+// Commands and code can be copied.
+for (const code of document.querySelectorAll("pre.copy > code")) {
+  const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Copy" });
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(code.textContent);
+      toast("Copied");
+    } catch {
+      getSelection().selectAllChildren(code);
+      toast("Marked: copy with your keyboard");
+    }
+  });
+  code.parentElement.append(button);
+}
+
+// On a narrow screen the links are behind a button.
+const menu = document.getElementById("menu");
+if (menu) {
+  const open = (is) => menu.setAttribute("aria-expanded", String(is));
+  menu.hidden = false;
+  menu.parentElement.classList.add("folds");
+  menu.addEventListener("click", () => open(menu.getAttribute("aria-expanded") !== "true"));
+  document.getElementById("links").addEventListener("click", () => open(false));
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") open(false); });
+}
+
+// A link to a folded part unfolds it.
+function unfold() {
+  const name = location.hash.slice(1);
+  for (let part = name && document.getElementById(name); part; part = part.parentElement) {
+    if (part.tagName === "DETAILS") part.open = true;
+  }
+}
+addEventListener("hashchange", unfold);
+unfold();

@@ -1,0 +1,61 @@
+"""What a model costs in every unit that a budget can limit: bytes of cache, parameters, FLOPs, milliseconds."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from headwise import budgets
+from headwise.errors import HeadwiseError
+from headwise.registry import find
+from headwise.report._text import human
+from headwise.types import Budget, ModelShape, Plan
+
+FAMILIAR = ("kv", "params", "flops", "attention")  # what people ask for first
+LONG = ("flops", "attention")  # depend on the length of the input
+
+
+class Size(NamedTuple):
+    """A unit in which a model can be measured, and the source's size in it."""
+
+    budget: Budget
+    meaning: str
+    full: float
+
+    @property
+    def label(self) -> str:
+        """The meaning, with the length that it is counted at."""
+        return self.meaning + (f" of {self.budget.length:,} tokens" if self.budget.name in LONG else "")
+
+    def words(self, shape: ModelShape) -> tuple[str, str]:
+        """Size and share of a shape."""
+        size = size_of(self.budget, shape)
+        return human(size), "–" if size is None or not self.full else f"{size / self.full:.1%}"
+
+
+def sizes_of(plan: Plan) -> tuple[Size, ...]:
+    """Every unit that applies to the model; those that the plan limits come first, at their own length."""
+    own = {budget.key: budget for budget in plan.budgets}
+    known = budgets.known()
+    found = []
+    for name in dict.fromkeys((*own, *(name for name in FAMILIAR if name in known), *known)):
+        if name == "kv" and not plan.source.cached:
+            continue
+        try:
+            module = find("headwise.budgets", name.partition("@")[0])
+            budget = own.get(name) or Budget(name, module.UNIT, 0.0, budgets.DEFAULT_LENGTH, name)
+            full = size_of(budget, plan.source)
+            if full is not None:
+                found.append(
+                    Size(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
+                )
+        except (HeadwiseError, AttributeError):
+            continue
+    return tuple(found)
+
+
+def size_of(budget: Budget, shape: ModelShape) -> float | None:
+    """What a shape costs under a budget; None for a unit that this version does not know."""
+    try:
+        return budgets.price(budget, shape)
+    except HeadwiseError:
+        return None
