@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import bits_page
+import faq
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -228,6 +229,7 @@ def speed() -> str:
 PAGES = {  # page -> its blocks
     "README.md": {"cache": bits_page.named, "speed": speed},
     "docs/results.md": {"shares": bits_page.summary, "quality": table, "embeddings": embeddings},
+    "docs/faq.md": {"quantise": faq.quantise, "calibration": faq.calibration, "longest": faq.longest},
     "docs/guides/heal.md": {"healing": healing, "distilled": distilled},
 }
 
