@@ -43,7 +43,8 @@ def picture(title: str, width: int, height: int, *parts: str) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="14" fill="{INK}"><title>{escape(title)}</title>'
-        f'<defs>{tip}<path d="M0 0L8 4L0 8z"/></marker></defs>{box(0, 0, width, height, "#fff")}{"".join(parts)}</svg>\n'
+        f'<defs>{tip}<path d="M0 0L8 4L0 8z"/></marker></defs>{box(0, 0, width, height, "#fff")}'
+        f"{''.join(parts)}</svg>\n"
     )
 
 
@@ -123,7 +124,9 @@ def bits() -> str:
     parts.append(text(680, 60, words, "end", fill=BLUE))
     words = f"a rank cut, {kept} coefficients of 16 bits: an error of {cut / sum(prices):.0%}"
     parts.append(text(680, 228, words, "end", fill=AMBER))
-    return picture("Bits go where they save most; a rank cut gives 16 bits to a few and none to others", 700, 250, *parts)
+    return picture(
+        "Bits go where they save most; a rank cut gives 16 bits to a few and none to others", 700, 250, *parts
+    )
 
 
 def lengths() -> str:

@@ -36,9 +36,9 @@ INTRO = """Every command of `headwise`, printed from the code. `headwise COMMAND
 
 Exit codes: 0 fine, 2 bad input (one line says what to type), 3 not verified (a check failed, or quality is beyond
 `--max-loss`), 130 and 143 interrupted (the same command resumes)."""
-SETTINGS = """What a run is asked to do. On the command line each setting is a flag; in Python it is a keyword argument of
-`headwise.run` and `headwise.probe`; in a run folder it is a key of `run.json`. An interrupted run resumes only under the
-same settings."""
+SETTINGS = """What a run is asked to do. On the command line each setting is a flag; in Python it is a keyword argument
+of `headwise.run` and `headwise.probe`; in a run folder it is a key of `run.json`. An interrupted run resumes only under
+the same settings."""
 
 
 def words(text: Any) -> str:
@@ -89,7 +89,9 @@ def values() -> Iterator[str]:
         if package := setting.flag.plug_ins:
             yield from (f"### Values of {setting.written}", "")
             examples = texts(package, "EXAMPLE")
-            rows = [(f"`{name}`", words(meaning), words(examples.get(name))) for name, meaning in texts(package).items()]
+            rows = [
+                (f"`{name}`", words(meaning), words(examples.get(name))) for name, meaning in texts(package).items()
+            ]
             if examples:
                 yield from table(("value", "meaning", "example"), [(n, m, f"`{e}`" if e else "") for n, m, e in rows])
             else:
@@ -112,7 +114,12 @@ def settings_page() -> str:
         rows.append((f"`{setting.name}`", flag, words(setting.flag.help), default, setting.flag.commands))
     lines = ["# Settings", "", NOTE, "", SETTINGS, ""]
     lines += table(("setting", "flag", "meaning", "default", "commands"), rows)
-    lines += ["## Options of healing", "", "`--heal-option NAME=VALUE`, repeatable; in Python `heal_options=(...)`.", ""]
+    lines += [
+        "## Options of healing",
+        "",
+        "`--heal-option NAME=VALUE`, repeatable; in Python `heal_options=(...)`.",
+        "",
+    ]
     lines += table(("option", "meaning"), comments(Options))
     return "\n".join(lines).rstrip() + "\n"
 

@@ -1,4 +1,4 @@
-"""What MkDocs does not do by itself: the README as the front page, the changelog and notebooks as pages, formulas as MathML.
+"""What MkDocs does not do by itself: README, changelog and notebooks as pages, formulas as MathML.
 
 Files outside docs/ become pages of the site, and links to them, written so that they work in the repository, are turned
 into links to these pages. Links to other files of the repository become plain text: the site does not contain them.
@@ -127,4 +127,4 @@ def _output(output: dict[str, Any]) -> str:
     if "image/svg+xml" in data:
         return f'<div class="output">{"".join(data["image/svg+xml"])}</div>'
     text = "".join(output.get("text", data.get("text/plain", "")))
-    return f"<pre class=\"output\" tabindex=\"0\">{html.escape(text[:MANY])}</pre>" if text.strip() else ""
+    return f'<pre class="output" tabindex="0">{html.escape(text[:MANY])}</pre>' if text.strip() else ""

@@ -1,7 +1,10 @@
 """Opens every page of the built site in Chromium, on a wide and on a narrow screen, and tells what is wrong.
 
-python docs/visit.py                    # after `make docs`; exit 1 if a page is wider than its screen, logs an error or
-python docs/visit.py --shots FOLDER     # has a serious violation of accessibility (axe-core); with pictures of all pages
+python docs/visit.py                 # after `make docs`
+python docs/visit.py --shots FOLDER  # with pictures of all pages
+
+Exit code 1 if a page is wider than its screen, logs an error, loads something that is not there, or has a serious
+violation of accessibility (axe-core).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs the notebooks in Jupyter and keeps their outputs: python notebooks/run.py [NAME ...]. `make notebooks` does it."""
+"""Runs the notebooks in Jupyter and keeps their outputs (make notebooks): python notebooks/run.py [NAME ...]"""
 
 from __future__ import annotations
 
