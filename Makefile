@@ -1,10 +1,11 @@
 # make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
-# make browser, which installs the Chromium that the report is tested in.
+# make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
+# make notebooks: runs the notebooks and keeps their outputs.
 PYTHON ?= python3
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
 
-.PHONY: demo test browser screenshots clean
+.PHONY: demo test docs notebooks browser screenshots clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
@@ -15,6 +16,14 @@ test: $(STAMP) $(VISION)
 	@.venv/bin/mypy
 	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_redesign.py tests/test_experiments.py -k "timm or redesign or b4"
+
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@echo "the site is in site/: open site/index.html"
+
+notebooks: $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@.venv/bin/python notebooks/run.py
 
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \
@@ -41,4 +50,4 @@ $(VISION): $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
