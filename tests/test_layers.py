@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FIRST | MODEL | {"runs", "fast"},
     "checks": FIRST | MODEL | {"latency"},
     "training": FIRST | MODEL | {"runs", "cuts"},  # the loop that distillation and training from scratch share
-    "heal": FIRST | MODEL | {"runs", "training"},
+    "heal": FIRST | MODEL | {"runs", "cuts", "training"},
     "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "report"},
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headwise import runtime
+from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
@@ -28,6 +29,7 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
     """
     own = family.tailor(model, share="all")
     own = own.float() if portable else own
+    balance(family.blocks(own))
     leaving = family.to_stock(own) if portable else own
     if portable:
         _refuse_other_answers(family, own, leaving)

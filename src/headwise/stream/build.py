@@ -19,6 +19,7 @@ from headwise import families, strategies
 from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
+from headwise.cuts.balance import balance
 from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.files.disk import explained, install
@@ -131,10 +132,11 @@ class StreamedBuild:
         if contexts:
             made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer.get(name)}
         family.put_layer(cut, index, made, source.config)
-        if not contexts:
-            return cut
-        with source.filled(index, whole) as theirs, self.frame.filled(index, cut) as ours:
-            self._refit(index, theirs, ours, contexts)
+        with self.frame.filled(index, cut) as ours:
+            if contexts:
+                with source.filled(index, whole) as theirs:
+                    self._refit(index, theirs, ours, contexts)
+            balance([family.block(ours)])
             prefix = self.frame.prefix(index)
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
 
