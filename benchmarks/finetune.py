@@ -25,7 +25,7 @@ from torch import nn
 from headwise import families
 from headwise.files.disk import write_atomically
 
-STEPS, RATE, ROWS = 16, 1e-4, 8
+STEPS, RATE, ROWS = 16, 1e-4, 4
 LIMIT = 0.05  # nats that a cut model may lose beyond what its source loses
 
 

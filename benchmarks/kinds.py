@@ -21,7 +21,7 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of each kind
     "parameters": {"budgets": ("params=80%",), "allow": ("mlp", "heads", "kv_heads")},
     "portable": {"budgets": ("kv=50%",), "portable": True},
 }
-SMALL = {"tokens": 16_384, "eval_tokens": 8_192, "swap_tokens": 0, "length": 256, "device": "cpu"}
+SMALL = {"tokens": 8_192, "eval_tokens": 4_096, "swap_tokens": 0, "length": 256, "device": "cpu"}
 
 
 def load(model: str, kind: str, **changes: Any) -> tuple[Settings, InMemory]:
@@ -34,7 +34,8 @@ def save(model: str, kind: str, folders: dict[bool, Path], **changes: Any) -> In
     """Cut and refit a model, and save it in each of `folders`: balanced (the usual way, True) or not (False)."""
     settings, source = load(model, kind, **changes)
     fitted = pipeline.fit(settings, source)
+    usual = cuts._save.balance
     for balanced, folder in folders.items():
-        with families.quietly(), patch.object(cuts._save, "balance", cuts._save.balance if balanced else lambda blocks: None):
+        with families.quietly(), patch.object(cuts._save, "balance", usual if balanced else list):
             cuts.save(source.family, fitted.model, source.tokenizer, folder, fitted.plan.portable)
     return source

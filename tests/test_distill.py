@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from headwise import families
 from headwise.checks import quality
 from headwise.cuts import reshape
+from headwise.cuts.balance import balance
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import _lora, _loss, distill
-from headwise.cuts.balance import balance
 from headwise.heal._job import Job
 from headwise.heal._loss import Batch, DistillationLoss
 from headwise.heal._trainer import divided

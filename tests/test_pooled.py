@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headwise import api, cost, families
 from headwise.cli.show import finished
 from headwise.cuts import reshape
+from headwise.cuts.balance import balance
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
-from headwise.cuts.balance import balance
 from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram

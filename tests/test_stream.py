@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from headwise import families, strategies
 from headwise.budgets import parse
 from headwise.cuts import reshape, save
+from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.heal.refit import refit
 from headwise.probes import gram

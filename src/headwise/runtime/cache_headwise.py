@@ -227,7 +227,7 @@ def remembered(
 def _remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
 ) -> Rows:
-    """The same without gains. Caches of other kinds keep numbers as they are, which are coded whenever they are read."""
+    """The same without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)
