@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
-    "report": {"errors", "registry", "types", "cost", "budgets", "runs"},  # prices for its tables: formulas only
+    "report": {"errors", "files", "registry", "types", "cost", "budgets", "runs"},  # prices: formulas only
     "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
     "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for

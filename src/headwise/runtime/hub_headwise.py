@@ -65,7 +65,7 @@ def _reduced(self: Any, protocol: Any) -> Any:
 def _again(stock: type, recorded: dict[str, Any]) -> Any:
     from transformers import modeling_utils
 
-    made = recording(stock, recorded, modeling_utils._CAN_RECORD_REGISTRY)
+    made = recording(stock, recorded, getattr(modeling_utils, "_CAN_RECORD_REGISTRY", {}))
     return made.__new__(made)
 
 

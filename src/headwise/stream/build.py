@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -158,8 +158,11 @@ class StreamedBuild:
                 self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
         shutil.rmtree(scratch)
 
-    def finish(self, tokenizer: Any, folder: Path) -> None:
-        """Add what else belongs to a model and rename its folder: it appears whole or not at all."""
+    def finish(self, tokenizer: Any, folder: Path, beside: Callable[[Path], object]) -> None:
+        """Add what else belongs to a model and rename its folder: it appears whole or not at all.
+
+        `beside` adds files that are neither weights nor code.
+        """
         if self.installed(folder):
             return
         target, model = self.work / "model", cast(Any, self.frame.model)
@@ -172,6 +175,7 @@ class StreamedBuild:
                     model.generation_config.save_pretrained(target)
                 tokenizer.save_pretrained(target)
                 add_code(target, model)
+            beside(target)
             install(target, folder)
 
     def installed(self, folder: Path) -> bool:
