@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
-    "report": {"errors", "registry", "types", "cost", "budgets", "runs"},  # prices for its tables: formulas only
+    "report": {"errors", "files", "registry", "types", "cost", "budgets", "runs"},  # prices: formulas only
     "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
     "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for
@@ -41,7 +41,7 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FIRST | MODEL | {"runs", "fast"},
     "checks": FIRST | MODEL | {"latency"},
     "training": FIRST | MODEL | {"runs", "cuts"},  # the loop that distillation and training from scratch share
-    "heal": FIRST | MODEL | {"runs", "training"},
+    "heal": FIRST | MODEL | {"runs", "cuts", "training"},
     "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "report"},
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},

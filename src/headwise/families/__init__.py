@@ -11,14 +11,13 @@ from headwise.families._architecture import (
     SPEECH,
     Architecture,
 )
+from headwise.families._beside import accompany, companions, saved_dtype
 from headwise.families._block import Block, repeated
 from headwise.families._config import computed_dtype
 from headwise.families._family import Family
 from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
 from headwise.families._loading import (
     EMBEDDED,
-    accompany,
-    companions,
     configuration,
     explained,
     load,
@@ -58,6 +57,7 @@ __all__ = [
     "read_config",
     "register",
     "repeated",
+    "saved_dtype",
     "set_format",
     "task_of",
     "wide_answers",

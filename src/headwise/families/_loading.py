@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,10 +22,9 @@ from headwise.families._folder import (
     check_sizes,
     check_tokenizer,
     check_weights,
-    is_plain,
 )
 from headwise.families._known import auto_class, family_of, register
-from headwise.files.json import read_json, shortened
+from headwise.files.json import shortened
 from headwise.registry import find
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
@@ -158,39 +156,6 @@ def _without_pooler(model: nn.Module, missing: set[str]) -> set[str]:
     for name in pooler:
         model.get_parameter(name).zero_()
     return set(missing) - pooler
-
-
-def companions(model: str) -> dict[str, Path]:
-    """Files that make an embedding model's folder one of sentence-transformers: name in the folder -> where it is."""
-    where, _ = locate(model)
-
-    def found(name: str) -> Path | None:
-        if Path(where).is_dir():
-            return path if (path := Path(where) / name).is_file() else None
-        from transformers.utils.hub import cached_file
-
-        cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-        return Path(cached) if cached else None
-
-    modules = found("modules.json")
-    if modules is None:
-        return {}
-    listed = read_json(modules, ModelError, "fetch the files again")
-    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ModelError(f"{modules} must list modules; fetch the files again.")
-    folders = [module["path"] for module in listed if module.get("path")]
-    if odd := [folder for folder in folders if not is_plain(folder)]:
-        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
-    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
-    names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
-    return {name: path for name in names if (path := found(name)) is not None}
-
-
-def accompany(model: str, folder: Path) -> None:
-    """Put a model's companions beside a reshaped model, so that it stays one of sentence-transformers."""
-    for name, path in companions(model).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / name)
 
 
 @contextlib.contextmanager

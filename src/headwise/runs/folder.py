@@ -12,6 +12,7 @@ from typing import Any
 
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
+from headwise.files.card import facts_of, short_card
 from headwise.files.json import read_bytes, read_object
 from headwise.runs import aside, fingerprint
 from headwise.runs.dossier import Dossier
@@ -56,6 +57,7 @@ class RunFolder:
         self.frontier_file = self.path / "frontier.json"
         self.report_file = self.path / "report.html"
         self.card_file = self.path / "report.md"
+        self.model_card_file = self.model / fingerprint.CARD  # the same, for the Hub
         self.probing = self.path / "probing"  # what an unfinished probing found, gone with the readings written
         self.ledger = Ledger(self.path)
 
@@ -247,8 +249,15 @@ class RunFolder:
             self.ledger.record("model", used[1:], used[:1])
         for stale in (self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
+        self.write_card(None)
         verdict.save(self.verdict_file)
         self.ledger.record("verdict", ("verdict.json", *more), used, ends=("report",))
+
+    def write_card(self, text: str | None) -> None:
+        """Write the card in the model's folder; without a text a short one, where an earlier verdict's was."""
+        if self.model.is_dir():
+            text = short_card(facts_of(self.model_card_file)) if text is None else text
+            write_atomically(self.model_card_file, text, beside=self.path)
 
     def require_model(self) -> None:
         """Refuse to verify a model that is not finished or does not belong to the plan."""

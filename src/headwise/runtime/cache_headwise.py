@@ -209,13 +209,25 @@ class Rows(NamedTuple):
 
 
 def remembered(
-    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool,
+    gains: tuple[Any, Any] = (None, None),
+) -> Rows:  # fmt: skip
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
-    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. Caches of other kinds
-    keep numbers as they are, which are coded whenever they are read.
+    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. `gains` are factors of
+    keys and values (G, K): codes need numbers of equal spread, and training needs weights of equal size.
     """
+    if gains[0] is None:
+        return _remembered(coders, k, v, cache, index, mask, whole)
+    k_gain, v_gain = (gain.unsqueeze(1) for gain in gains)
+    rows = _remembered(coders, k * k_gain, v * v_gain, cache, index, mask, whole)
+    return rows.changed(lambda keys: keys / k_gain, lambda values: values / v_gain)
+
+
+def _remembered(
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
+) -> Rows:
+    """The same without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)

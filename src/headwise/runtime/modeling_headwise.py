@@ -26,6 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
+from .hub_headwise import recording, saving, telling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,7 +220,6 @@ class TailoredAttention(nn.Module):
         coded = sizes.get("k_code") and sizes.get("v_code")
         both = (("k_code", self.qk_dim), ("v_code", self.v_dim))
         self.coders = tuple(RowCoder(sizes[name], size) for name, size in both) if coded else None
-        self.gains: Any = None  # factors of keys and values (G, 1, K) before they are coded, while they are trained
         self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
         self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))
         self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
@@ -262,8 +262,10 @@ class TailoredAttention(nn.Module):
             # Random, so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
-        if self.coders is not None:  # the mean of all keys, which softmax ignores
+        if self.coders is not None:  # the mean of all keys, which softmax ignores; factors of what is coded
             self.k_mean_GK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_dim))
+            self.register_buffer("k_gain_GK", torch.ones(self.kv_heads, self.qk_dim))
+            self.register_buffer("v_gain_GV", torch.ones(self.kv_heads, self.v_dim))
         if self.v_projects:  # from a row's values to those of each of its heads
             up = torch.randn(self.kv_heads * self.pooled, self.v_dim, self.out_dim) * self.v_dim**-0.5
             self.v_up_NVO = nn.Parameter(up)
@@ -350,11 +352,9 @@ class TailoredAttention(nn.Module):
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
         if self.coders is None:
             return Rows(*((k, v) if cache is None else append(cache, k, v, self.layer_idx)))
-        whole, gains = self.attend.sliding_window is None, self.gains and [gain.to(k) for gain in self.gains]
-        if not gains:
-            return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
-        rows = remembered(self.coders, k * gains[0], v * gains[1], cache, self.layer_idx, mask, whole)
-        return rows.changed(lambda keys: keys / gains[0], lambda values: values / gains[1])
+        gains = self._buffers.get("k_gain_GK"), self._buffers.get("v_gain_GV")
+        whole = self.attend.sliding_window is None
+        return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole, gains)
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
@@ -639,9 +639,7 @@ def _let_record(body: nn.Module, **more: Any) -> None:
     recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention, **more}
     registry = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
-        name = f"Tailored{type(body).__name__}"
-        body.__class__ = type(name, (type(body),), {"__module__": __name__, "_can_record_outputs": recorded})
-        registry[str(body.__class__)] = recorded
+        body.__class__ = recording(type(body), recorded, registry)
 
 
 @functools.cache
@@ -667,7 +665,7 @@ def _config_space(stock: Any, kind: str) -> dict[str, Any]:
     if stock.is_encoder_decoder:  # a cache has as many layers as the decoder, which stock code does not always tell it
         decoder = "num_decoder_layers" if hasattr(stock, "num_decoder_layers") else "decoder_layers"
         space["attribute_map"] = {**stock.attribute_map, "num_hidden_layers": decoder}
-    return {"model_type": f"headwise_{kind}", **space}
+    return {"model_type": f"headwise_{kind}", "to_dict": telling(stock), **space}
 
 
 def _model_space(stock: Any, kind: str) -> dict[str, Any]:
@@ -686,7 +684,8 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
         stock._initialize_weights(self, module, *(False for _ in custom))
 
     config = tailored(stock.config_class, kind)
-    return {"config_class": config, "__init__": __init__, "_initialize_weights": _initialize_weights}
+    more = {"_initialize_weights": _initialize_weights, "save_pretrained": saving(stock)}
+    return {"config_class": config, "__init__": __init__, **more}
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headwise.errors import HeadwiseError, OutputError
+from headwise.files.card import facts_of
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.stages import frontier
@@ -16,12 +17,14 @@ from headwise.types import VERSION, write_atomically
 
 
 def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html and report.md from what the folder holds; a missing frontier is solved first."""
+    """Write report.html, report.md and the model's card; a missing frontier is solved first."""
     from headwise.report import model_card, render
 
     with folder.held("report"):
         dossier = solved(folder, folder.dossier())
-        write_atomically(folder.card_file, model_card(dossier))
+        card = model_card(dossier, facts_of(folder.model_card_file) if folder.model.is_dir() else None)
+        write_atomically(folder.card_file, card)
+        folder.write_card(card)
         write_atomically(folder.report_file, render(dossier))
         used = ("plan.json", "heal.json", *(["verdict.json"] if dossier.verdict else []))
         folder.ledger.record("report", ("report.html", "report.md"), used)
