@@ -1,10 +1,11 @@
 # make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
-# make browser, which installs the Chromium that the report is tested in.
+# make browser, which installs the Chromium that the report is tested in. make dist: wheel and source distribution in
+# dist/, tried in a new environment.
 PYTHON ?= python3
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
 
-.PHONY: demo test browser screenshots clean
+.PHONY: demo test dist browser screenshots clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
@@ -15,6 +16,11 @@ test: $(STAMP) $(VISION)
 	@.venv/bin/mypy
 	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_redesign.py tests/test_experiments.py -k "timm or redesign or b4"
+
+dist: $(STAMP)
+	@rm -rf dist build
+	@.venv/bin/python -m build --outdir dist . >/dev/null
+	@.venv/bin/python tests/clean_install.py dist
 
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \

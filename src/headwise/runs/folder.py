@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.files.json import read_bytes, read_object
@@ -317,8 +318,8 @@ def _is_record(path: Path) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    out = {}
-    for package in ("headwise", "torch", "transformers", "scipy"):
+    out = {"headwise": __version__}
+    for package in ("torch", "transformers", "scipy"):
         try:
             out[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
