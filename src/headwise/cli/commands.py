@@ -13,10 +13,11 @@ import typer
 
 from headwise import __version__, strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
-from headwise.cli.progress import keep_stdout_clean, progress_shown
+from headwise.cli.stdout import keep_stdout_clean
 from headwise.errors import HeadwiseError, known_reason
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process, stage
+from headwise.progress.shown import progress_shown
 from headwise.research import reproduce
 from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
@@ -111,8 +112,11 @@ def probe(
     _refuse_names(settings)
     from headwise import api
 
+    budget = settings.pop("budgets")
     with progress_shown() as track:
-        readings = api.probe(out=out, track=track, overwrite=overwrite, latency=latency or (), **settings)
+        readings = api.probe(
+            out=out, track=track, overwrite=overwrite, latency=latency or (), budget=budget, **settings
+        )
     _print(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json")
 
 
