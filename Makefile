@@ -1,11 +1,12 @@
 # make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
 # make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
 # make notebooks: runs the notebooks and keeps their outputs.
+# make dist: wheel and source distribution in dist/, tried in a new environment.
 PYTHON ?= python3
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
 
-.PHONY: demo test docs notebooks browser screenshots clean
+.PHONY: demo test docs notebooks dist browser screenshots clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
@@ -24,6 +25,11 @@ docs: $(STAMP)
 notebooks: $(STAMP)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
 	@.venv/bin/python notebooks/run.py
+
+dist: $(STAMP)
+	@rm -rf dist build
+	@.venv/bin/python -m build --outdir dist . >/dev/null
+	@.venv/bin/python tests/clean_install.py dist
 
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \

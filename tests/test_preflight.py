@@ -17,12 +17,11 @@ from conftest import invent
 from transformers import AutoTokenizer
 
 from headwise import budgets, cli, families, heal, preflight, strategies
-from headwise.cli import progress
 from headwise.data import audio, images, overlap, own_text
 from headwise.errors import HeadwiseError, PlanError
 from headwise.families.llama import FAMILY as llama
 from headwise.preflight import _disk
-from headwise.progress import silently
+from headwise.progress import shown, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
@@ -341,10 +340,10 @@ def test_text_by_the_model_follows_its_probabilities():
 
 def test_progress_without_a_terminal_is_plain_lines(monkeypatch):
     clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with redirect_stderr(io.StringIO()) as shown, progress.progress_shown() as track:
+    monkeypatch.setattr(shown.time, "monotonic", lambda: next(clock))
+    with redirect_stderr(io.StringIO()) as told, shown.progress_shown() as track:
         assert list(track(range(4), "moments")) == [0, 1, 2, 3]
-    assert shown.getvalue().splitlines() == [
+    assert told.getvalue().splitlines() == [
         "moments",
         "moments: 50%, about 40 s left",
         "moments: done in 1 min 40 s",

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise import strategies
+from headwise import __version__, strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
-from headwise.cli.progress import keep_stdout_clean, progress_shown
-from headwise.errors import NO_MEMORY, HeadwiseError, is_out_of_memory
+from headwise.cli.stdout import keep_stdout_clean
+from headwise.errors import HeadwiseError, known_reason
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process, stage
+from headwise.progress.shown import progress_shown
 from headwise.research import reproduce
 from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
@@ -30,14 +31,30 @@ app = typer.Typer(
     help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
     epilog="Exit codes: 0 fine, 2 bad input, 3 not verified (a check failed, or quality is beyond --max-loss).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(command.app, name="theory")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headwise {__version__}")
+        raise typer.Exit()
+
+
 DEMO: dict[str, Any] = {
     "model": "embedded", "budgets": ("kv=25%",), "heal": "refit", "tokens": 12_288, "eval_tokens": 8_192,
     "swap_tokens": 1_024, "length": 512, "seed": 0,
 }  # fmt: skip
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report."""
 
 
 @app.command(cls=ListsPlugIns)
@@ -95,8 +112,11 @@ def probe(
     _refuse_names(settings)
     from headwise import api
 
+    budget = settings.pop("budgets")
     with progress_shown() as track:
-        readings = api.probe(out=out, track=track, overwrite=overwrite, latency=latency or (), **settings)
+        readings = api.probe(
+            out=out, track=track, overwrite=overwrite, latency=latency or (), budget=budget, **settings
+        )
     _print(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json")
 
 
@@ -243,10 +263,10 @@ def main() -> None:
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
-    except (MemoryError, SystemError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (MemoryError, SystemError, RuntimeError, ImportError) as error:
+        if not (reason := known_reason(error)):
             raise
-        typer.echo(f"error: {NO_MEMORY}", err=True)
+        typer.echo(f"error: {reason}", err=True)
         sys.exit(2)
     except _Terminated:
         _stop(128 + signal.SIGTERM)

@@ -20,11 +20,13 @@ from headwise.families._loading import (
     EMBEDDED,
     configuration,
     explained,
+    has_tokenizer,
     load,
     locate,
     no_processor,
     quietly,
     read_config,
+    tokenizer_of,
 )
 from headwise.families._tensors import set_format
 
@@ -49,6 +51,7 @@ __all__ = [
     "explained",
     "family_of",
     "family_of_type",
+    "has_tokenizer",
     "known",
     "load",
     "locate",
@@ -60,6 +63,7 @@ __all__ = [
     "saved_dtype",
     "set_format",
     "task_of",
+    "tokenizer_of",
     "wide_answers",
     "widened",
 ]

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families import _missing as missing
 from headwise.families._architecture import BARE
 from headwise.families._config import stored_dtype
 from headwise.families._family import Family
@@ -28,6 +29,10 @@ from headwise.files.json import shortened
 from headwise.registry import find
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
+TOKENIZERS = (  # files with a tokenizer's words; tokenizer_config.json alone has none
+    "tokenizer.json", "tokenizer.model*", "tokenization_*.py", "vocab*", "*.model", "*.vocab", "merges.txt",
+    "*.tiktoken", "tekken.json",
+)  # fmt: skip
 
 
 def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
@@ -62,8 +67,8 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
         files = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"give the file: {path / files[0]}" if files else "give the folder that holds config.json"
         raise ModelError(f"{model} holds no config.json; {hint}.")
-    if not path.exists() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):
-        raise ModelError(f"{model} does not exist; give a hub id, a folder, a .gguf file or '{EMBEDDED}'.")
+    if not path.exists():
+        missing.check(model)
     return model, {}
 
 
@@ -81,8 +86,6 @@ def load(
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     On a GPU weights go from the file to the device one by one: host memory never holds the model.
     """
-    from transformers import AutoTokenizer
-
     register()
     where, extra = locate(model)
     options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
@@ -103,7 +106,7 @@ def load(
         )
         found, info = loaded
         special = family.images or family.audio
-        reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
+        reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
         check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
@@ -138,6 +141,22 @@ def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
         return (AutoProcessor if family.audio else AutoImageProcessor).from_pretrained(where, **options)
     except OSError:
         raise no_processor(where, family) from None
+
+
+def tokenizer_of(model: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model; a folder that has none is told as such."""
+    from transformers import AutoTokenizer
+
+    where, extra = locate(model)
+    if not extra and not has_tokenizer(where):
+        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
+    return AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=trust_remote_code)
+
+
+def has_tokenizer(where: str) -> bool:
+    """Whether a folder holds the words of a tokenizer; of hub ids that is not known."""
+    folder = Path(where)
+    return not folder.is_dir() or any(file for pattern in TOKENIZERS for file in folder.glob(pattern))
 
 
 def no_processor(where: str, family: Family) -> ModelError:

@@ -28,8 +28,6 @@ from headwise.types import ModelShape
 
 __all__ = ["check", "memory_needed", "note_all"]
 
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
-
 
 def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
     """Check, and print the notes, and what memory the run will take."""
@@ -82,7 +80,7 @@ def _files(model: str, family: Family) -> None:
     if family.images or family.audio:
         if not any(Path(where).glob("*processor_config.json")):
             raise families.no_processor(where, family)
-    elif not any(file for pattern in TOKENIZERS for file in Path(where).glob(pattern)):
+    elif not families.has_tokenizer(where):
         raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
 
 

@@ -10,11 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
 from headwise.files.card import facts_of, short_card
 from headwise.files.json import read_bytes, read_object
-from headwise.runs import aside, fingerprint
+from headwise.runs import aside, fingerprint, reuse
 from headwise.runs.dossier import Dossier
 from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
@@ -140,21 +141,26 @@ class RunFolder:
         if differs is None:
             return
         if not overwrite:
-            raise OutputError(f"{self.path} holds {differs}; choose another --out or add --overwrite.")
+            end = "" if differs.endswith("; or") else ";"
+            raise OutputError(f"{self.path} holds {differs}{end} choose another --out or add --overwrite.")
         aside.set_aside(self.path, OWN)
 
     def _difference(self, settings: Settings, inputs: dict[str, str]) -> str | None:
         """Why a run with these settings and inputs cannot be resumed here; None if it can."""
         try:
-            if self.finished("report"):
-                return "a finished run"
+            done = self.finished("report")
             if not self.settings_file.exists():
-                return None
-            before = Settings.read(self.settings_file)
+                return "a finished run" if done else None
+            before = self._asked()
         except HeadwiseError as error:
             return f"a run that cannot be read ({error})"
+        if settings.resumes(before) and done:
+            return f"a finished run with these settings (see {self.report_file})"
         if not settings.resumes(before):
-            return f"an unfinished run with other settings ({settings.difference(before)}); run it with the same ones"
+            kind, way = ("a finished run", "") if done else ("an unfinished run", "; run it with the same ones")
+            again = reuse.commands(self.path, settings, before) if self.finished("probe") else None
+            way += f"; to change it and keep its readings, type: {again}; or" if again else ""
+            return f"{kind} with other settings ({settings.difference(before)}){way}"
         if changed := fingerprint.difference(self.ledger.read().inputs, inputs):
             return f"an unfinished run that began with another {changed}; restore it"
         return None
@@ -285,14 +291,14 @@ class RunFolder:
 
     def dossier(self) -> Dossier:
         """Everything that the files say; stages that are not finished are None. The report adds what it solves."""
-        settings, (verdict, unverified) = self.require(), self.verdict()
+        verdict, unverified = self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
         built = self.finished("model") and self.heal_file.exists()  # runs of earlier versions may lack it
         if readings and plan and readings.source.layers != plan.source.layers:
             raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
         return Dossier(
-            settings=Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name),
+            settings=self._asked(),
             readings=readings,
             plan=plan,
             healing=read_healing(self.heal_file).to_json() if built else None,
@@ -301,6 +307,10 @@ class RunFolder:
             versions=_versions(),
             folder=str(self.path),
         )
+
+    def _asked(self) -> Settings:
+        """The settings of the run, and those that plan and model really follow."""
+        return Settings.from_json({**self.require().to_json(), **self._followed()}, self.ledger.file.name)
 
     def _followed(self) -> dict[str, Any]:
         """The settings that plan and model really follow, where a later command gave others than the run."""
@@ -327,8 +337,8 @@ def _is_record(path: Path) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    out = {}
-    for package in ("headwise", "torch", "transformers", "scipy"):
+    out = {"headwise": __version__}
+    for package in ("torch", "transformers", "scipy"):
         try:
             out[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Annotated, Any
 
 from headwise.errors import HeadwiseError
@@ -41,9 +41,9 @@ class Settings(Record):
     data: Annotated[
         str | None,
         Flag(
-            "Calibration data. Text: a text or jsonl file, a datasets name, 'stdlib', or 'self' (the model writes it, "
-            "the default). Images: a folder, an .npz file or a datasets name. Speech: a folder of .wav files or a "
-            "jsonl file.",
+            "Calibration data. Text: a text or jsonl file, a folder of them, a datasets name, 'stdlib', or 'self' (the "
+            "model writes it, the default). Images: a folder, an .npz file, a datasets name. Speech: a folder of .wav "
+            "files or a jsonl file.",
             commands="run probe",
             group=DATA,
             value="SOURCE",
@@ -187,17 +187,22 @@ class Settings(Record):
 
         Only what changes memory and nothing else may differ, and trust, which is given anew with every command.
         """
-        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False, "recompute": None}
-        return ours == theirs and replace(self, **free) == replace(before, **free)
+        return not self.changed(before)
 
     def difference(self, before: Settings) -> str:
-        """The first setting that keeps a run from being resumed, in words."""
-        for name in (field.name for field in fields(self)):
-            now, then = getattr(self, name), getattr(before, name)
-            if now != then and not (name == "heal_options" and self.resumes(replace(before, heal_options=now))):
-                return f"{name} was {_in_words(then)} and is now {_in_words(now)}"
-        return "the settings differ"
+        """The settings that keep a run from being resumed, in words."""
+        found = [
+            f"{name} was {_in_words(getattr(before, name))} and is now {_in_words(getattr(self, name))}"
+            for name in self.changed(before)
+        ]
+        return "; ".join(found) or "the settings differ"
+
+    def changed(self, before: Settings) -> tuple[str, ...]:
+        """The names of the settings that keep a run from being resumed."""
+        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
+        free = {"trust_remote_code", "recompute", *(("heal_options",) if ours == theirs else ())}
+        names = (field.name for field in fields(self) if field.name not in free)
+        return tuple(name for name in names if getattr(self, name) != getattr(before, name))
 
     def served(self, longest: int) -> int:
         """The context length that the result must hold for; `longest` is what the model takes."""
