@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 CODE = "modeling_headwise.py"
-FILES = (CODE, "cache_headwise.py", "coder_headwise.py")
+FILES = (CODE, "cache_headwise.py", "coder_headwise.py", "softmax_headwise.py")
 
 
 def foreign_code(folder: Path) -> str | None:
