@@ -27,6 +27,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import recording, saving, telling
+from .softmax_headwise import added as _added
+from .softmax_headwise import eager as _eager
+from .softmax_headwise import filled, paged, paged_size, refuse_paged, tell_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,32 +94,6 @@ def body_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
     return model if found is None else found
 
 
-def _eager(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any, scaling: float,
-    dropout: float = 0.0, softcap: float | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Plain attention, in the stock order of operations to the last bit."""
-    if module.num_key_value_groups > 1:
-        k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
-    weights = torch.matmul(q, k.transpose(2, 3)) * scaling
-    if softcap is not None:
-        weights = torch.tanh(weights / softcap) * softcap
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, v).transpose(1, 2).contiguous(), weights
-
-
-def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
-    """The mask that plain attention adds, for a mask made for sdpa: true where a key is seen, or None if causal."""
-    if mask is None and causal and q.shape[2] > 1:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-
-
 def _signed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """A table of sines by its halves, as `_turned` takes it."""
     return torch.cat((-first, second), dim=-1)
@@ -163,17 +140,26 @@ class SoftmaxAttention(nn.Module):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
-            width, parts = max(qk_dim, v_dim), (q_BHTK, k_BGTK, v_BGTV)
-            q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, n)) if (n := width - x.shape[-1]) else x for x in parts)
-        scaling: Any = self.scaling
+            width = max(qk_dim, v_dim)
+            q_BHTK, k_BGTK, v_BGTV = (filled(x, width) for x in (q_BHTK, k_BGTK, v_BGTV))
         if self.scales_queries:
-            q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
-        z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)(
-            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=scaling, sliding_window=self.sliding_window,
-            dropout=self.attention_dropout if self.training else 0.0,
+            q_BHTK, k_BGTK = q_BHTK * self.scaling, k_BGTK.contiguous()  # in memory as stock code has them
+        if paged(self.config):
+            q_BHTK, k_BGTK, v_BGTV = (filled(x, paged_size(qk_dim, v_dim)) for x in (q_BHTK, k_BGTK, v_BGTV))
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)  # vLLM finds this name and its one call
+        z_BTHV, weights = kernel(
+            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=self.softmax_scaling,
+            sliding_window=self.sliding_window, dropout=self.attention_dropout if self.training else 0.0,
             **({} if self.softcap is None else {"softcap": self.softcap}), **kwargs,
         )  # fmt: skip
+        if paged(self.config):  # which returns a row for every token
+            z_BTHV = z_BTHV.view(1, -1, q_BHTK.shape[1], q_BHTK.shape[3])
         return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
+
+    @property
+    def softmax_scaling(self) -> float:
+        """What the product with keys is scaled by."""
+        return 1.0 if self.scales_queries else self.scaling
 
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
         """One new token against the cache, in few steps and without repeating keys for the queries that share them."""
@@ -222,11 +208,13 @@ class TailoredAttention(nn.Module):
         self.coders = tuple(RowCoder(sizes[name], size) for name, size in both) if coded else None
         self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
         self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))
-        self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
+        self.by_rows = paged(part("config"))  # whether many queries look at whole rows too: for probes that record them
+        if self.by_rows:  # and where an engine owns the cache
+            refuse_paged(sizes)
         self._set_projections(part)
         sharing = self.query_heads // self.kv_heads
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
-        if self.pooled > 1:
+        if self.pooled > 1 and not self.by_rows:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
         turning = part("rotary")  # coordinates that turn with the position
         self.rotary = self._stock_rotary(part) if turning is None else turning
@@ -358,7 +346,7 @@ class TailoredAttention(nn.Module):
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
-        return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
+        return self.pooled > 1 and not self.by_rows and q.shape[2] > self.head_width
 
     def attended(self, q: torch.Tensor, rows: Rows, mask: Any, **kwargs: Any) -> Any:
         """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
@@ -665,7 +653,12 @@ def _config_space(stock: Any, kind: str) -> dict[str, Any]:
     if stock.is_encoder_decoder:  # a cache has as many layers as the decoder, which stock code does not always tell it
         decoder = "num_decoder_layers" if hasattr(stock, "num_decoder_layers") else "decoder_layers"
         space["attribute_map"] = {**stock.attribute_map, "num_hidden_layers": decoder}
-    return {"model_type": f"headwise_{kind}", "to_dict": telling(stock), **space}
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        stock.__post_init__(self, **kwargs)
+        tell_engine(self)
+
+    return {"model_type": f"headwise_{kind}", "__post_init__": __post_init__, "to_dict": telling(stock), **space}
 
 
 def _model_space(stock: Any, kind: str) -> dict[str, Any]:
