@@ -31,7 +31,7 @@ def check(asked: Asked, path: Path, kind: str, text: bool) -> dict[str, Any] | N
     row = _row(asked)
     with stage(asked.track, "running it in llama.cpp"):
         texts, words = (TEXTS if text else ()), len(asked.model.get_input_embeddings().weight)
-        found = _llama_cpp.ask(path, 64, texts=texts, rows=[row], top=TOP, words=words)
+        found = _llama_cpp.ask(path, 64, texts=texts, rows=[row], top=TOP, words=words, letter=letter(asked.reader))
     for each, tokens in zip(texts, found["tokens"], strict=True):
         ours = asked.reader(each, add_special_tokens=False)["input_ids"]
         if tokens != ours:
@@ -45,8 +45,13 @@ def check(asked: Asked, path: Path, kind: str, text: bool) -> dict[str, Any] | N
     return {"engine": _llama_cpp.ENGINE, "largest_difference": far, "nats": loss, "nats_in_engine": theirs}
 
 
+def letter(tokenizer: Any) -> int:
+    """A token that is a letter."""
+    return int(tokenizer("a", add_special_tokens=False)["input_ids"][-1])
+
+
 def _row(asked: Asked) -> list[int]:
-    """Tokens of a text, or any where the text has none that are known."""
+    """The first tokens of a text."""
     ids = asked.reader(TEXTS[0] + TEXTS[1])["input_ids"]
     return [int(number) for number in ids[:TOKENS]]
 

@@ -32,7 +32,7 @@ def ask(path: Path, context: int, seconds: float = 3_600, **asked: Any) -> dict[
     """What llama.cpp answers for a file.
 
     `texts`: their tokens. `rows` of tokens: for every position after the first the log-probability of the row's own
-    token and those of the `top` most likely ones. `prompts` of tokens: `new` tokens after each, chosen greedily.
+    token (of `words` in all) and those of the `top` most likely ones; `letter` is any token that is a letter. `prompts` of tokens: `new` tokens after each, chosen greedily.
     `cache`: f32 or f16. Also the bytes that the engine says its cache has, by token.
     """
     question = json.dumps({"path": str(path), "context": context, **asked})
@@ -74,15 +74,19 @@ class _Engine:
             found: dict[str, Any] = json.load(answer)
         return found
 
-    def complete(self, prompt: list[int], new: int, top: int = 0) -> dict[str, Any]:
-        greedy = {"temperature": 0, "cache_prompt": True, "return_tokens": True, "ignore_eos": True}
-        return self.post("/completion", {"prompt": prompt, "n_predict": new, "n_probs": top, **greedy})
+    def complete(self, prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
+        greedy = {"temperature": 0, "cache_prompt": True, "return_tokens": True}
+        return self.post("/completion", {"prompt": prompt, "n_predict": new, **greedy, **more})
 
-    def scores(self, row: list[int], top: int, every: int) -> list[dict[str, Any]]:
-        """By position: the log-probability of the row's own next token, and those of the most likely ones."""
+    def scores(self, row: list[int], top: int, every: int, letter: int) -> list[dict[str, Any]]:
+        """By position: the log-probability of the row's own next token, and those of the most likely ones.
+
+        Given before any bias. The bias makes it write a letter: it is silent about tokens that are parts of one.
+        """
         found = []
         for place in range(1, len(row)):
-            given = self.complete(row[:place], 1, every)["completion_probabilities"][0]["top_logprobs"]
+            answer = self.complete(row[:place], 1, n_probs=every, logit_bias=[[letter, 1e6]])
+            given = answer["completion_probabilities"][0]["top_logprobs"]
             by_token = {each["id"]: each["logprob"] for each in given}
             best = [[each["id"], each["logprob"]] for each in given[:top]]
             found.append({"own": by_token.get(row[place]), "top": best})
@@ -96,8 +100,8 @@ def main() -> None:
     tokens = [
         engine.post("/tokenize", {"content": text, "add_special": False})["tokens"] for text in asked.get("texts", ())
     ]
-    scores = [engine.scores(row, asked["top"], asked["words"]) for row in asked.get("rows", ())]
-    written = [engine.complete(prompt, asked["new"])["tokens"] for prompt in asked.get("prompts", ())]
+    scores = [engine.scores(row, asked["top"], asked["words"], asked["letter"]) for row in asked.get("rows", ())]
+    written = [engine.complete(prompt, asked["new"], ignore_eos=asked.get("on", False))["tokens"] for prompt in asked.get("prompts", ())]
     print("\n" + json.dumps({"tokens": tokens, "scores": scores, "written": written}), flush=True)
     os._exit(0)
 

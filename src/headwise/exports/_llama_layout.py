@@ -103,11 +103,16 @@ def layouts(model: Any, blocks: list[Block], layers: tuple[LayerShape, ...]) -> 
     alike = len({(s.query_heads, s.kv_heads, s.mlp_width) for s in layers}) == 1 and min(widths) > 0
     found = [Layout("llama", k_dim, k_dim, widths, pairs, factors)] if alike else []
     found.append(Layout("deci", k_dim, k_dim, tuple(max(width, LEAST_MLP) for width in widths), pairs, factors))
-    whole = tuple(range(len(theta)))
-    if v_dim < 2 * len(theta) and not _factors(theta, base, whole, 2 * len(theta)):
+    whole, biased = tuple(range(len(theta))), any(_biased(block) for block in blocks)
+    if v_dim < 2 * len(theta) and not biased and not _factors(theta, base, whole, 2 * len(theta)):
         found.append(Layout("mimo2", 2 * len(theta), v_dim, (max(widths),) * len(widths), whole, ()))
     hidden = model.config.hidden_size
     return sorted(found, key=lambda way: (way.cache_bytes(layers), way.attention_weights(layers, hidden)))
+
+
+def _biased(block: Block) -> bool:
+    """Whether a layer has biases for which mimo2 has no place."""
+    return any(matrix.bias is not None for matrix in (block.output, *block.inner, *filter(None, (block.down,))))
 
 
 def pairs_of(block: Block) -> torch.Tensor:

@@ -91,9 +91,10 @@ def _settings(writer: Any, model: Any, layout: Layout, layers: tuple[LayerShape,
     writer.add_rope_dimension_count(layout.k_dim)
     writer.add_rope_freq_base(float(config.rope_parameters["rope_theta"]))
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if layout.arch == "mimo2":  # which also knows windows and experts: none here
+    if layout.arch == "mimo2":  # which wants a layer with a window: here one that sees the whole context
         writer.add_sliding_window(config.max_position_embeddings)
-        writer.add_sliding_window_pattern([False] * len(layers))
+        writer.add_sliding_window_pattern([number == 0 for number in range(len(layers))])
+        writer.add_rope_freq_base_swa(float(config.rope_parameters["rope_theta"]))
         writer.add_expert_feed_forward_length(0)
 
 
@@ -131,8 +132,6 @@ def _layer(block: Block, layer: Any, layout: Layout, number: int, turning: float
             yield f"{name}.bias", lambda made=made, columns=columns: made()[:, columns]  # type: ignore[misc]
     yield "attn_output.weight", lambda: output_in(layout, block)
     if block.output.bias is not None:
-        if layout.arch == "mimo2":
-            raise ModelError("mimo2 of llama.cpp has no bias after attention.")
         yield "attn_output.bias", lambda: block.output.bias
     yield "ffn_norm.weight", lambda: layer.post_attention_layernorm.weight
     yield from _mlp(block, layout.widths[number])
