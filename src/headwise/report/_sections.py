@@ -32,6 +32,7 @@ from headwise.report._html import (
 )
 from headwise.report._rivals import left_out
 from headwise.report._samples import draw_sample
+from headwise.report._svg import short_tick
 from headwise.report._text import escape, number
 from headwise.report._words import GLOSSARY, axis_words, reading_words
 from headwise.runs.dossier import Dossier
@@ -68,8 +69,10 @@ def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
         )
         yield Words(words + left_out(dossier))
         yield strategies
-    else:
+    elif dossier.readings is None:
         yield from missing("No other strategy was tried", how_to_make(dossier, "allocate"))
+    else:
+        yield Words("No other strategy can be compared: these readings tell the damage of this kind of cut alone.")
     yield Heading("Budgets")
     yield budgets if budgets.rows else Words("The plan has no budget.")
     if dossier.plan and dossier.plan.frontier:
@@ -180,7 +183,7 @@ def _heat(found: Heat, name: str) -> str:
     """The frame of a heat map; the script paints it."""
     last = len(found.rows) - 1
     layers = f'<div class="rows" aria-hidden="true"><span>0</span><span>{last}</span></div>' if last else ""
-    low, high = (number(end, 3) for end in found.ends)
+    low, high = map(short_tick, found.ends)
     sizes = [str(found.ticks[place]) for place in (0, -1)] if found.ticks else ["", ""]
     label = f"Heat map of {name}: layers down; arrow keys read the values"
     return (
