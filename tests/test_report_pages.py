@@ -81,8 +81,8 @@ def test_predictions_stand_beside_measurements() -> None:
     }  # fmt: skip
     assert marks["measured"].low == 0.0156 and list(facts.damages(replace(dossier, verdict=None))) == ["predicted"]
     page = render(dossier)
-    for named in ("predicted before healing: 0.0123", "calibration after healing, on calibration text: 0.0111",
-                  "measured after healing, on evaluation text: 0.0286", "outside the interval"):  # fmt: skip
+    for named in ("predicted before healing: 0.0123", "calibration after healing, on calibration data: 0.0111",
+                  "measured after healing, on evaluation data: 0.0286", "outside the interval"):  # fmt: skip
         assert named in page, named
     for old in ("rehearsed", "sum of prices", "Sum of prices", "price"):
         assert old not in page, f"{old} is no word of the report any more"

@@ -10,7 +10,7 @@ from headwise.report import _facts as facts
 from headwise.report import _judged as judged
 from headwise.report._html import Card, Code, Meter, block, cards, top
 from headwise.report._sizes import sizes_of
-from headwise.report._text import escape, human, listing, relative, short
+from headwise.report._text import escape, human, listing, number, relative, short
 from headwise.runs.dossier import Dossier
 from headwise.types import Answer, Verdict
 from headwise.types.verdict import BEYOND, MAX_LOSS, UNCERTAIN
@@ -50,8 +50,12 @@ def asked(dossier: Dossier) -> str:
         share = f"{limit} of the source's" if limit.endswith("%") else f"{limit} {budget.unit}"
         parts.append(f"{meaning} at most {share}")
     own = (verdict.max_loss if verdict else "") or (dossier.settings.max_loss if dossier.settings else "") or MAX_LOSS
-    lost = f"{own} more perplexity" if verdict and judged.has_perplexity(verdict) else f"a damage of {own}"
-    return f"{listing(parts) or 'no budget'}, with at most {lost}."
+    lost = f"with a damage of at most {own}"
+    if facts.damage_unit(dossier) == facts.NATS and own.endswith("%"):
+        lost = f"with at most {own} more perplexity"
+    elif verdict and verdict.limit:
+        lost = f"with a damage of at most {number(verdict.limit, 3)} {facts.damage_unit(dossier)}"
+    return f"{listing(parts) or 'no budget'}, {lost}."
 
 
 def got(dossier: Dossier) -> tuple[Card, ...]:

@@ -10,7 +10,7 @@ from headwise.types.verdict import BEYOND, FAILED, NOT_JUDGED, PARTLY, UNCERTAIN
 
 SIGNS = {VERIFIED: "✓", PARTLY: "!", FAILED: "✗"}
 QUALITY = {WITHIN: "✓", UNCERTAIN: "!", BEYOND: "✗", NOT_JUDGED: "!"}  # signs of the quality alone
-CLASSES = {"✓": "", "!": " unsure", "✗": " bad"}  # of a status, by the sign before its words
+CLASSES = {"✓": " good", "!": " unsure", "✗": " bad"}  # of a status, by the sign before its words
 
 
 def has_perplexity(verdict: Verdict) -> bool:
