@@ -164,6 +164,14 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
     return Fact(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
 
 
+def measured_words(dossier: Dossier) -> str:
+    """Measured, and whether anything was healed before."""
+    method = (dossier.healing or {}).get("method")
+    return (
+        "measured" if method is None else "measured, without healing" if method == "none" else "measured after healing"
+    )
+
+
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
     """Cache where there is one, parameters, and the FLOPs of a prompt: what pooling and coding cost shows there."""
     found = tuple(fact for fact in measures(dossier) if fact.label in (CACHE, SIZE))

@@ -115,7 +115,7 @@ def _numbers(dossier: Dossier, plan: Plan) -> str:
     measured = ""
     if verdict and worst:
         said = escape(judged.amount(verdict, worst.value))
-        measured = f'<p class="fact" id="own-measured">This run, measured after healing: <b>{said}</b></p>'
+        measured = f'<p class="fact" id="own-measured">This run, {facts.measured_words(dossier)}: <b>{said}</b></p>'
     said = escape(damage_words(plan.predicted_damage, dossier))
     return (
         f'<p class="fact"><span id="budget-whose">This run</span>, predicted before healing: '
