@@ -36,7 +36,6 @@ MISSING = [
     {"healing": None},
     {"readings": None},
     {"plan": None},
-    {"baselines": ()},
     {"plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": None},

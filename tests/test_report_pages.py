@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import Invented, invent
 from report_parts import (
     HOSTILE,
@@ -25,6 +26,7 @@ from report_parts import (
 )
 
 from headwise import cli
+from headwise.checks.quality import line_start
 from headwise.cli.show import show_record
 from headwise.errors import HeadwiseError, OutputError
 from headwise.report import _facts as facts
@@ -67,6 +69,23 @@ def test_generations_are_marked_where_they_differ() -> None:
     assert in_common("x", "y") == "they differ from the first word"
     page = render(make_dossier())
     assert "<del>small</del>" in page and "<ins>little</ins>" in page
+
+
+def test_prompts_begin_with_a_line() -> None:
+    class Words:
+        all_special_ids = (0,)
+        pieces = ("<s>", "rest of", " a line", "\n", "    ", "def f", "():\n", "return\nx")
+
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(self.pieces[token] for token in tokens)
+
+    def start(*row: int, most: int = 8) -> int:
+        return line_start(torch.tensor(row), Words(), most)
+
+    assert start(1, 2, 3, 5, 6) == 3 and start(1, 2, 6, 5) == 3, "after the first line break"
+    assert start(1, 3, 3, 4, 5) == 3, "not with an empty line, but with its indentation"
+    assert start(1, 7, 2) == 0, "a piece that holds the beginning of a line has lost it"
+    assert start(0, 1, 3, 5) == 0 and start(1, 2, 2) == 0 and start(1, 2, 3, 5, most=2) == 0
 
 
 def test_predictions_stand_beside_measurements() -> None:

@@ -27,7 +27,7 @@ class Next(NamedTuple):
 
 def answer(dossier: Dossier) -> str:
     """The first screen as HTML."""
-    sign, sentence = judged.advice(dossier.verdict)
+    sign, sentence = judged.advice(dossier.verdict, dossier.unverified)
     follows = next_step(dossier)
     code = block(Code(follows.code, follows.language))
     return (

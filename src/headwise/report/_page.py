@@ -94,7 +94,7 @@ def _explore(dossier: Dossier, plan: Plan, slider: bool) -> str:
     tailored = " They are tailored; this run is portable." if plan.portable else ""
     note = (
         f"Line: the least damage that can be reached, predicted before healing, at {len(sweep.answers)} budgets{some}, "
-        f"{how}.{tailored} Diamond: this run, predicted before healing; cross: this run, measured after healing; ring: "
+        f"{how}.{tailored} Diamond: this run, predicted before healing; cross: this run, measured; ring: "
         "another strategy, predicted."
     )
     return (

@@ -235,6 +235,8 @@ def _healing(dossier: Dossier, maps: Maps) -> Blocks:
 def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     verdict = dossier.verdict
     assert verdict is not None
+    reasons = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    yield Words(f"Verdict: {judged.status(verdict)}{reasons}.")
     sizes, quality = (words[:1] for words in judged.statuses(verdict))
     yield Heading("Sizes")
     yield Words(f"{sizes} {judged.sizes(verdict)} They are counted on the saved model, which was loaded again for it.")
