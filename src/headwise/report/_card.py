@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 from headwise.report import _facts as facts
 from headwise.report import _tables as tables
@@ -17,6 +18,7 @@ from headwise.runs.dossier import Dossier
 
 def model_card(dossier: Dossier) -> str:
     """Front matter, then the answer, then the page's sections without their pictures."""
+    dossier = replace(dossier, folder="")  # a card is read elsewhere
     start = [
         _front_matter(dossier),
         f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",

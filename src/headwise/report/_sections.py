@@ -11,7 +11,7 @@ from headwise.report import _judged as judged
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
-from headwise.report._commands import another_budget, beside, folder_of, how_to_make, run_command
+from headwise.report._commands import FOLDER, another_budget, beside, folder_of, how_to_make, run_command
 from headwise.report._data import CurveSet, counts_bytes, curve_sets, cut_pairs, damage_rows
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._explore import Heat
@@ -276,6 +276,8 @@ def _samples(dossier: Dossier, maps: Maps) -> Blocks:
 
 def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     folder, settings = folder_of(dossier), facts.settings_of(dossier)
+    if not dossier.folder:
+        yield Words(f"{FOLDER} is the run folder.", note=True)
     yield Code(facts.loading(dossier, folder + "/model"), "python", "Load it")
     yield Words(facts.way_out(dossier))
     if bits.is_coded(dossier.plan):
