@@ -36,7 +36,6 @@ MISSING = [
     {"healing": None},
     {"readings": None},
     {"plan": None},
-    {"baselines": ()},
     {"plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": ()},
     {"readings": None, "plan": None, "healing": None, "verdict": None, "baselines": (), "settings": None},
@@ -52,7 +51,7 @@ def test_the_answer_comes_first() -> None:
         "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "Not judged yet", "+2.9%",
         "perplexity, measured after healing", "95% interval 1.6 to 4.3", "counted, exact", "3.210 → 2.870 ms",
         "key/value cache at most 90% of the source", "at most 90% was asked", "less KV cache", "fewer parameters",
-        "FLOPs a prompt", 'headwise.load(&quot;DIR/model&quot;)',
+        "FLOPs a prompt", "measure its quality", "headwise verify DIR",
     ):  # fmt: skip
         assert fact in first, fact
     assert first.count("%</div>") == 5, "one quality, three sizes, one time"

@@ -13,7 +13,7 @@ from headwise.cli.show import show_record
 from headwise.report import render
 from headwise.report._data import CurveSet
 from headwise.report._diagnostics import StripSet, diagnostics
-from headwise.report._text import escape
+from headwise.report._html import prose
 from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import Reading, Readings
@@ -44,7 +44,7 @@ def test_the_report_draws_them_apart_from_damage(probed):
     assert "damage.v" not in layers and "Slope of every head" in layers
     for reading in probed.curves:
         if reading.kind in KINDS:
-            assert escape(reading.meaning) in layers, f"{reading.kind} says what it means"
+            assert prose(reading.meaning) in layers, f"{reading.kind} says what it means"
     assert "Of 12 heads" in layers and "1/L, as with even attention" in layers
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import Invented, invent
 from report_parts import (
     HOSTILE,
@@ -25,6 +26,7 @@ from report_parts import (
 )
 
 from headwise import cli
+from headwise.checks.quality import line_start
 from headwise.cli.show import show_record
 from headwise.errors import HeadwiseError, OutputError
 from headwise.report import _facts as facts
@@ -69,6 +71,23 @@ def test_generations_are_marked_where_they_differ() -> None:
     assert "<del>small</del>" in page and "<ins>little</ins>" in page
 
 
+def test_prompts_begin_with_a_line() -> None:
+    class Words:
+        all_special_ids = (0,)
+        pieces = ("<s>", "rest of", " a line", "\n", "    ", "def f", "():\n", "return\nx")
+
+        def decode(self, tokens: list[int]) -> str:
+            return "".join(self.pieces[token] for token in tokens)
+
+    def start(*row: int, most: int = 8) -> int:
+        return line_start(torch.tensor(row), Words(), most)
+
+    assert start(1, 2, 3, 5, 6) == 3 and start(1, 2, 6, 5) == 3, "after the first line break"
+    assert start(1, 3, 3, 4, 5) == 3, "not with an empty line, but with its indentation"
+    assert start(1, 7, 2) == 0, "a piece that holds the beginning of a line has lost it"
+    assert start(0, 1, 3, 5) == 0 and start(1, 2, 2) == 0 and start(1, 2, 3, 5, most=2) == 0
+
+
 def test_predictions_stand_beside_measurements() -> None:
     dossier = make_dossier()
     assert dossier.readings is not None and dossier.verdict is not None
@@ -81,8 +100,8 @@ def test_predictions_stand_beside_measurements() -> None:
     }  # fmt: skip
     assert marks["measured"].low == 0.0156 and list(facts.damages(replace(dossier, verdict=None))) == ["predicted"]
     page = render(dossier)
-    for named in ("predicted before healing: 0.0123", "calibration after healing, on calibration text: 0.0111",
-                  "measured after healing, on evaluation text: 0.0286", "outside the interval"):  # fmt: skip
+    for named in ("predicted before healing: 0.0123", "calibration after healing, on calibration data: 0.0111",
+                  "measured after healing, on evaluation data: 0.0286", "outside the interval"):  # fmt: skip
         assert named in page, named
     for old in ("rehearsed", "sum of prices", "Sum of prices", "price"):
         assert old not in page, f"{old} is no word of the report any more"

@@ -209,4 +209,4 @@ def line_start(row: torch.Tensor, tokenizer: Any, most: int) -> int:
         return 0
     texts = [tokenizer.decode([token]) for token in row[: most + 1].tolist()]
     ends = ["\n" in text and not text.rpartition("\n")[2].strip() for text in texts]
-    return next((i for i in range(1, len(texts)) if ends[i - 1] and texts[i].strip()), 0)
+    return next((i for i in range(1, len(texts)) if ends[i - 1] and texts[i].strip("\n")), 0)

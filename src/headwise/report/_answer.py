@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from typing import NamedTuple
 
@@ -10,10 +11,10 @@ from headwise.report import _facts as facts
 from headwise.report import _judged as judged
 from headwise.report._html import Card, Code, Meter, block, cards, top
 from headwise.report._sizes import sizes_of
-from headwise.report._text import escape, human, listing, relative, short
+from headwise.report._text import escape, human, listing, number, relative, short
 from headwise.runs.dossier import Dossier
-from headwise.types import Answer, Verdict
-from headwise.types.verdict import BEYOND, MAX_LOSS, UNCERTAIN
+from headwise.types import Answer, Budget
+from headwise.types.verdict import BEYOND, MAX_LOSS, NOT_JUDGED, UNCERTAIN
 
 
 class Next(NamedTuple):
@@ -26,7 +27,7 @@ class Next(NamedTuple):
 
 def answer(dossier: Dossier) -> str:
     """The first screen as HTML."""
-    sign, sentence = judged.advice(dossier.verdict)
+    sign, sentence = judged.advice(dossier.verdict, dossier.unverified)
     follows = next_step(dossier)
     code = block(Code(follows.code, follows.language))
     return (
@@ -46,18 +47,22 @@ def asked(dossier: Dossier) -> str:
     parts = []
     for budget in budgets:
         meaning = named[budget.key].meaning if budget.key in named else budget.name
-        limit = budget.text.partition("=")[2].partition("@")[0]
+        limit = _limit(budget)
         share = f"{limit} of the source's" if limit.endswith("%") else f"{limit} {budget.unit}"
         parts.append(f"{meaning} at most {share}")
     own = (verdict.max_loss if verdict else "") or (dossier.settings.max_loss if dossier.settings else "") or MAX_LOSS
-    lost = f"{own} more perplexity" if verdict and judged.has_perplexity(verdict) else f"a damage of {own}"
-    return f"{listing(parts) or 'no budget'}, with at most {lost}."
+    lost = f"with a damage of at most {own}"
+    if facts.damage_unit(dossier) == facts.NATS and own.endswith("%"):
+        lost = f"with at most {own} more perplexity"
+    elif verdict and verdict.limit:
+        lost = f"with a damage of at most {number(verdict.limit, 3)} {facts.damage_unit(dossier)}"
+    return f"{listing(parts) or 'no budget'}, {lost}."
 
 
 def got(dossier: Dossier) -> tuple[Card, ...]:
     """Quality as measured, then every size; the asked limits are marked."""
-    limits = {facts.LABELS.get(b.name): b.limit for b in (dossier.plan.budgets if dossier.plan else ())}
-    found = [_quality(dossier.verdict)]
+    limits = {facts.LABELS.get(b.name): b for b in (dossier.plan.budgets if dossier.plan else ())}
+    found = [_quality(dossier)]
     for fact in (*facts.sizes(dossier), facts.measures(dossier)[-1]):
         if fact.before is None or fact.after is None or not fact.before:
             continue
@@ -68,22 +73,30 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
             lines.append(f"{fact.range} {fact.interval}")
         if fact.unit == "ms" and dossier.verdict:
             lines.append(f"on {short(dossier.verdict.machine, 40)}")
-        share = None if limit is None else limit / fact.before
-        lines += [f"at most {100 * share:.4g}% was asked"] if share is not None else []
-        meter = Meter(fact.after / fact.before, share)
+        share = limit.limit / fact.before if limit else None
+        lines += [f"at most {_limit(limit)} was asked"] if limit else []
+        meter = Meter(fact.after / fact.before, share if share and share < 2 else None)
         grew = fact.after > 1.005 * fact.before
         found.append(Card(fact.label, relative(fact.before, fact.after), tuple(lines), meter, grew))
     return tuple(found)
 
 
-def _quality(verdict: Verdict | None) -> Card:
+def _limit(budget: Budget) -> str:
+    """The limit as it was given, without the name of the budget."""
+    return budget.text.partition("=")[2].partition("@")[0]
+
+
+def _quality(dossier: Dossier) -> Card:
+    verdict = dossier.verdict
     worst = verdict.worst if verdict else None
     if verdict is None or worst is None:
         return Card("Quality", "–", ("not measured",))
+    if not math.isfinite(worst.value):
+        return Card("Quality", "not a number", (facts.measured_words(dossier),))
     change = judged.percent(worst.value) if judged.has_perplexity(verdict) else f"{worst.value:.3g}"
     what = "perplexity" if judged.has_perplexity(verdict) else judged.amount(verdict, worst.value).partition(" ")[2]
     limit = f"; at most {verdict.max_loss} was asked" if verdict.max_loss else ""
-    lines = (f"{what}, measured after healing{limit}", f"95% interval {judged.ends(verdict, worst)}")
+    lines = (f"{what}, {facts.measured_words(dossier)}{limit}", f"95% interval {judged.ends(verdict, worst)}")
     meter = None
     if verdict.limit > 0:
         meter = Meter(
@@ -98,8 +111,10 @@ def next_step(dossier: Dossier) -> Next:
     if lacking := facts.absent(dossier, "readings", "plan", "verdict"):
         return Next(f"{lacking[0]}. This does it:", lacking[1])
     assert verdict is not None
+    folder = shlex.quote(commands.folder_of(dossier))
+    if verdict.quality_state == NOT_JUDGED:
+        return Next("measure its quality.", f"headwise verify {folder}\nheadwise report {folder}")
     if not verdict.sizes_verified:
-        folder = shlex.quote(commands.folder_of(dossier))
         return Next(
             "see which check failed, then build it again.", f"headwise verify {folder}\nheadwise report {folder}"
         )

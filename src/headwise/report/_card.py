@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -25,6 +26,7 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
 
     `facts_of_source` are its licence and its name on the Hub, if it has one, as they were when the model was saved.
     """
+    dossier = replace(dossier, folder="")  # a card is read elsewhere
     start = [
         _front_matter(dossier, facts_of_source),
         f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",

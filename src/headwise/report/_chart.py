@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from headwise.report import _svg as svg
 from headwise.report._svg import Scale, line, path, text, titled, xy
-from headwise.report._text import number, short
+from headwise.report._text import short
 
 Point2 = tuple[float, float]
 ROW = 13.0  # height of a row
@@ -38,7 +38,7 @@ class Axis(NamedTuple):
         if self.ticks is not None:
             return list(self.ticks)
         values = self.scale(0, 1).ticks(most)
-        return [(v, f"{v:.0%}" if self.percent else svg.short_tick(v) if self.log else number(v, 3)) for v in values]
+        return [(v, f"{v:.0%}" if self.percent else svg.short_tick(v)) for v in values]
 
 
 class Series(NamedTuple):
@@ -211,7 +211,7 @@ def draw_rows(chart: RowChart) -> str:
     body = ""
     for tick in scale.ticks(5) if chart.axis else ():
         body += line(scale(tick), 0, scale(tick), bottom, "l")
-        words = f"{tick:.0%}" if chart.percent else number(tick, 2)
+        words = f"{tick:.0%}" if chart.percent else svg.short_tick(tick)
         body += text(scale(tick), bottom + 10, words, "s", "middle")
     for index, row in enumerate(chart.rows):
         body += _row(row, scale, ROW * index + 7, left)

@@ -14,7 +14,7 @@ from headwise.report._data import value_range
 from headwise.report._html import NO_DATA, bar, document, figure, paragraph, section, table, top
 from headwise.report._sizes import size_of
 from headwise.report._tables import Table
-from headwise.report._text import MISSING, as_number, human, listing, number
+from headwise.report._text import MISSING, as_number, human, interval, listing, number
 from headwise.report._words import MEASURED, PREDICTED
 from headwise.runs.dossier import Dossier
 from headwise.types import Measure
@@ -92,7 +92,9 @@ def compare(dossiers: Sequence[tuple[str, Dossier]], links: Mapping[str, str] | 
     )
     words += f" {SHARES}" if any(is_coded(run.dossier.plan) for run in runs) else ""
     words += f" Sources differ: {listing(sorted(sources))}." if len(sources) > 1 else ""
-    body = section("runs", "Run by run", table(run_table(runs)))
+    reached, made = run_tables(runs)
+    how = f"<h3>How they were made</h3>{table(made)}"
+    body = section("runs", "Run by run", table(reached) + how)
     pictures = f'<div class="grid" style="--min:340px">{figures}</div>'
     body += section("frontier", "On one frontier", paragraph(words) + pictures)
     title = f"{len(runs)} runs compared"
@@ -137,42 +139,46 @@ def run_chart(runs: Sequence[ComparedRun], size: str) -> Chart:
     return Chart(title, x, Axis("damage", value_range(shown, log), log), tuple(points), frame=WIDE)
 
 
-def run_table(runs: Sequence[ComparedRun]) -> Table:
-    """Everything about every run, least damage first."""
+def run_tables(runs: Sequence[ComparedRun]) -> tuple[Table, Table]:
+    """What every run reached, and how it was made; least damage first."""
     sizes = list(dict.fromkeys(size for run in runs for size in run.shares))
-    coded = any(is_coded(run.dossier.plan) for run in runs)
     ranked = sorted(runs, key=lambda run: run.damage)
-    label = facts.measures(runs[0].dossier)[0].label.lower()
-    words = ("", "run", "verdict", "budget", "strategy", "healing")
-    numbers = (
-        *("change", "95% interval", f"{label} before", f"{label} after", *map(_small, sizes)),
-        *(["cache bits a number"] if coded else []),
-        *("damage", "ms per token"),
-    )
-    several = len({facts.model_name(run.dossier) for run in runs}) > 1
-    heads = (*words, *numbers, *(["model"] if several else []))
-    rows = tuple(_cells(run, sizes, coded, several) for run in ranked)
-    numeric = range(len(words), len(words) + len(numbers))
-    return Table(heads, rows, numeric, "runs", links=tuple(run.link for run in ranked))
+    label, links = facts.measures(runs[0].dossier)[0].label.lower(), tuple(run.link for run in ranked)
+    heads = ("", "run", "verdict", label, "change", "95% interval", *map(_small, sizes), "ms per token")
+    reached = Table(heads, tuple(_reached(run, sizes) for run in ranked), range(3, len(heads)), "runs", links=links)
+    ways = ("", "run", "budget", "strategy", "healing", "cache bits a number", "damage", "95% interval", "model")
+    made = [_made(run) for run in ranked]
+    kept = [
+        i for i in range(len(ways)) if i != ways.index("cache bits a number") or any(row[i] != MISSING for row in made)
+    ]
+    rows = tuple(tuple(row[i] for i in kept) for row in made)
+    numeric = range(5, len(kept) - 1)
+    return reached, Table(tuple(ways[i] for i in kept), rows, numeric, "how runs were made", links=links)
 
 
-def _cells(run: ComparedRun, sizes: Sequence[str], coded: bool, several: bool) -> tuple[str, ...]:
-    dossier, plan, verdict = run.dossier, run.dossier.plan, run.dossier.verdict
-    assert plan is not None
-    quality, *_, time = facts.measures(dossier)
+def _reached(run: ComparedRun, sizes: Sequence[str]) -> tuple[str, ...]:
+    verdict, (quality, *_, time) = run.dossier.verdict, facts.measures(run.dossier)
     worst = verdict.worst if verdict else None
     change = (MISSING, MISSING)
     if verdict and worst:
         change = judged.amount(verdict, worst.value).removesuffix(" perplexity"), judged.ends(verdict, worst)
+    both = " → ".join(human(value) for value in (quality.before, quality.after) if value is not None) or MISSING
     return (
-        *(run.letter, run.name, MISSING if verdict is None else judged.status(verdict)),
-        ", ".join(budget.text for budget in plan.budgets),
-        "portable" if plan.portable else plan.strategy,
-        str((dossier.healing or {}).get("method", MISSING)),
-        *(*change, human(quality.before), human(quality.after)),
+        *(run.letter, run.name, MISSING if verdict is None else judged.status(verdict), both, *change),
         *(f"{run.shares[size]:.1%}" if size in run.shares else MISSING for size in sizes),
-        *([f"{average_bits(plan):.1f}"] if coded else []),
-        number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
         human(time.after),
-        *([facts.model_name(dossier)] if several else []),
+    )
+
+
+def _made(run: ComparedRun) -> tuple[str, ...]:
+    plan = run.dossier.plan
+    assert plan is not None
+    return (
+        *(run.letter, run.name, ", ".join(budget.text for budget in plan.budgets)),
+        "portable" if plan.portable else plan.strategy,
+        str((run.dossier.healing or {}).get("method", MISSING)),
+        f"{average_bits(plan):.1f}" if is_coded(plan) else MISSING,
+        number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
+        interval(*run.ends) if run.ends else MISSING,
+        facts.model_name(run.dossier),
     )

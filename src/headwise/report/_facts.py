@@ -164,6 +164,14 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
     return Fact(label, unit, formula(dossier.plan.source), formula(dossier.plan.target), planned=True)
 
 
+def measured_words(dossier: Dossier) -> str:
+    """Measured, and whether anything was healed before."""
+    method = (dossier.healing or {}).get("method")
+    return (
+        "measured" if method is None else "measured, without healing" if method == "none" else "measured after healing"
+    )
+
+
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
     """Cache where there is one, parameters, and the FLOPs of a prompt: what pooling and coding cost shows there."""
     found = tuple(fact for fact in measures(dossier) if fact.label in (CACHE, SIZE))
@@ -186,15 +194,19 @@ def headline(dossier: Dossier) -> str:
     if dossier.verdict is None:
         why = f" ({dossier.unverified})" if dossier.unverified else ""
         return f"{sentence}; what that costs in quality has not been measured yet{why}."
-    cost = "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is given by length
-    return f"{sentence}{cost}. {judged.headline(dossier.verdict)}"
+    return f"{sentence}{_lost(first)}. {judged.headline(dossier.verdict)}"
+
+
+def _lost(first: Fact) -> str:
+    return "" if first.label == "Perplexity" else f"; {_cost(first)}"  # perplexity is given by length
 
 
 def changes(dossier: Dossier, short: bool = False) -> str:
     """What there is less of, and what that costs: with pooled or coded rows some sizes grow."""
     found = [(size, _grew(size)) for size in sizes(dossier)]
     less, more = ([_changed(size, short) for size, by in found if by * sign > 0] for sign in (-1, 1))
-    return (listing(less) or "no less of anything") + (f"; in exchange {listing(more)}" if more else "")
+    words = (listing(less) or "no less of anything") + (f"; in exchange {listing(more)}" if more else "")
+    return words + (_lost(measures(dossier)[0]) if short and dossier.verdict else "")
 
 
 def _grew(fact: Fact) -> float:
@@ -273,4 +285,4 @@ def damage_in_words(dossier: Dossier) -> str:
     if expected is None:
         return text
     inside = "inside" if low <= expected.value <= high else "outside"
-    return f"{text} What calibration text showed lies {inside} the interval."
+    return f"{text} What calibration data showed lies {inside} the interval."

@@ -10,7 +10,7 @@ from headwise.types.verdict import BEYOND, FAILED, NOT_JUDGED, PARTLY, UNCERTAIN
 
 SIGNS = {VERIFIED: "✓", PARTLY: "!", FAILED: "✗"}
 QUALITY = {WITHIN: "✓", UNCERTAIN: "!", BEYOND: "✗", NOT_JUDGED: "!"}  # signs of the quality alone
-CLASSES = {"✓": "", "!": " unsure", "✗": " bad"}  # of a status, by the sign before its words
+CLASSES = {"✓": " good", "!": " unsure", "✗": " bad"}  # of a status, by the sign before its words
 
 
 def has_perplexity(verdict: Verdict) -> bool:
@@ -33,10 +33,10 @@ def statuses(verdict: Verdict | None) -> tuple[str, str]:
     return counted if verdict.checks else "✗ sizes not verified", f"{QUALITY[verdict.quality_state]} {words}"
 
 
-def advice(verdict: Verdict | None) -> tuple[str, str]:
+def advice(verdict: Verdict | None, unverified: str | None = None) -> tuple[str, str]:
     """Whether it may be used, for somebody who reads one sentence: a sign, and the sentence."""
     if verdict is None:
-        return "!", "Do not use it yet: it has not been verified."
+        return "!", f"Do not use it yet: {unverified or 'it has not been verified'}."
     if not verdict.sizes_verified:
         return "✗", "Do not use it: the saved model is not what was planned."
     if verdict.quality_state == BEYOND:

@@ -94,7 +94,7 @@ def _explore(dossier: Dossier, plan: Plan, slider: bool) -> str:
     tailored = " They are tailored; this run is portable." if plan.portable else ""
     note = (
         f"Line: the least damage that can be reached, predicted before healing, at {len(sweep.answers)} budgets{some}, "
-        f"{how}.{tailored} Diamond: this run, predicted before healing; cross: this run, measured after healing; ring: "
+        f"{how}.{tailored} Diamond: this run, predicted before healing; cross: this run, measured; ring: "
         "another strategy, predicted."
     )
     return (
@@ -115,7 +115,7 @@ def _numbers(dossier: Dossier, plan: Plan) -> str:
     measured = ""
     if verdict and worst:
         said = escape(judged.amount(verdict, worst.value))
-        measured = f'<p class="fact" id="own-measured">This run, measured after healing: <b>{said}</b></p>'
+        measured = f'<p class="fact" id="own-measured">This run, {facts.measured_words(dossier)}: <b>{said}</b></p>'
     said = escape(damage_words(plan.predicted_damage, dossier))
     return (
         f'<p class="fact"><span id="budget-whose">This run</span>, predicted before healing: '

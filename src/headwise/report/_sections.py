@@ -11,7 +11,7 @@ from headwise.report import _judged as judged
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
-from headwise.report._commands import another_budget, beside, folder_of, how_to_make, run_command
+from headwise.report._commands import FOLDER, another_budget, beside, folder_of, how_to_make, run_command
 from headwise.report._data import CurveSet, counts_bytes, curve_sets, cut_pairs, damage_rows
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._explore import Heat
@@ -32,6 +32,7 @@ from headwise.report._html import (
 )
 from headwise.report._rivals import left_out
 from headwise.report._samples import draw_sample
+from headwise.report._svg import short_tick
 from headwise.report._text import escape, number
 from headwise.report._words import GLOSSARY, axis_words, reading_words
 from headwise.runs.dossier import Dossier
@@ -68,8 +69,10 @@ def _baselines(dossier: Dossier, maps: Maps) -> Blocks:
         )
         yield Words(words + left_out(dossier))
         yield strategies
-    else:
+    elif dossier.readings is None:
         yield from missing("No other strategy was tried", how_to_make(dossier, "allocate"))
+    else:
+        yield Words("No other strategy can be compared: these readings tell the damage of this kind of cut alone.")
     yield Heading("Budgets")
     yield budgets if budgets.rows else Words("The plan has no budget.")
     if dossier.plan and dossier.plan.frontier:
@@ -180,7 +183,7 @@ def _heat(found: Heat, name: str) -> str:
     """The frame of a heat map; the script paints it."""
     last = len(found.rows) - 1
     layers = f'<div class="rows" aria-hidden="true"><span>0</span><span>{last}</span></div>' if last else ""
-    low, high = (number(end, 3) for end in found.ends)
+    low, high = map(short_tick, found.ends)
     sizes = [str(found.ticks[place]) for place in (0, -1)] if found.ticks else ["", ""]
     label = f"Heat map of {name}: layers down; arrow keys read the values"
     return (
@@ -232,6 +235,8 @@ def _healing(dossier: Dossier, maps: Maps) -> Blocks:
 def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     verdict = dossier.verdict
     assert verdict is not None
+    reasons = f": {'; '.join(verdict.reasons)}" if verdict.reasons else ""
+    yield Words(f"Verdict: {judged.status(verdict)}{reasons}.")
     sizes, quality = (words[:1] for words in judged.statuses(verdict))
     yield Heading("Sizes")
     yield Words(f"{sizes} {judged.sizes(verdict)} They are counted on the saved model, which was loaded again for it.")
@@ -271,6 +276,8 @@ def _samples(dossier: Dossier, maps: Maps) -> Blocks:
 
 def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     folder, settings = folder_of(dossier), facts.settings_of(dossier)
+    if not dossier.folder:
+        yield Words(f"{FOLDER} is the run folder.", note=True)
     yield Code(facts.loading(dossier, folder + "/model"), "python", "Load it")
     yield Words(facts.way_out(dossier))
     if bits.is_coded(dossier.plan):

@@ -98,16 +98,14 @@ def titled(title: object, body: str, layer: int | None = None, depth: float | No
 
 
 def short_tick(value: float) -> str:
-    """A tick of a logarithmic axis in few letters.
+    """A tick of an axis in few letters, rounded.
 
-    >>> short_tick(0.001), short_tick(100.0), short_tick(0.05)
-    ('1e-3', '100', '0.05')
+    >>> short_tick(0.001), short_tick(2048.0), short_tick(0.0523098), short_tick(2.5e-5), short_tick(0.0)
+    ('1e-3', '2,048', '0.052', '2.5e-5', '0')
     """
-    return (
-        f"{float(f'{value:.3g}'):g}"
-        if 1e-2 <= abs(value) < 1e4
-        else f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
-    )
+    if value == 0 or 1e-2 <= abs(value) < 1e5:
+        return f"{float(f'{value:.2g}') if abs(value) < 10 else round(value):,}".removesuffix(".0")
+    return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")
 
 
 def spread(wanted: list[float], gap: float, low: float, high: float) -> list[float]:

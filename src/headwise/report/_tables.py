@@ -179,11 +179,11 @@ def lengths(verdict: Verdict) -> Table:
     """Quality at every length, against the limit."""
     rows = []
     for q in verdict.lengths:
-        change = (MISSING, MISSING)
+        change, nats = (MISSING, MISSING), f"{number(q.damage, 3)} ({interval(q.low, q.high, 3)})"
         if judged.has_perplexity(verdict):
             change = judged.percent(q.damage), f"{judged.percent(q.low)} to {judged.percent(q.high)}"
+            nats = number(q.damage, 3)
         counted = f"{q.rows}" if q.rows >= LEAST_ROWS else f"{q.rows}, too few to certify"
-        nats = f"{number(q.damage, 3)} ({interval(q.low, q.high, 3)})"
         rows.append((f"{q.length:,}", *change, nats, number(q.kl, 3), counted, _against(verdict, q.low, q.high)))
     heads = ("tokens", "perplexity", "95% interval", "nats per token", "KL", "rows", "against the limit")
     return Table(heads, tuple(rows), range(6), "quality by length")

@@ -10,19 +10,19 @@ from headwise.types import UNIT_OF, Measure, Verdict
 PREDICTED, CALIBRATION, MEASURED = "predicted", "calibration", "measured"
 WHEN = {  # of the three numbers: before or after healing, and on which text
     PREDICTED: "before healing",
-    CALIBRATION: "after healing, on calibration text",
-    MEASURED: "after healing, on evaluation text",
+    CALIBRATION: "after healing, on calibration data",
+    MEASURED: "after healing, on evaluation data",
 }
 GLOSSARY = {
-    "damage": "How much the loss rises above the source model's; for text in nats per token. 0.01 nats are 1% more "
-    "perplexity. One quantity with three numbers: predicted, calibration and measured.",
+    "damage": "How much worse than the source model: the rise of its loss, or the distance of its outputs, in the unit "
+    "that is given. One quantity with three numbers: predicted, calibration and measured.",
     PREDICTED: "Damage before healing, added up over all cuts of a plan from what the probes found for each. The "
     "solver makes this sum as small as the budget allows; the slider shows it.",
-    CALIBRATION: "Damage after healing, of the finished model on calibration text that nothing was fitted to.",
-    MEASURED: "Damage after healing, of the saved model on evaluation text, with a 95% interval. This one is the "
+    CALIBRATION: "Damage after healing, of the finished model on calibration data that nothing was fitted to.",
+    MEASURED: "Damage after healing, of the saved model on evaluation data, with a 95% interval. This one is the "
     "quality that is judged against the limit.",
     "healing": "Repairing the weights that are left, so that the cut model follows the source again.",
-    "size": "What a model costs: bytes of cache, parameters, FLOPs or milliseconds. A budget limits a size.",
+    "size": "What a model costs: bytes, parameters, FLOPs or milliseconds. A budget limits a size.",
     "computed, not cached": "Dimensions of queries and keys that are computed and then projected to the fewer ones "
     "that the cache holds.",
     "removed": "Weights that the result does not have any more.",
