@@ -86,7 +86,8 @@ def blocks(page, language):
 def commands():
     """Every headwise command in a console block, in order, each once."""
     pages = [page for page in PAGES if not any(part in str(page) for part in ELSEWHERE)]
-    lines = [line for page in pages for block in blocks(page, "console") for line in block.splitlines()]
+    whole = [re.sub(r"\\\n\s*", "", block) for page in pages for block in blocks(page, "console")]
+    lines = [line for block in whole for line in block.splitlines()]
     return list(dict.fromkeys(line for line in lines if line.startswith("headwise ")))
 
 
