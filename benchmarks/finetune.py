@@ -35,8 +35,12 @@ def main() -> None:
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path, help="print the result of --out into this page")
     asked = parser.parse_args()
-    rows = []
+    if asked.page:
+        kinds.print_page(asked.page, "finetune", Path(__file__).name, table(json.loads(asked.out.read_text())))
+        return
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for kind in kinds.KINDS:
             rows += measured(asked.model, asked.data, kind, Path(folder), source_too=not rows)
@@ -62,6 +66,25 @@ def result(model: str, data: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "commit": commit(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """One row for the source, and two for every kind of cut."""
+    rows = found["rows"]
+    harm = rows[0]["after"] - rows[0]["before"]
+    lines = ["| model | before | after | change | beyond the source's |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        name = row["kind"] if row is rows[0] else f"{row['kind']}, {'as saved' if row['balanced'] else 'not balanced'}"
+        change = row["after"] - row["before"]
+        beyond = "" if row is rows[0] else f"{change - harm:+.3f}"
+        error = f"{change:+.3f} ± {1.96 * row['change_error']:.3f}"
+        lines.append(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {error} | {beyond} |")
+    worst = f"Worst of the models as saved: {found['worst_beyond_source']:+.3f} nats beyond the source's change"
+    told = f"{worst} (limit {found['limit']})." + (" Below 0 fine-tuning helps a cut model more than its source.")
+    about = f"{found['model']} on {found['data']}, {found['hardware']}, {found['date']}, commit {found['commit']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    note = "Nats per token of held-out text, with the 95% interval of the change, paired by rows."
+    return [*lines, "", note, told, "", f"{about}; {versions}."]
 
 
 def measured(model: str, data: str, kind: str, folder: Path, source_too: bool) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import patch
 
 from headwise import cuts, families, pipeline
+from headwise.files.disk import write_atomically
 from headwise.runs.settings import Settings
 from headwise.stages.in_memory import InMemory, load_source
 
@@ -39,3 +40,10 @@ def save(model: str, kind: str, folders: dict[bool, Path], **changes: Any) -> In
         with families.quietly(), patch.object(cuts._save, "balance", usual if balanced else list):
             cuts.save(source.family, fitted.model, source.tokenizer, folder, fitted.plan.portable)
     return source
+
+
+def print_page(page: Path, name: str, script: str, lines: list[str]) -> None:
+    """Put the lines that a result prints between a page's marker comments."""
+    begin, end = f"<!-- {name}: printed by benchmarks/{script} -->", f"<!-- end of {name} -->"
+    head, rest = page.read_text().split(begin)
+    write_atomically(page, "\n".join([head + begin, "", *lines, "", end]) + rest.split(end)[1])

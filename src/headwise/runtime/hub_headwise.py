@@ -46,8 +46,8 @@ def recording(stock: type, recorded: dict[str, Any], registry: dict[str, Any]) -
     """
     made: Any = stock if _is_ours(stock) else _recording.get(stock)
     if made is None:
-        made = type(f"Tailored{stock.__name__}", (stock,), {"__module__": __name__, "__reduce_ex__": _reduced})
-        _recording[stock] = made
+        space = {"__module__": __name__, "__reduce_ex__": _reduced, "_stock": stock}
+        made = _recording[stock] = type(f"Tailored{stock.__name__}", (stock,), space)
     made._can_record_outputs = recorded
     registry[str(made)] = recorded
     return made
@@ -58,8 +58,7 @@ def _is_ours(found: type) -> bool:
 
 
 def _reduced(self: Any, protocol: Any) -> Any:
-    stock = type(self).__mro__[1]
-    return _again, (stock, type(self)._can_record_outputs), self.__getstate__()
+    return _again, (self._stock, self._can_record_outputs), self.__getstate__()
 
 
 def _again(stock: type, recorded: dict[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from headwise.types import VERSION, write_atomically
 
 
 def write_report(folder: RunFolder) -> Dossier:
-    """Write report.html, report.md and the model's card; a missing frontier is solved first."""
+    """Write report.html and report.md from what the folder holds; a missing frontier is solved first."""
     from headwise.report import model_card, render
 
     with folder.held("report"):
