@@ -15,10 +15,11 @@ from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
     from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.research.advise import advise
     from headwise.research.designs.proposals import design
     from headwise.research.train.run import train
 
-__all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
+__all__ = ["advise", "allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
 
 machine.settle()  # before anything imports torch
 _autoregister.install()
@@ -28,6 +29,8 @@ _notebook.install()
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return metadata.version("headwise")
+    if name == "advise":
+        return import_module("headwise.research.advise").advise
     if name == "design":
         return import_module("headwise.research.designs.proposals").design
     if name == "train":
