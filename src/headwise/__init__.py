@@ -17,11 +17,16 @@ from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
     from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.research.advise import advise
     from headwise.research.designs.proposals import design
     from headwise.research.train.run import train
 
-__all__ = ["__version__", "allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
-ELSEWHERE = {"design": "headwise.research.designs.proposals", "train": "headwise.research.train.run"}
+__all__ = ["__version__", "advise", "allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
+ELSEWHERE = {
+    "advise": "headwise.research.advise",
+    "design": "headwise.research.designs.proposals",
+    "train": "headwise.research.train.run",
+}
 
 machine.settle()  # before anything imports torch
 _autoregister.install()

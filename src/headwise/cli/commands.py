@@ -18,7 +18,7 @@ from headwise.errors import HeadwiseError, known_reason
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process, stage
 from headwise.progress.shown import progress_shown
-from headwise.research import reproduce
+from headwise.research import advise, reproduce
 from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
 from headwise.research.theory import command
@@ -222,6 +222,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
 app.command("train", help=training.HELP)(training.command)
 app.command("design")(design)
 app.command("search")(search)
+app.command("advise")(advise.command)
 app.command("reproduce")(reproduce.command)
 app.command("kernels")(kernels)
 
