@@ -9,7 +9,6 @@ import shutil
 import sys
 from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -38,13 +37,8 @@ TEXT = "\n".join(f"line {number} has words enough to count as a line of text" fo
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny stock model with the embedded tokenizer."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    llama.tiny(vocab_size=4096, tie_word_embeddings=True).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(Path(families.locate("embedded")[0]) / name, path / name)
-    return str(path)
+def model(tiny_folder):
+    return str(tiny_folder)
 
 
 @pytest.fixture
@@ -91,6 +85,7 @@ WRONG = [
     (["--device", "tpu"], "no device is called 'tpu'"),
     (["--stream", "--heal", "blockwise"], "--heal blockwise needs both models in memory"),
     (["--stream", "--data", "self"], "a streamed model is too slow to write its own text"),
+    (["--budget", "KV=60"], "did you mean kv=60%?"),
     (["--data", "missing.txt"], "missing.txt does not exist"),
     (["--eval", "missing.jsonl"], "missing.jsonl does not exist"),
 ]
