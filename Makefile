@@ -2,11 +2,13 @@
 # make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
 # make notebooks: runs the notebooks and keeps their outputs.
 # make dist: wheel and source distribution in dist/, tried in a new environment.
+# make serve-test: the engines that serve models, each in an environment of its own (serving/NAME.txt, serving/test_NAME.py).
 PYTHON ?= python3
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
+SERVING := $(basename $(notdir $(wildcard serving/*.txt)))
 
-.PHONY: demo test docs notebooks dist browser screenshots clean
+.PHONY: demo test docs notebooks dist browser screenshots serve-test clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
@@ -41,6 +43,12 @@ browser:
 		echo "No apt-get here: install Chromium or Chrome yourself, or set CHROMIUM to its path; without it the browser tests are skipped."; \
 	fi
 
+.PRECIOUS: .venv/%/.installed
+serve-test: $(SERVING:%=serve-test-%)
+
+serve-test-%: .venv/%/.installed
+	@OMP_NUM_THREADS=1 .venv/$*/bin/python -m pytest -q -rs serving/test_$*.py
+
 screenshots: $(STAMP)
 	@.venv/bin/python docs/screenshots.py
 
@@ -53,6 +61,16 @@ $(STAMP): pyproject.toml constraints.txt
 # Beside the CPU torch torchvision only loads with tests/operators on the path, and would break whatever finds it else.
 $(VISION): $(STAMP)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/vision -c constraints.txt timm torchvision
+	@touch $@
+
+# The CPU torch first: whatever needs torch else brings gigabytes of CUDA. Packages behind "# remove:" go again.
+.venv/%/.installed: serving/%.txt pyproject.toml constraints.txt
+	@echo "Installing into .venv/$* (some minutes the first time)"
+	@test -x .venv/$*/bin/python || $(PYTHON) -m venv .venv/$*
+	@grep '^torch==' constraints.txt > .venv/$*/torch.txt
+	@.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r .venv/$*/torch.txt
+	@.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv/$*/torch.txt -r serving/$*.txt -e .
+	@sed -n 's/^# remove: //p' serving/$*.txt | xargs -r .venv/$*/bin/python -m pip uninstall --quiet -y
 	@touch $@
 
 clean:

@@ -42,13 +42,14 @@ ALLOWED: dict[str, set[str]] = {
     "checks": FIRST | MODEL | {"latency"},
     "training": FIRST | MODEL | {"runs", "cuts"},  # the loop that distillation and training from scratch share
     "heal": FIRST | MODEL | {"runs", "cuts", "training"},
-    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "report"},
+    "engines": FIRST | MODEL | {"checks"},  # what others serve models with
+    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "engines", "report"},
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},
     "pipeline": FIRST | MODEL | {"runs", "latency", "stages", "stream", "preflight"},
-    "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
+    "api": FIRST | MODEL | {"runs", "heal", "fast", "engines", "stages", "stream", "pipeline"},
     "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
-    "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
+    "cli": FIRST | {"api", "engines", "families", "fast", "report", "research", "runs", "stages", "strategies"},
     "_autoregister": {"families"},
     "_notebook": {"types", "runs", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
+from headwise.engines.process import require
 from headwise.heal import check as check_options
 from headwise.progress import Track
 from headwise.progress.shown import following
@@ -24,8 +25,10 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.keywords import RunKeywords, with_keywords
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
+from headwise.stages.serving import serve as serve_in
 from headwise.stream.source import Streaming
 from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
+from headwise.types.served import Served
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
 BUDGETS = ("budgets",)  # given as `budget`, one text or several
@@ -91,9 +94,13 @@ def allocate(
     allow: tuple[str, ...] = DEFAULT_UNITS,
     portable: bool = False,
     seed: int = 0,
+    **sizes: Any,
 ) -> Plan:
-    """Decide every size for a budget, from what a run folder's probing found, and write plan.json. Needs no model."""
-    return allocate_in(out, _texts(budget), strategy, allow, portable, seed)
+    """Decide every size for a budget, from what a run folder's probing found, and write plan.json. Needs no model.
+
+    `sizes` limits them: `serve="vllm"`, `multiple=32`, `same_dims=True`.
+    """
+    return allocate_in(out, _texts(budget), strategy, allow, portable, seed, **sizes)
 
 
 def reshape(
@@ -138,6 +145,18 @@ def verify(
         source = pipeline.source_of(known, folder, shown)
         found = processes.by_first(partial(pipeline.verify, folder, source, shown, limit))
         return found or Verdict.read(folder.verdict_file)
+
+
+def serve(out: Path | str, engine: str = "vllm", track: Track = silently, trust_remote_code: bool = False) -> Served:
+    """Let an engine serve the saved model of a run folder and its source: same tokens, room in its cache, speed.
+
+    What is found is also written to serving.json. `trust_remote_code`: see `reshape`.
+    """
+    require(engine)
+    folder = RunFolder(out)
+    with pipeline.resumed(folder, "verify", trust_remote_code) as known:
+        folder.require_model()
+        return serve_in(folder, pipeline.source_of(known, folder, track), engine, track)
 
 
 def load(

@@ -14,6 +14,7 @@ import typer
 from headwise import __version__, strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
 from headwise.cli.stdout import keep_stdout_clean
+from headwise.engines.process import require
 from headwise.errors import HeadwiseError, known_reason
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process, stage
@@ -161,8 +162,18 @@ def _build(folder: Path, as_json: bool, heal: str, **settings: Any) -> None:
 
 @app.command()
 @with_flags(Settings, "verify")
-def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
+def verify(
+    settings: dict[str, Any],
+    folder: Folder,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Check instead that this engine serves the model: vllm.", metavar="ENGINE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Measure what was done, on the saved model: sizes, quality at every length, retrieval, speed."""
+    if engine is not None:
+        return _serve(folder, engine, as_json, settings["trust_remote_code"])
     from headwise import api
     from headwise.cli.show import in_short
 
@@ -170,6 +181,19 @@ def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> N
         verdict = api.verify(folder, track, **settings)
     _print(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}")
     _exit(verdict)
+
+
+def _serve(folder: Path, engine: str, as_json: bool, trust: bool) -> None:
+    """Let an engine serve the model of a run folder; code 3 where it does not write what transformers writes."""
+    require(engine)
+    from headwise import api
+    from headwise.cli.serving import in_words
+
+    with progress_shown() as track:
+        found = api.serve(folder, engine, track, trust)
+    _print(found.to_json() if as_json else f"{in_words(found)}\nwritten to {folder}/serving.json")
+    if not found.passed:
+        raise typer.Exit(NOT_VERIFIED)
 
 
 @app.command()

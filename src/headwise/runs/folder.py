@@ -25,12 +25,12 @@ from headwise.types import LatencyTable, Plan, Readings, Verdict, Workload, writ
 
 OWN = (
     "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
-    "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
-    "report.html", "report.md", "latency-*.json",
+    "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "serving.json",
+    "frontier.json", "report.html", "report.md", "latency-*.json",
 )  # fmt: skip  # everything that a run writes; other files in its folder are not touched
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
 FOLLOWED = {  # settings that a stage follows
-    "plan": ("budgets", "strategy", "allow", "portable", "seed"),
+    "plan": ("budgets", "strategy", "allow", "portable", "serve", "multiple", "same_dims", "seed"),
     "model": ("heal", "heal_options"),
 }
 UNRECORDED = {  # files of finished stages in runs of earlier versions, which kept no record
@@ -55,6 +55,7 @@ class RunFolder:
         self.model = self.path / "model"
         self.proof_file = self.path / "proof.safetensors"
         self.verdict_file = self.path / "verdict.json"
+        self.serving_file = self.path / "serving.json"  # what an engine made of the model
         self.frontier_file = self.path / "frontier.json"
         self.report_file = self.path / "report.html"
         self.card_file = self.path / "report.md"
@@ -245,7 +246,7 @@ class RunFolder:
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
         """Record a model that is written; verdict and report of an older one are deleted."""
         self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
-        for stale in (self.verdict_file, self.report_file, self.card_file):
+        for stale in (self.verdict_file, self.serving_file, self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
 
     def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:

@@ -314,7 +314,7 @@ class TailoredAttention(nn.Module):
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
         if batch == tokens == 1:  # in few steps
             return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
-        if tokens == 1:  # one product for all queries of a group
+        if tokens < width:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
@@ -375,8 +375,10 @@ class TailoredAttention(nn.Module):
         """What every head is given of its row's values, as the output projection takes it (B, T, H O)."""
         if self.pooled == 1:
             return z_BTHV.flatten(2)
-        if self.v_projects:
-            return (z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)) @ self.v_up_NVO).flatten(2)
+        if self.v_projects:  # one product for each head: a plain one would copy the matrices for every token
+            z_NBThV = z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)).movedim(2, 0)
+            own = torch.bmm(z_NBThV.flatten(1, 3), self.v_up_NVO)
+            return own.view(*z_NBThV.shape[:-1], -1).movedim(0, 2).flatten(2)
         z = z_BTHV.unflatten(2, (self.kv_heads, self.pooled, -1)).unflatten(-1, (self.pooled, -1))
         return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
 

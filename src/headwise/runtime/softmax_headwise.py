@@ -33,12 +33,12 @@ def refuse_paged(sizes: dict[str, Any]) -> None:
     if sizes.get("k_code"):
         raise ValueError(
             "the cache of this model is coded in bits, which vLLM cannot hold. Make a model for vLLM: add --serve vllm "
-            "to the headwise run command that made this one."
+            "to the headwise run command that made it."
         )
     if not paged_size(sizes["qk_dim"], sizes["v_dim"]):
         raise ValueError(
-            f"cached rows of this model have {max(sizes['qk_dim'], sizes['v_dim']):,} numbers and vLLM takes at most "
-            f"{PAGED_SIZES[-1]}. Make a model for vLLM: add --serve vllm to the headwise run command that made this one."
+            f"cached rows of this model have {max(sizes['qk_dim'], sizes['v_dim']):,} numbers, and vLLM takes at most "
+            f"{PAGED_SIZES[-1]}. Make a model for vLLM: add --serve vllm to the headwise run command that made it."
         )
 
 

@@ -56,6 +56,9 @@ def solved(folder: RunFolder, dossier: Dossier) -> Dossier:
     if readings is None or plan is None:
         return dossier
     allow = folder.require().allow
+    if plan.free_damage is not None:  # planned with fewer sizes, and without bits
+        readings = replace(readings, shape=plan.source)
+        allow = tuple(unit for unit in allow if unit != "bits")
     dossier = replace(dossier, baselines=frontier.rivals(readings, plan, allow))
     known = frontier.stored(folder.frontier_file, frontier.fingerprint(readings, plan, allow), len(plan.keep))
     if known is None or not frontier.complete(known, plan):
