@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
-    from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.api import allocate, export, load, probe, reshape, run, verify
     from headwise.research.designs.proposals import design
     from headwise.research.train.run import train
 
-__all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
+__all__ = ["allocate", "design", "export", "load", "probe", "reshape", "run", "train", "verify"]
 
 machine.settle()  # before anything imports torch
 _autoregister.install()

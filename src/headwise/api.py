@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
+from headwise.exports import export as export
 from headwise.heal import check as check_options
 from headwise.progress import Track, silently
 from headwise.runs.dossier import Dossier
