@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import headwise
 
-SMALL: dict[str, Any] = dict(tokens=16_384, swap_tokens=0, length=256, seed=0)  # of calibration
+SMALL: dict[str, Any] = dict(swap_tokens=0, length=256, seed=0)  # of calibration
+TOKENS = {"embedded": 16_384}  # others have large vocabularies, which take long
 
 
 class Kind(NamedTuple):
@@ -39,9 +40,8 @@ def made(source: str, kind: str, where: Path, data: str | None = None) -> str:
         return source
     cut, out = KINDS[kind], where / f"{Path(source).name}-{kind}"
     if not (out / "heal.json").is_file() and not (out / "model").is_dir():
-        headwise.probe(
-            source, out, budgets=(cut.budget,), data=data, allow=cut.allow, pool=cut.pool, portable=cut.portable, **SMALL
-        )
+        asked = dict(budgets=(cut.budget,), allow=cut.allow, pool=cut.pool, portable=cut.portable)
+        headwise.probe(source, out, data=data, tokens=TOKENS.get(source, 4_096), **asked, **SMALL)
         headwise.allocate(out, cut.budget, allow=cut.allow, portable=cut.portable)
         headwise.reshape(out, heal="none")
     return str(out / "model")

@@ -47,15 +47,17 @@ ALLOWED: dict[str, set[str]] = {
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},
     "pipeline": FIRST | MODEL | {"runs", "latency", "stages", "stream", "preflight"},
-    "api": FIRST | MODEL | {"runs", "heal", "fast", "engines", "stages", "stream", "pipeline"},
+    "exports": FIRST | MODEL | {"runs"},  # formats of other engines
+    "api": FIRST | MODEL | {"runs", "heal", "fast", "engines", "stages", "stream", "pipeline", "exports"},
     "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
-    "cli": FIRST | {"api", "engines", "families", "fast", "report", "research", "runs", "stages", "strategies"},
+    "cli": FIRST
+    | {"api", "engines", "exports", "families", "fast", "report", "research", "runs", "stages", "strategies"},
     "_autoregister": {"families"},
     "_notebook": {"types", "runs", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},
     "__main__": {"cli"},
 }  # fmt: skip
-PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
+PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks", "exports"}  # one thing per file
 NO_TORCH = {"errors", "machine", "progress", "registry", "types", "cost", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}
 KERNELS = {"headwise.fast.flash_decode", "headwise.fast.small"}

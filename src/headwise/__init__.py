@@ -16,12 +16,24 @@ from typing import TYPE_CHECKING, Any
 from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
-    from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.api import allocate, export, load, probe, reshape, run, verify
     from headwise.research.advise import advise
     from headwise.research.designs.proposals import design
     from headwise.research.train.run import train
 
-__all__ = ["__version__", "advise", "allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
+__all__ = [
+    "__version__",
+    "advise",
+    "allocate",
+    "design",
+    "export",
+    "load",
+    "probe",
+    "reshape",
+    "run",
+    "train",
+    "verify",
+]
 ELSEWHERE = {
     "advise": "headwise.research.advise",
     "design": "headwise.research.designs.proposals",

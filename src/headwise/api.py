@@ -17,6 +17,7 @@ from torch import nn
 
 from headwise import families, pipeline, processes
 from headwise.engines.process import require
+from headwise.exports import export as export
 from headwise.heal import check as check_options
 from headwise.progress import Track
 from headwise.progress.shown import following
@@ -147,16 +148,22 @@ def verify(
         return found or Verdict.read(folder.verdict_file)
 
 
-def serve(out: Path | str, engine: str = "vllm", track: Track = silently, trust_remote_code: bool = False) -> Served:
+def serve(
+    out: Path | str,
+    engine: str = "vllm",
+    track: Track | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> Served:
     """Let an engine serve the saved model of a run folder and its source: same tokens, room in its cache, speed.
 
     What is found is also written to serving.json. `trust_remote_code`: see `reshape`.
     """
     require(engine)
     folder = RunFolder(out)
-    with pipeline.resumed(folder, "verify", trust_remote_code) as known:
+    with following(track, progress) as shown, pipeline.resumed(folder, "verify", trust_remote_code) as known:
         folder.require_model()
-        return serve_in(folder, pipeline.source_of(known, folder, track), engine, track)
+        return serve_in(folder, pipeline.source_of(known, folder, shown), engine, shown)
 
 
 def load(

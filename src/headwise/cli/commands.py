@@ -225,6 +225,30 @@ def report(
 
 
 @app.command()
+def export(
+    folder: Annotated[str, typer.Argument(help="A run folder, or the folder of a model.", metavar="FOLDER")],
+    to: Annotated[str, typer.Option(help="The format: gguf, onnx or openvino.", metavar="FORMAT")],
+    out: Annotated[Path | None, typer.Option(help="What to write; if not given, a name beside the model.")] = None,
+    kind: Annotated[
+        str, typer.Option("--type", help="GGUF: number format of weights, such as f16 or q8_0; auto: the file's own.")
+    ] = "auto",
+    tokenizer: Annotated[
+        str, typer.Option(help="GGUF: text, or ids for a file that is given token numbers in place of text.")
+    ] = "text",
+    check: Annotated[bool, typer.Option(help="Run the result where its engine is installed, and compare.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model in the format of another engine, and run it there to compare."""
+    from headwise.exports import export as write
+    from headwise.exports import in_words
+
+    with progress_shown() as track:
+        found = write(folder, to, out, overwrite, track, type=kind, tokenizer=tokenizer, check=check)
+    _print(found if as_json else in_words(found))
+
+
+@app.command()
 def families(
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,

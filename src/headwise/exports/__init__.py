@@ -91,3 +91,18 @@ def _refuse(path: Path, model: str, overwrite: bool, suffix: str) -> None:
 def _fill(new: Path, found: dict[str, Any], facts: dict[str, Any]) -> None:
     found.update(facts)
     (new / FACTS).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """What was written, for a reader."""
+    told = [f"{found['out']}: {found['format']}, {found['bytes']:,} bytes"]
+    if "architecture" in found:
+        told[0] += f", architecture {found['architecture']}, {found['type']}"
+    cache = f"cache: {found['cache_bytes_per_token']:,} bytes per token"
+    if filled := found.get("cache_filling_bytes_per_token"):
+        cache += f", of which {filled:,} are zeros, because all layers must be alike there"
+    told.append(cache)
+    if checked := found["checked"]:
+        far = f"log-probabilities differ from ours by at most {checked['largest_difference']:.1e}"
+        told.append(f"run in {checked['engine']}: {far}")
+    return "\n".join(told)

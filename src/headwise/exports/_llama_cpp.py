@@ -32,8 +32,9 @@ def ask(path: Path, context: int, seconds: float = 3_600, **asked: Any) -> dict[
     """What llama.cpp answers for a file.
 
     `texts`: their tokens. `rows` of tokens: for every position after the first the log-probability of the row's own
-    token (of `words` in all) and those of the `top` most likely ones; `letter` is any token that is a letter. `prompts` of tokens: `new` tokens after each, chosen greedily.
-    `cache`: f32 or f16. Also the bytes that the engine says its cache has, by token.
+    token (of `words` in all) and those of the `top` most likely ones; `letter` is any token that is a letter.
+    `prompts` of tokens: `new` tokens after each, chosen greedily, beyond an end of text if `on` is set. `cache`: f32
+    or f16. Also the bytes that the engine says its cache has, by token.
     """
     question = json.dumps({"path": str(path), "context": context, **asked})
     told = [sys.executable, "-m", __name__]
@@ -101,7 +102,8 @@ def main() -> None:
         engine.post("/tokenize", {"content": text, "add_special": False})["tokens"] for text in asked.get("texts", ())
     ]
     scores = [engine.scores(row, asked["top"], asked["words"], asked["letter"]) for row in asked.get("rows", ())]
-    written = [engine.complete(prompt, asked["new"], ignore_eos=asked.get("on", False))["tokens"] for prompt in asked.get("prompts", ())]
+    on, new = asked.get("on", False), asked.get("new", 0)
+    written = [engine.complete(prompt, new, ignore_eos=on)["tokens"] for prompt in asked.get("prompts", ())]
     print("\n" + json.dumps({"tokens": tokens, "scores": scores, "written": written}), flush=True)
     os._exit(0)
 

@@ -75,7 +75,7 @@ def _words(spec: dict[str, Any], size: int) -> list[tuple[str, int]]:
 
 
 def _pieces(spec: dict[str, Any], words: list[tuple[str, int]]) -> dict[str, Any]:
-    """The form of SentencePiece: no rule splits the text, and of two words the one that merges first has the higher score."""
+    """The form of SentencePiece: no rule splits the text; words that merge first have the higher scores."""
     steps = _steps(spec.get("normalizer"))
     metaspace = [step for step in _listed(spec.get("pre_tokenizer")) if step["type"] == "Metaspace"]
     spaced = ("Replace", "\u2581") in steps or bool(metaspace)

@@ -312,9 +312,10 @@ class TailoredAttention(nn.Module):
         k_BGTK = self._project_keys(k_BGTW)
         batch, heads, tokens, width = q_BHTW.shape
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
-        if batch == tokens == 1:  # in few steps
+        if batch == 1 and tokens == 1:  # in few steps
             return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
-        if tokens < width:  # one product for all queries of a group
+        few = tokens < width and not torch.compiler.is_exporting()  # one graph for any number of tokens
+        if few or tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
@@ -323,7 +324,7 @@ class TailoredAttention(nn.Module):
     def _project_keys(self, k_BGTW: torch.Tensor) -> torch.Tensor:
         if not self.projects:
             return k_BGTW
-        if k_BGTW.shape[0] == k_BGTW.shape[2] == 1:  # in few steps
+        if k_BGTW.shape[0] == 1 and k_BGTW.shape[2] == 1:  # in few steps
             k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
         else:
             k_BGTK = k_BGTW @ self.k_down_GWK
@@ -346,7 +347,8 @@ class TailoredAttention(nn.Module):
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
-        return self.pooled > 1 and not self.by_rows and q.shape[2] > self.head_width
+        alike = self.pooled == 1 or self.by_rows or torch.compiler.is_exporting()  # one graph for any number of tokens
+        return not alike and q.shape[2] > self.head_width
 
     def attended(self, q: torch.Tensor, rows: Rows, mask: Any, **kwargs: Any) -> Any:
         """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
