@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 
 from headwise.report import _facts as facts
 from headwise.report import _tables as tables
@@ -18,7 +17,6 @@ from headwise.runs.dossier import Dossier
 
 def model_card(dossier: Dossier) -> str:
     """Front matter, then the answer, then the page's sections without their pictures."""
-    dossier = replace(dossier, folder="")  # a card is read elsewhere
     start = [
         _front_matter(dossier),
         f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",
@@ -34,7 +32,7 @@ def model_card(dossier: Dossier) -> str:
     if dossier.plan is not None:
         start += ["## Before and after", _table(tables.layer_sizes(dossier.plan))]
     for part in (part for part in SECTIONS if part.shown(dossier)):
-        start += [f"## {part.heading}", *map(_block, part.blocks(dossier))]
+        start += [f"## {part.heading}", *map(_block, part.blocks(facts.elsewhere(dossier)))]
     return "\n\n".join(filter(None, start)) + "\n"
 
 
