@@ -134,4 +134,4 @@ def test_out_of_memory_for_good_ends_in_one_line_and_the_run_resumes(
     ]
     assert headwise(monkeypatch, *asked, "--recompute", "--out", out) in (0, 3), "it may be judged to be bad"
     told = capfd.readouterr().err
-    assert "prices of bits" not in told and "writing the report" in told, "what was done is kept"
+    assert "damage of bits" not in told and "writing the report" in told, "what was done is kept"

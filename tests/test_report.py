@@ -16,9 +16,11 @@ from headwise.report import _data as data
 from headwise.report import _facts as facts
 from headwise.report import _pictures as pictures
 from headwise.report import model_card, render
+from headwise.report._answer import next_step
 from headwise.report._commands import how_to_make, run_command
 from headwise.report._healing import HealRow, healing_parts
 from headwise.report._html import script
+from headwise.report._judged import advice
 from headwise.report._model import dashes, draw_model, model_rows
 from headwise.report._svg import Scale, spread
 from headwise.report._text import cell, fence, number
@@ -26,8 +28,13 @@ from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     GONE,
+    Answer,
+    BeforeAfter,
     Check,
+    Measure,
     Reading,
+    Sweep,
+    Verdict,
 )
 from headwise.types.measure import grouped
 
@@ -293,6 +300,42 @@ def test_the_command_can_be_pasted() -> None:
         "--allow qk,v,mlp,heads,kv_heads --tokens 4096 --out 'my runs/new'"
     ), "the run's own options, none that are as usual"
     assert run_command({}, "DIR") == "headwise run MODEL --budget kv=75% --out DIR"
+
+
+def test_one_sentence_says_whether_it_is_safe_and_one_command_what_to_do() -> None:
+    dossier = replace(make_dossier(), folder="runs/a")
+    assert dossier.verdict is not None and dossier.plan is not None and dossier.settings is not None
+    good = replace(dossier.verdict, max_loss="10%", limit=0.0953, length=512)
+
+    def said(verdict: Verdict, **more: Any) -> tuple[str, str]:
+        found = replace(dossier, verdict=verdict, **more)
+        return " ".join(advice(verdict)), next_step(found).code
+
+    assert said(good) == (
+        "✓ Safe to use for texts of up to 512 tokens.",
+        'import headwise\nmodel = headwise.load("runs/a/model")',
+    )
+    words, code = said(replace(good, context=2048))
+    assert "! Safe to use for texts of up to 512 tokens; longer ones were not measured" in words and "load" in code
+    words, code = said(replace(good, max_loss="2%", limit=0.02))
+    assert "! Use it with care: the limit of 2% lies inside the interval" in words
+    assert "--eval-tokens 131072" in code and code.endswith("--out runs/a-more")
+    bad = replace(good, max_loss="1%", limit=0.01)
+    words, code = said(bad, settings=replace(dossier.settings, heal="none"))
+    assert "✗ Do not use it as it is" in words and code.splitlines()[:2] == [
+        "cp -r runs/a runs/a-refit",
+        "headwise heal runs/a-refit",
+    ]
+    layers = (0,) * len(dossier.plan.keep)
+    answers = tuple(Answer(f"kv={p}%", p / 100, 0.02 - p / 5000, 0.0, layers) for p in (100, 95, 50))
+    sweep = Sweep("k", "kv", (), ("qk", "v"), dossier.plan.source.layers[:1], answers, 3, True)
+    _, code = said(bad, sweep=sweep)
+    assert code.splitlines()[1] == "headwise allocate runs/a-kv95 --budget kv=95% --allow qk,v", (
+        "the least that should do"
+    )
+    assert "--heal distill" in said(bad)[1], "where no budget is known that would do"
+    far = replace(good, quality=good.quality | {"kl": BeforeAfter(Measure(0.7, 0.6, 0.8))})
+    assert "but answers differ from the source's (KL 0.7)" in said(far)[0]
 
 
 def test_scales_and_words() -> None:

@@ -114,7 +114,7 @@ def collect(
 
     with _watching([block.attention for block in blocks]) as found:
         rows = passes(
-            family, model, task, tokens, seed, track, "prices of bits", recompute, spread, None if spread else labels
+            family, model, task, tokens, seed, track, "damage of bits", recompute, spread, None if spread else labels
         )
         for _, run in rows:
             run()

@@ -46,11 +46,20 @@ def advice(verdict: Verdict | None, unverified: str | None = None) -> tuple[str,
     if verdict.quality_state == UNCERTAIN:
         return "!", f"Use it with care: the limit of {verdict.max_loss} lies inside the interval of the measurement."
     up_to = f" for texts of up to {verdict.verified_up_to:,} tokens" if verdict.verified_up_to else ""
+    if (apart := _apart(verdict)) and (apart.low or 0.0) > verdict.limit:
+        differ = f"perplexity is within the limit, but answers differ from the source's (KL {number(apart.value, 2)})"
+        return "!", f"Use it with care{up_to}: {differ}."
     if any(found.lost for found in verdict.retrieval):
         return "!", f"Use it with care{up_to}: it finds less in long texts than the source does."
     if verdict.context > verdict.verified_up_to:
         return "!", f"Safe to use{up_to}; longer ones were not measured (it should serve {verdict.context:,})."
     return "✓", f"Safe to use{up_to}."
+
+
+def _apart(verdict: Verdict) -> Measure | None:
+    """The KL to the source, where there is a perplexity beside it: text may be as likely, and yet another."""
+    both = verdict.quality.get("kl") if has_perplexity(verdict) else None
+    return both.after if both else None
 
 
 def headline(verdict: Verdict) -> str:

@@ -263,7 +263,7 @@ def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
 def _samples(dossier: Dossier, maps: Maps) -> Blocks:
     samples = dossier.verdict.samples if dossier.verdict else ()
     if not samples:
-        yield Words("The verdict holds no generations; models that generate nothing are judged by their outputs.")
+        yield Words("No text was generated: streamed runs, and models that generate nothing, are judged without it.")
         return
     yield Html(f"<p class=note>{SAMPLES}</p>")
     yield Html("".join(map(draw_sample, samples[:SHOWN])))

@@ -185,7 +185,7 @@ def lengths(verdict: Verdict) -> Table:
             nats = number(q.damage, 3)
         counted = f"{q.rows}" if q.rows >= LEAST_ROWS else f"{q.rows}, too few to certify"
         rows.append((f"{q.length:,}", *change, nats, number(q.kl, 3), counted, _against(verdict, q.low, q.high)))
-    heads = ("tokens", "perplexity", "95% interval", "nats per token", "KL", "rows", "against the limit")
+    heads = ("tokens", "perplexity", "95% interval", "nats per token", "KL", "rows", "limit")
     return Table(heads, tuple(rows), range(6), "quality by length")
 
 

@@ -105,7 +105,9 @@ class Source(ABC):
     def rehearse(self, model: nn.Module, track: Track = silently) -> quality.Comparison:
         """How a model does on rows of the calibration's source that nothing was fitted to."""
         pair = self.model, model
-        return quality.compare(self.reader, *pair, self.rehearsal, track, self.task, self.seed, label="rehearsal")
+        return quality.compare(
+            self.reader, *pair, self.rehearsal, track, self.task, self.seed, label="damage on calibration data"
+        )
 
     def job(self, settings: Settings, cut: nn.Module, track: Track = silently, work: Path | None = None) -> Job:
         """What a healing is given; `work` is the folder that keeps what takes long."""
