@@ -35,7 +35,7 @@ LESS = {  # the same commands on less text
     "train": "--steps 2 --length 64 --batch-tokens 128 --eval-tokens 128 --data calibration.txt",
 }
 SETTINGS = dict(tokens=256, eval_tokens=128, swap_tokens=0, length=64, context=64, data="calibration.txt")
-ELSEWHERE = ("serving/", "EVIDENCE.md", "SERVING.md")  # commands that tests of their own run, or that take hours
+ELSEWHERE = ("EVIDENCE.md", "SERVING.md", *(page.name for page in (ROOT / "docs" / "serving").glob("[!i]*.md")))
 
 
 class Clock:
@@ -84,7 +84,7 @@ def blocks(page, language):
 
 def commands():
     """Every headwise command in a console block, in order, each once."""
-    pages = [page for page in PAGES if not any(part in str(page) for part in ELSEWHERE)]
+    pages = [page for page in PAGES if page.name not in ELSEWHERE]  # those have tests of their own, or take hours
     whole = [re.sub(r"\\\n\s*", "", block) for page in pages for block in blocks(page, "console")]
     lines = [line for block in whole for line in block.splitlines()]
     return list(dict.fromkeys(line for line in lines if line.startswith("headwise ")))
