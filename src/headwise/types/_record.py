@@ -92,7 +92,7 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 
 @functools.cache
-def _hints(kind: type[Record]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
