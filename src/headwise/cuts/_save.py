@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headwise import runtime
+from headwise.cuts._readers import warn_readers
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
@@ -38,7 +39,9 @@ def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portabl
         tokenizer.save_pretrained(target)
         if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
             tokenizer.feature_extractor.save_pretrained(target)
-        if not portable:
+        if portable:
+            warn_readers(target, leaving.config)
+        else:
             add_code(target, leaving)
 
     write_folder(folder, write)
