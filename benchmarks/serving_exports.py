@@ -2,9 +2,9 @@
 
 python benchmarks/serving_exports.py gguf FOLDER    # FOLDER keeps the small models, which are made once
 python benchmarks/serving_exports.py onnx FOLDER
-Writes benchmarks/results/serving-gguf.json or serving-onnx.json: for every model and kind of cut whether it runs, on how
-many of 20 prompts the engine writes the same 64 tokens (a choice between two tokens whose log-probabilities differ by
-less than TIE counts as the same), perplexity there and here, bytes of the file and of the cache.
+Writes benchmarks/results/serving-gguf.json or serving-onnx.json: for every model and kind of cut whether it runs, on
+how many of 20 prompts the engine writes the same 64 tokens (a choice between two tokens whose log-probabilities differ
+by less than TIE counts as the same), perplexity there and here, bytes of the file and of the cache.
 """
 
 from __future__ import annotations
