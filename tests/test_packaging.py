@@ -79,7 +79,7 @@ def test_the_shell_completes_commands_and_names() -> None:
     for typed, at, wanted in (("headwise ru", 1, {"run"}), ("headwise run --strategy ex", 3, {"exact"})):
         asked = {"_HEADWISE_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(at)}
         assert set(CliRunner().invoke(cli.app, prog_name="headwise", env=asked).output.split()) == wanted
-    shown = CliRunner().invoke(cli.app, ["--show-completion", "bash"], prog_name="headwise").output
+    shown = CliRunner().invoke(cli.app, prog_name="headwise", env={"_HEADWISE_COMPLETE": "source_bash"}).output
     assert "complete -o default -F _headwise_completion headwise" in shown
 
 

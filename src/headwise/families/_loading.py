@@ -148,13 +148,19 @@ def tokenizer_of(model: str, trust_remote_code: bool = False) -> Any:
     from transformers import AutoTokenizer
 
     where, extra = locate(model)
-    if not extra and not has_tokenizer(where):
-        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
-    return AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError):
+        if extra or has_words(where):
+            raise
+        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.") from None
 
 
-def has_tokenizer(where: str) -> bool:
-    """Whether a folder holds the words of a tokenizer; of hub ids that is not known."""
+def has_words(where: str) -> bool:
+    """Whether a folder holds the words of a tokenizer, which only those that read bytes do without.
+
+    Of hub ids that is not known.
+    """
     folder = Path(where)
     return not folder.is_dir() or any(file for pattern in TOKENIZERS for file in folder.glob(pattern))
 

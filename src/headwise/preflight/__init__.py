@@ -80,8 +80,9 @@ def _files(model: str, family: Family) -> None:
     if family.images or family.audio:
         if not any(Path(where).glob("*processor_config.json")):
             raise families.no_processor(where, family)
-    elif not families.has_tokenizer(where):
-        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
+    elif not families.has_words(where):
+        with families.explained(model), families.quietly():
+            families.tokenizer_of(model)
 
 
 def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
