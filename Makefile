@@ -1,10 +1,14 @@
 # make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
-# make browser, which installs the Chromium that the report is tested in.
+# make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
+# make notebooks: runs the notebooks and keeps their outputs.
+# make dist: wheel and source distribution in dist/, tried in a new environment.
+# make serve-test: the engines that serve models, each in an environment of its own (serving/NAME.txt, serving/test_NAME.py).
 PYTHON ?= python3
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
+SERVING := $(basename $(notdir $(wildcard serving/*.txt)))
 
-.PHONY: demo test browser screenshots clean
+.PHONY: demo test docs notebooks dist browser screenshots serve-test clean
 
 demo: $(STAMP)
 	@.venv/bin/headwise demo
@@ -16,6 +20,19 @@ test: $(STAMP) $(VISION)
 	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_redesign.py tests/test_experiments.py -k "timm or redesign or b4"
 
+docs: $(STAMP)
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
+	@echo "the site is in site/: open site/index.html"
+
+notebooks: $(STAMP)
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@.venv/bin/python notebooks/run.py
+
+dist: $(STAMP)
+	@rm -rf dist build
+	@.venv/bin/python -m build --outdir dist . >/dev/null
+	@.venv/bin/python tests/clean_install.py dist
+
 browser:
 	@if command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null; then \
 		echo "Chromium is there"; \
@@ -25,6 +42,12 @@ browser:
 	else \
 		echo "No apt-get here: install Chromium or Chrome yourself, or set CHROMIUM to its path; without it the browser tests are skipped."; \
 	fi
+
+.PRECIOUS: .venv/%/.installed
+serve-test: $(SERVING:%=serve-test-%)
+
+serve-test-%: .venv/%/.installed
+	@OMP_NUM_THREADS=1 .venv/$*/bin/python -m pytest -q -rs serving/test_$*.py
 
 screenshots: $(STAMP)
 	@.venv/bin/python docs/screenshots.py
@@ -40,5 +63,15 @@ $(VISION): $(STAMP)
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .venv/vision -c constraints.txt timm torchvision
 	@touch $@
 
+# The CPU torch first: whatever needs torch else brings gigabytes of CUDA. Packages behind "# remove:" go again.
+.venv/%/.installed: serving/%.txt pyproject.toml constraints.txt
+	@echo "Installing into .venv/$* (some minutes the first time)"
+	@test -x .venv/$*/bin/python || $(PYTHON) -m venv .venv/$*
+	@grep '^torch==' constraints.txt > .venv/$*/torch.txt
+	@.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -r .venv/$*/torch.txt
+	@.venv/$*/bin/python -m pip install --quiet --disable-pip-version-check -c .venv/$*/torch.txt -r serving/$*.txt -e .
+	@sed -n 's/^# remove: //p' serving/$*.txt | xargs -r .venv/$*/bin/python -m pip uninstall --quiet -y
+	@touch $@
+
 clean:
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

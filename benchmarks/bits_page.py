@@ -17,6 +17,15 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
 START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
 OURS = "ours, pooled"
+NAMED = {  # rivals as the field calls them -> rows of a result; each also keeps the first 4 and newest 32 tokens whole
+    "[KIVI](https://arxiv.org/abs/2402.02750), 4 bits": "KIVI int4, newest 32, first 4 whole",
+    "[QuaRot](https://arxiv.org/abs/2404.00456), 4 bits": "QuaRot int4, first 4 and newest 32 whole",
+    "[TurboQuant](https://arxiv.org/abs/2504.19874), 4 bits": "TurboQuant 4 bits, first 4 and newest 32 whole",
+    "rounding to 4-bit integers": "int4 by token, first 4 and newest 32 whole",
+    "KIVI, 2 bits": "KIVI int2, newest 32, first 4 whole",
+    "QuaRot, 2 bits": "QuaRot int2, first 4 and newest 32 whole",
+    "TurboQuant, 2 bits": "TurboQuant 2 bits, first 4 and newest 32 whole",
+}
 Row = dict[str, Any]
 
 
@@ -162,8 +171,28 @@ def _about(result: dict[str, Any]) -> list[str]:
     ]
 
 
+def named(files: Sequence[str] = ("bits-embedded.json", "bits-smollm2-1024.json"), folder: Path = RESULTS) -> str:
+    """For the first page: named rivals, each beside our plan in no more bytes."""
+    results = [json.loads((folder / file).read_text()) for file in files]
+    pairs = [cell for result in results for cell in (f"{result['name'].split(' (')[0]}: theirs", "Headwise")]
+    cells = []
+    for name, method in NAMED.items():
+        found = []
+        for result in results:
+            theirs = next(row for row in result["rows"] if row["method"] == method)
+            found += [_told(theirs), _told(_match(result["rows"], theirs))]
+        cells.append((name, *found))
+    made = [f"{result['hardware']}, {result['date']}, commit {result['commit']}" for result in results]
+    texts = " and ".join(str(result["rows"][0]["texts"]) for result in results)
+    note = (
+        f"- Texts of {results[0]['rows'][0]['length']:,} tokens ({texts} of them), half of the 95% interval; "
+        f"{'; '.join(dict.fromkeys(made))}."
+    )
+    return "\n".join([*_table(("KV cache", *pairs), cells), note])
+
+
 def summary(folder: Path = RESULTS) -> str:
-    """For the first page: shares of ours, and the best of the others in about as many bits, per model and length."""
+    """Shares of ours, and the best of the others in about as many bits, per model and length."""
     titles = ("model, tokens", "25%", "12.5%", "6.25%", "best other cache in 4 bits", "best other cache in 2 bits")
     cells, made = [], []
     for path in sorted(folder.glob("bits-*.json")):

@@ -55,14 +55,15 @@ HEALS = {"none": "no healing", "refit": "refit", "blockwise": "blockwise", "dist
 ONE, ROUNDS = "exact", "exact, 3 rounds"
 INTRO = """All plans for the same budget, before healing and after each kind of healing, on the same text. A cell is
 the change of perplexity on held-out text with half of its 95% interval. Bold marks the lowest value of a column and
-the values that tie with it. `svd`, `published`, `magnitude` and `uniform` are methods of others (README); `exact` is
-the solver's plan in one cut, `exact, 3 rounds` in three cuts with a refit after each. Where heads are pooled (`--pool
-all`), the heads of a layer share cached rows, and distillation starts from the blockwise healing; elsewhere it starts
-from the refitted model (`blockwise=0`). Two plans tie if they differ by no more than the root of the sum of their
-squared half intervals. This is strict, because both read the same text. A value below zero is better than the source
-on this text: healing also adapts a model to the kind of text it is trained on. Tokens count the training text; for
-distillation they count every pass over it, including the search for the learning rate. Seconds start with the cut and
-leave out the probing, which all plans share."""
+the values that tie with it. `published` is the recipe of A3 (arXiv 2505.12942) in our implementation, `svd`
+decomposes weights without data, `magnitude` removes heads with the smallest weights, `uniform` gives all layers one
+size; `exact` is the solver's plan in one cut, `exact, 3 rounds` in three cuts with a refit after each. Where heads
+are pooled (`--pool all`), the heads of a layer share cached rows, and distillation starts from the blockwise healing;
+elsewhere it starts from the refitted model (`blockwise=0`). Two plans tie if they differ by no more than the root of
+the sum of their squared half intervals. This is strict, because both read the same text. A value below zero is better
+than the source on this text: healing also adapts a model to the kind of text it is trained on. Tokens count the
+training text; for distillation they count every pass over it, including the search for the learning rate. Seconds
+start with the cut and leave out the probing, which all plans share."""
 
 
 class Change(NamedTuple):

@@ -66,7 +66,7 @@ def tree(case: Path) -> dict[str, bytes]:
         name = str(path.relative_to(case))
         if name.split("/")[0] == SCRATCH or f"{name}/".startswith(f"{OUT}/logs/"):
             continue
-        written = not path.is_file() or path.suffix == ".html" or path.name == "report.md"
+        written = not path.is_file() or path.suffix == ".html" or path.name in ("report.md", "README.md")
         with contextlib.suppress(FileNotFoundError):  # a process that a killed one had started still clears up
             found[name] = b"" if written else normalised(path, case)
     return found

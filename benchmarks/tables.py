@@ -1,6 +1,6 @@
-"""Writes the README's tables and picture and docs/PARAMETERS.md from committed results: no figure is typed by hand.
+"""Writes tables and pictures of the README and of pages in docs/ from committed results: no figure is typed by hand.
 
-python benchmarks/tables.py          # rewrite README.md, docs/PARAMETERS.md and docs/allocation.svg
+python benchmarks/tables.py          # rewrite the pages in PAGES, docs/PARAMETERS.md and docs/allocation.svg
 python benchmarks/tables.py --check  # exit 1 if they are not what the results say
 """
 
@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import bits_page
+import faq
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-MODELS = {  # result file -> how the README calls the model
+MODELS = {  # result file -> how pages call the model
     "quality-embedded.json": "embedded (Python code)",
     "quality-stories15M.json": "stories15M (TinyStories)",
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
 }
-METHODS = ["published", "uniform + refit", "exact", "exact + refit"]
+METHODS = {  # as a result calls it -> as a page does
+    "published": "recipe of A3 (`published`)",
+    "uniform + refit": "equal sizes + refit",
+    "exact": "`exact`",
+    "exact + refit": "`exact` + refit",
+}
 PARAMETERS = """SmolLM2 with fewer parameters and no training: whole heads, MLP width and whole layers may be cut
 (`--allow mlp,heads,kv_heads,depth`). `uniform` cuts every layer alike, `depth` removes only whole layers. The
 evaluation text is of another kind than the calibration text, and this matters. On held-out text of the calibration's
@@ -50,7 +56,7 @@ def results() -> dict[str, dict[str, Any]]:
 def table() -> str:
     """Increase of perplexity per model, budget and method, with half the width of the 95% interval."""
     lines = [
-        f"| model, KV cache kept | {' | '.join(METHODS)} |",
+        f"| model, KV cache kept | {' | '.join(METHODS.values())} |",
         f"| --- |{' --- |' * len(METHODS)}",
     ]
     notes = []
@@ -203,11 +209,11 @@ def distilled() -> str:
 
 
 def speed() -> str:
-    """Decode steps of a large model: stock code, ours, and ours with half the cache."""
+    """Decode steps of a large model: stock code, which is not compiled, ours, and ours with half the cache."""
     result = json.loads((RESULTS / "generate.json").read_text())
-    rivals = ["stock", "uncut", "kv 50%", "kv 50%, uneven"]
-    head = "Llama-3-8B's shape, batch x context | stock transformers | ours, uncut | half the cache | half, uneven"
-    lines = [f"| {head} |", "| --- |" + " --- |" * 4]
+    rivals = ["stock", "uncut", "kv 50%"]
+    head = "Llama-3-8B's shape, batch x context | transformers, eager | Headwise, uncut | Headwise, half the cache"
+    lines = [f"| {head} |", "| --- |" + " --- |" * 3]
     found = [row for row in result["rows"] if row["model"] == "llama-3-8b"]
     for size in sorted({(row["batch"], row["context"]) for row in found}):
         rows = {row["rival"]: row for row in found if (row["batch"], row["context"]) == size}
@@ -215,18 +221,16 @@ def speed() -> str:
         cells = [f"{rows[name]['ms']:.1f} ms ({stock / rows[name]['ms']:.1f} x)" for name in rivals]
         lines.append(f"| {size[0]} x {size[1] // 1024}k | {' | '.join(cells)} |")
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    note = "- Milliseconds of a step for the whole batch, random weights, bfloat16"
-    ends = f"{result['hardware']}, {result['date']}, {made}; low and high of each in docs/SPEED.md."
+    note = "- Milliseconds of a decode step for the whole batch, random weights, bfloat16, static cache"
+    ends = f"{result['hardware']}, {result['date']}, {made}."
     return "\n".join([*lines, "", f"{note}; {ends}"])
 
 
-BLOCKS = {
-    "cache": bits_page.summary,
-    "quality": table,
-    "embeddings": embeddings,
-    "healing": healing,
-    "distilled": distilled,
-    "speed": speed,
+PAGES = {  # page -> its blocks
+    "README.md": {"cache": bits_page.named, "speed": speed},
+    "docs/results.md": {"shares": bits_page.summary, "quality": table, "embeddings": embeddings},
+    "docs/faq.md": {"quantise": faq.quantise, "calibration": faq.calibration, "longest": faq.longest},
+    "docs/guides/heal.md": {"healing": healing, "distilled": distilled},
 }
 
 
@@ -256,11 +260,12 @@ def picture() -> str:
 
 def filled(page: str) -> str:
     """The page with every block between its marks as the results say."""
-    for name, block in BLOCKS.items():
+    text = (ROOT / page).read_text()
+    for name, block in PAGES[page].items():
         start, end = f"<!-- {name}: printed by benchmarks/tables.py -->", f"<!-- end of {name} -->"
-        before, rest = page.split(start)
-        page = f"{before}{start}\n\n{block()}\n\n{end}{rest.split(end)[1]}"
-    return page
+        before, rest = text.split(start)
+        text = f"{before}{start}\n\n{block()}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main() -> None:
@@ -268,18 +273,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    readme, drawing = ROOT / "README.md", ROOT / "docs" / "allocation.svg"
-    old = readme.read_text()
-    new = filled(old)
-    page = ROOT / "docs" / "PARAMETERS.md"
+    new = {page: filled(page) for page in PAGES}
+    new |= {"docs/PARAMETERS.md": parameters(), "docs/allocation.svg": picture()}
+    stale = [page for page, text in new.items() if (ROOT / page).read_text() != text]
     if check:
-        fresh = new == old and drawing.read_text() == picture() and page.read_text() == parameters()
-        sys.exit(0 if fresh else "README.md, docs/PARAMETERS.md or docs/allocation.svg is stale")
-    readme.write_text(new)
-    page.write_text(parameters())
-    drawing.parent.mkdir(exist_ok=True)
-    drawing.write_text(picture())
-    print(table())
+        sys.exit(f"stale: {', '.join(stale)}; run benchmarks/tables.py" if stale else 0)
+    for page in stale:
+        (ROOT / page).write_text(new[page])
+        print(f"{page}: written anew")
 
 
 if __name__ == "__main__":

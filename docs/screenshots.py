@@ -1,4 +1,4 @@
-"""Photographs the embedded model's report for the README: light, dark and on a narrow screen. Needs Chromium.
+"""Photographs the embedded model's report: light, dark and on a narrow screen. Needs Chromium.
 
 python docs/screenshots.py [RUN]   # a run folder; without one, runs/screenshots is made by `headwise demo` if need be
 """
@@ -45,14 +45,17 @@ def photograph(browser: Browser, page: Path, width: int, height: int, scheme: st
     return small.getvalue()
 
 
+def chromium() -> str:
+    """Where the browser is."""
+    found = os.environ.get("CHROMIUM") or next((found for name in NAMES if (found := shutil.which(name))), None)
+    return found or sys.exit("no Chromium was found; type: make browser")
+
+
 def main() -> None:
     """Write every picture."""
-    chromium = os.environ.get("CHROMIUM") or next((found for name in NAMES if (found := shutil.which(name))), None)
-    if chromium is None:
-        sys.exit("no Chromium was found; type: make browser")
     page = report(Path(sys.argv[1]) if len(sys.argv) > 1 else Path("runs") / "screenshots")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
         for name, screen in SHOTS.items():
             content = photograph(browser, page, **screen)  # type: ignore[arg-type]
             (DOCS / name).write_bytes(content)

@@ -2,15 +2,15 @@
 
     headwise reproduce a4 --size tiny --out FOLDER
 
-An experiment is a module `a*.py`, `b*.py` or `q*.py` in this folder with `CLAIM`, `TITLE`, `SAYS`, `run`, `measured`,
-`verdict` and `draw`; the last three take what `run` returned. A `run` that takes `parts` as well is given a dictionary
-that outlives a kill: what it finds there is done. Parts are forgotten once the experiment's code changes.
+An experiment is a module `a*.py`, `b*.py` or `q*.py` in this folder with `CLAIM`, `TITLE`, `run`, `measured` and
+`draw`; the last two take what `run` returned. What it is judged by stands in `_claims_a`, `_claims_b` and `_claims_q`.
+A `run` that takes `parts` as well is given a dictionary that outlives a kill: what it finds there is done. Parts are
+forgotten once the code that the run reaches changes (`_provenance`).
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import importlib
 import inspect
 import json
@@ -29,6 +29,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.provenance import commit
 
+from experiments import _claims_a, _claims_b, _claims_q, _provenance
+from experiments._judge import RULES_DATE, Claim, Judged, Results
+from experiments._provenance import made_by, shown
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError
 from headwise.research.designs.command import choose_device
 from headwise.types import write_atomically
@@ -36,11 +39,11 @@ from headwise.types import write_atomically
 if TYPE_CHECKING:
     from headwise.progress import Track
 
+__all__ = ["CLAIMS", "RULES_DATE", "made_by", "run", "shown"]  # what `headwise reproduce` takes from here, among others
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
 SIZES = ("tiny", "small", "full")
-VERDICTS = ("confirmed", "confirmed with conditions", "refuted")
-ANSWERED = "answered"  # the verdict on a question that the papers left open
+CLAIMS: dict[str, Claim] = {**_claims_a.CLAIMS, **_claims_b.CLAIMS, **_claims_q.CLAIMS}
 PACKAGES = ("torch", "numpy", "scipy", "transformers", "timm", "headwise")
 QUIET_SECONDS = 10.0  # between two lines of progress in a log
 
@@ -82,6 +85,11 @@ def find(text: str) -> str:
     near = difflib.get_close_matches(wanted, called, 1)
     hint = f" Did you mean '{called[near[0]]}'?" if near else ""
     raise UnknownNameError(f"no experiment is called '{text}'.{hint} Known: {', '.join(known)}, all.")
+
+
+def judged(name: str, found: dict[str, Any], results: Results | None = None) -> Judged:
+    """What the rule of an experiment makes of a result; some rules look at other results too."""
+    return CLAIMS[name].judge(found, {} if results is None else results)
 
 
 def load_claim(name: str) -> str:
@@ -149,9 +157,10 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     module, device = load(name), choose_device(request.device)
     hardware = machine(device)
     busy = ", shared with other work" if request.shared else ""
-    conditions = [request.size, hardware, digest(name)]
+    conditions = [request.size, hardware, code := _provenance.digest(name)]
     parts = Parts(path.with_name(f".{name}-{request.size}.parts.json"), conditions, request.minutes)
     resumed, before = bool(parts), gpu_allocations(device)
+    _provenance.forget()
     more = {"parts": parts} if "parts" in inspect.signature(module.run).parameters else {}
     found = plain(module.run(request.size, device, request.assets, track, **more))
     result = {
@@ -159,7 +168,10 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
         "name": name,
         "size": request.size,
         "command": command(name, request),
+        "arguments": request._replace(assets=None, out=None)._asdict(),
         "commit": commit(),
+        "code": code,
+        "inputs": _provenance.inputs(),
         "date": datetime.now(UTC).date().isoformat(),
         "hardware": (hardware if resumed or gpu_allocations(device) > before else machine("cpu")) + busy,
         "versions": versions(),
@@ -170,12 +182,6 @@ def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     if not found.get("left_out"):  # otherwise the same command resumes with --overwrite and more minutes
         parts.finish()
     return result
-
-
-def digest(name: str) -> str:
-    """Changes with the code of an experiment and all that experiments share."""
-    files = [FOLDER / f"{name}.py", *sorted(FOLDER.glob("_*.py"))]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 def command(name: str, request: Request) -> str:
@@ -236,6 +242,6 @@ def _lines(items: Sequence[Any], label: str) -> Iterable[Any]:
 
 def summary(result: dict[str, Any]) -> str:
     """What was found, in a few lines."""
-    module = load(result["name"])
-    found = result["found"]
-    return f"{module.CLAIM}: {module.TITLE}\n{module.measured(found)}\nverdict: {module.verdict(found)}"
+    module, found = load(result["name"]), result["found"]
+    by_rule = judged(result["name"], found)
+    return f"{module.CLAIM}: {module.TITLE}\n{module.measured(found)}\n{by_rule.number}\nverdict: {by_rule.told}"

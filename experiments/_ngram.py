@@ -248,7 +248,8 @@ def solved(task: Task, point: Point, effort: Effort, seed: int, device: torch.de
             z, y = seen()
             gram, right = gram + z.transpose(1, 2) @ z, right + z.transpose(1, 2) @ y
         ridge = RIDGE * gram.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
-        output = torch.linalg.solve(gram + ridge * torch.eye(width, device=device, dtype=gram.dtype), right)
+        ridged = gram + ridge * torch.eye(width, device=device, dtype=gram.dtype)
+        output = torch.cholesky_solve(right, torch.linalg.cholesky(ridged))
         pairs = [seen() for _ in range(effort.evaluation)]
     wrong = sum((z @ output - y).square().sum((1, 2)) for z, y in pairs)
     return (wrong / sum(y.square().sum((1, 2)) for _, y in pairs)).tolist()

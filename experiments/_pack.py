@@ -27,8 +27,8 @@ from headwise.types import write_atomically
 VOCABULARY = 4096
 SPECIAL = ("<|end|>", "<|mask|>", "<|sep|>", "<|pad|>", "<|class|>")  # tokens 0 to 4
 TEXT_TOKENS, CODE_TOKENS, VALID_TOKENS = 14_000_000, 8_000_000, 262_144
-TRAIN_IMAGES, TEST_IMAGES = 25_000, 5_000
-SIDE, QUALITY = 20, 92  # images along a mosaic's edge; JPEG quality
+TRAIN_IMAGES, TEST_IMAGES = 50_000, 10_000
+SIDE, QUALITY = 20, 95  # images along a mosaic's edge; JPEG quality
 SAMPLE_CHARACTERS = 8_000_000  # that the tokenizer is made from
 LONGEST = 128  # tokens of a GLUE example
 MOST_EXAMPLES = 24_000  # of one task

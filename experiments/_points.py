@@ -122,8 +122,8 @@ def _forget() -> None:
 
     import torch
 
-    gc.collect()
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()
 
 
@@ -136,10 +136,10 @@ def left_out(result: dict[str, Any]) -> str:
 
 
 def whose_times(result: dict[str, Any]) -> str:
-    """A sentence on times that are not of the run itself, for the end of a text."""
+    """A sentence on times that are not shown, for the end of a text."""
     if not result.get("times_of_an_earlier_run"):
         return ""
-    return " Times are of an earlier run, alone on the same device; what it did not train has none."
+    return " Times are not shown: they were copied into this result by hand, from an earlier run."
 
 
 def edges(models: Mapping[str, dict[str, Any]]) -> str:

@@ -58,6 +58,7 @@ class Net(NamedTuple):
     rotary: bool = False  # Llama's block: rotary positions, RMS norms, gated MLP; otherwise learned positions and GELU
     landmarks: int = 0  # of Nystrom attention; 0: exact
     head_dim: int = 0  # that attention is scaled and turned for, where layers differ; 0: each layer's own
+    qk_norm: bool = False  # queries and keys are normed, with a learned temperature per head
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -72,6 +73,8 @@ class Net(NamedTuple):
             found[f"{i}.down"] = (layer.mlp, self.width)
             if self.landmarks:
                 found[f"{i}.conv"] = (layer.heads, KERNEL)
+            if self.qk_norm:
+                found[f"{i}.warmth"] = (layer.heads,)
         if self.classes:
             found["classes"] = (self.width, self.classes)
         return found
@@ -108,6 +111,8 @@ def initial(net: Net, seed: int) -> Weights:
             deviation /= math.sqrt(2 * len(net.layers))
         elif name.endswith(".conv"):
             deviation = (3 * KERNEL) ** -0.5
+        elif name.endswith(".warmth"):
+            deviation = 0.0
         found[name] = torch.randn(shape, generator=rng) * deviation
     return found
 
@@ -152,7 +157,8 @@ def hidden(net: Net, w: Weights, x: Tensor, keep: Tensor | None = None, seen: li
     for i, layer in enumerate(net.layers):
         if layer.heads:
             qkv = norm(net, stream) @ w[f"{i}.qkv"]
-            z = attention(net, layer, qkv.reshape(members * rows, length, -1), turn, keep, w.get(f"{i}.conv"))
+            warmth = w[f"{i}.warmth"].repeat_interleave(rows, 0) if net.qk_norm else None
+            z = attention(net, layer, qkv.reshape(members * rows, length, -1), turn, keep, w.get(f"{i}.conv"), warmth)
             if seen is not None:
                 seen.append(z)
             stream = stream + z.reshape(members, rows * length, -1) @ w[f"{i}.out"]
@@ -168,14 +174,23 @@ def hidden(net: Net, w: Weights, x: Tensor, keep: Tensor | None = None, seen: li
 
 
 def attention(
-    net: Net, layer: Layer, qkv: Tensor, turn: Any, keep: Tensor | None = None, conv: Tensor | None = None
+    net: Net,
+    layer: Layer,
+    qkv: Tensor,
+    turn: Any,
+    keep: Tensor | None = None,
+    conv: Tensor | None = None,
+    warmth: Tensor | None = None,
 ) -> Tensor:
-    """All heads' outputs side by side, (S B, T, H K)."""
+    """All heads' outputs side by side, (S B, T, H K); `warmth` (S B, H) is the logarithm of normed queries' length."""
     heads, kv = layer.heads, layer.kv_heads or layer.heads
     q, k, v = (
         part.unflatten(-1, (count, -1)).transpose(1, 2)
         for part, count in zip(qkv.split(layer.sizes, -1), (heads, kv, kv), strict=True)
     )
+    if warmth is not None:
+        q, k = (F.rms_norm(x, (x.shape[-1],), eps=1e-6) for x in (q, k))
+        q = q * warmth.exp()[:, :, None, None]
     if turn is not None:
         cos, sin = turn[layer.dim]
         q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
@@ -317,14 +332,14 @@ def step_seconds(net: Net, loss: Loss, device: torch.device, steps: int) -> floa
 def conditioning(net: Net, flat: Tensor, x: Tensor, keep: Tensor | None = None) -> Tensor:
     """Condition number of the heads' outputs side by side, (S, layers): geometric means over rows of `x`.
 
-    In float32, since smaller numbers fill the smallest singular values with rounding; then squared, in float64.
+    In float64 throughout, since rounding fills the smallest singular values: in float32 numbers end near 1e6.
     """
     seen: list[Tensor] = []
-    hidden(net, named(net, flat), x, keep, seen)
+    wide = x.double() if net.patches else x
+    hidden(net, named(net, flat.double()), wide, keep, seen)
     found = []
     for z in seen:
-        wide = z.double() if z.shape[1] <= z.shape[2] else z.double().transpose(1, 2)
-        squares = torch.linalg.eigvalsh(wide @ wide.transpose(1, 2))
-        ratio = squares[:, -1] / squares[:, 0].clamp(min=1e-14 * squares[:, -1])
-        found.append(ratio.log().view(len(flat), -1).mean(1).div(2).exp())
+        sizes = torch.linalg.svdvals(z)
+        ratio = sizes[:, 0] / sizes[:, -1].clamp(min=1e-15 * sizes[:, 0])
+        found.append(ratio.log().view(len(flat), -1).mean(1).exp())
     return torch.stack(found, 1)

@@ -71,21 +71,6 @@ def among_best(compared: dict[str, Any]) -> list[int]:
     return [point["heads"] for point in compared["points"] if point["among_best"]]
 
 
-def judge(compared: dict[str, Any], expected: int) -> str:
-    """Whether the best number of heads is the expected one.
-
-    Confirmed: it is best or not significantly worse, and both ends of the sweep are (a flat curve has no best).
-    With conditions: it is, but an end is too; or a neighbour of it is. Refuted: otherwise.
-    """
-    heads = [point["heads"] for point in compared["points"]]
-    best = among_best(compared)
-    if expected in best:
-        return "confirmed" if not {heads[0], heads[-1]} & set(best) else "confirmed with conditions"
-    place = heads.index(expected)
-    near = heads[max(0, place - 1) : place + 2]
-    return "confirmed with conditions" if set(near) & set(best) else "refuted"
-
-
 def spelled(point: dict[str, Any]) -> str:
     """An error with its interval."""
     return f"{point['error']:.3g} [{point['low']:.3g}, {point['high']:.3g}]"

@@ -10,8 +10,7 @@ heads; that is where the bound's 1/H comes from. Three controls say why training
 distance (one head per lag is enough), rotary positions, and untrained heads whose output map is solved for exactly,
 which shows what heads could do if training found it.
 
-Every point has its rate chosen on seeds of its own. Verdict: confirmed if 32 heads are best or not significantly worse
-while both ends of the sweep are worse; with conditions if an end is as good, or a neighbour of 32 is best; or refuted.
+Every point has its rate chosen on seeds of its own.
 """
 
 from __future__ import annotations
@@ -32,7 +31,6 @@ from headwise.research.theory.bound import Group, bound
 
 CLAIM = "A4"
 TITLE = "A 4-gram learned with 256 dimensions"
-SAYS = "On a 4-gram task with D = 256 the best trained error is at M = 4, d_m = 8, H_m = 8, where theory puts it."
 
 DIM = 256
 RHO = (0.25,) * 4
@@ -155,11 +153,6 @@ def _why(result: dict[str, Any]) -> str:
         for kind, found in result["controls"].items()
     ]
     return "; ".join([*parts, *dims, *free]) + "."
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """Whether the best number of heads is theory's."""
-    return _sweep.judge(result["trained"], result["theory"]["heads"])
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

@@ -8,9 +8,8 @@ Three tasks on the tokens and the layer of A4 (256 dimensions cut into equal hea
 - nonlinear: `y_t = sum_i tanh(2 A_i x_{t-i}) / 4` over four lags with random rotations A_i, and a small tanh layer
   between heads and output.
 
-For each the exact solver of the bound names the best number of heads; verdict per task as in A4. All in all: confirmed
-if the previous token and the nonlinear target are both confirmed, refuted if both are refuted, otherwise with
-conditions. Induction as a whole is reported only: the claim is about its first step.
+For each the exact solver of the bound names the best number of heads. Induction as a whole is reported only: the claim
+is about its first step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from headwise.research.theory.bound import Group, bound
 
 CLAIM = "A5"
 TITLE = "Induction's first step and a nonlinear target"
-SAYS = "The same analysis covers the first step of induction heads and some nonlinear targets."
 
 DIM = 256
 TASKS = {
@@ -123,13 +121,6 @@ def previous_share(result: dict[str, Any]) -> np.ndarray[Any, Any]:
 def lags_beside_previous(result: dict[str, Any]) -> list[float]:
     """Mean shares of all lags but the first."""
     return [float(share) for share in np.delete(_shares(result).mean(0), 1)]
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """Both tasks of the claim together."""
-    tasks = [result["tasks"][name] for name in JUDGED]
-    words = {_sweep.judge(task["trained"], task["theory"]["nearest"]) for task in tasks}
-    return words.pop() if len(words) == 1 else "confirmed with conditions"
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

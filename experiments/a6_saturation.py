@@ -8,11 +8,6 @@ the model's context goes); errors are standard errors over sequences.
 A head follows the law if its slope is below -0.75, unless its norm falls because the head settles on one token (mean
 largest weight above one half at the longest L): that is the opposite of getting flat. A head stays sharp if its slope
 is above -0.25. The control is the same architecture with random weights, where logits are bounded as the theory asks.
-
-Verdict: confirmed if most heads follow the law in most trained models. Confirmed with conditions if not, but nine heads
-in ten do with random weights (the law holds where logits are bounded) and one head in four does in some trained model,
-at least over the longer half of the lengths. Otherwise refuted: a law that hardly any trained head follows does not
-describe trained models, however well it describes random ones.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ from headwise.progress import Track, silently
 
 CLAIM = "A6"
 TITLE = "Softmax saturation"
-SAYS = "The norm of the softmax Jacobian falls as O(1/L) with the length L of the text."
 
 FOLLOWS, SHARP, SETTLED = -0.75, -0.25, 0.5  # slopes, and a largest weight: see above
 ENCODER_ROWS = 16
@@ -297,16 +291,6 @@ def measured(result: dict[str, Any]) -> str:
         f"trained logits grow, their half range by {min(grown):.2f} to {max(grown):.2f} per unit of ln L (random: at "
         f"most {max(still):.2f}; 0.5 can undo the law). Rank correlation of a layer's slope with its depth: {depth}."
     )
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """By the shares of heads that follow the law, as the docstring above says."""
-    trained, control = list(result["models"].values()), result["random"].values()
-    if sum(m["share_following"] > 0.5 for m in trained) > len(trained) / 2:
-        return "confirmed"
-    bounded = all(m["share_following"] >= 0.9 for m in control)
-    some = any(max(m["share_following"], m["late_share_following"]) >= 0.25 for m in trained)
-    return "confirmed with conditions" if bounded and some else "refuted"
 
 
 COLOURS = {"embedded": "#0072b2", "stories15M": "#e69f00", "smollm2": "#009e73", "minilm": "#cc79a7"}

@@ -4,8 +4,7 @@ Heads are reduced by hooks around the softmax (`_finetune.Narrow`), along direct
 (`activations`) or from the weights alone (`weights`: the truncated SVD of the paper). A single reduced head is measured
 as it is, and after a short training of its factors and of its layer's q, k, v and o; then all heads of all layers,
 before and after training everything. Dimension 0 is the head removed, and the full dimension the same training without
-a cut: the two ends to compare with. Confirmed: most heads cost little at the smallest dimension, less than half of what
-removing them costs, and all at once cost little too. With conditions: only the first. Refuted: not even that.
+a cut: the two ends to compare with.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from headwise.progress import Track
 
 CLAIM = "A7"
 TITLE = "Four-dimensional heads"
-SAYS = "A 64-dimensional head can be replaced by a 4-dimensional one: truncated SVD, then fine-tuning."
 SMALL = 0.001  # nats per token that one head may cost: 0.1% of the perplexity
 SMALL_TOGETHER = 0.01  # nats per token that all heads together may cost: 1%
 MOST = 0.5  # more than this share of the heads must stay below
@@ -292,16 +290,6 @@ def measured(result: dict[str, Any]) -> str:
         f"{rho['rho']:.2f} [{rho['low']:.2f}, {rho['high']:.2f}]. All heads at once at {sizes}: {stages[0]} nats, and "
         f"{stages[1]} after {whole[0]['training']['tokens'] / 1e6:.3g}M tokens of fine-tuning.{smol}"
     )
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """Whether the claim holds, by the limits above."""
-    kept, removed, found = _single(result), _single(result, 0), result["models"]["embedded"]
-    if kept["below"] <= MOST:
-        return "refuted"
-    whole = _pick(found["together"], way="activations", dim=kept["dim"])["after"]["kl"]
-    needed = kept["mean_kl"] < removed["mean_kl"] / 2
-    return "confirmed" if needed and whole < SMALL_TOGETHER else "confirmed with conditions"
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

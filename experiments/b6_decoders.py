@@ -6,9 +6,6 @@ the heads?), a wide lean model with the deep one's parameters, a narrow deep mod
 model trained for as many FLOPs and for as many seconds as the deep one. All have the same optimiser, the same data in
 the same order, a rate chosen by the same rule (`_rates`: the mean over seeds, on the rows that are reported), and
 several seeds.
-
-Confirmed: the lean model's held-out loss is significantly lower at equal tokens. With conditions: it is not, but it is
-at equal FLOPs or at equal time. Refuted: it is lower in none of the three.
 """
 
 from __future__ import annotations
@@ -30,7 +27,6 @@ if TYPE_CHECKING:
 
 CLAIM = "B6"
 TITLE = "Decoders: 4 layers of 16 heads against 12 of 12"
-SAYS = "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than one with 12 layers of 12 heads."
 
 LADDER = _rates.Ladder((1.5e-4, 3e-4, 7e-4, 1.5e-3, 3e-3), (7e-4, 1.5e-3))
 DEEP, LEAN, WIDE = "deep", "lean", "wide lean"
@@ -216,17 +212,6 @@ def measured(result: dict[str, Any]) -> str:
         f"Differences of loss, seed by seed: {'; '.join(found)}. Rates were chosen on the same held-out rows."
         f"{_points.edges(models)}{_points.left_out(result)}{_points.whose_times(result)}"
     )
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """By significance of the lean model's advantage, where no rate still to be tried can undo it."""
-    lower = [
-        (found := against(result, name)) is not None and found.high < 0 and clear(result, name)
-        for name in (LEAN, *LONGER)
-    ]
-    if lower[0]:
-        return "confirmed"
-    return "confirmed with conditions" if any(lower[1:]) else "refuted"
 
 
 def draw(result: dict[str, Any], figure: Figure) -> None:

@@ -33,7 +33,6 @@ from headwise.types import LayerShape, ModelShape, Plan, Readings
 
 CLAIM = "Length"
 TITLE = "Plans for short and for long contexts"
-SAYS = "Open question of the first paper: should the allocation adapt to the length of the sequence?"
 ALLOW = ("qk", "v", "mlp")
 
 
@@ -263,11 +262,6 @@ def measured(result: dict[str, Any]) -> str:
         f"{result['source_milliseconds'][long]:.2f} ms at {int(long):,}."
     )
     return "\n".join(f"- {line}" for line in lines)
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """The paper left it open."""
-    return "answered"
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

@@ -26,7 +26,6 @@ from headwise.progress import Track
 
 CLAIM = "Robustness"
 TITLE = "Typos, shuffled words, unfamiliar text"
-SAYS = "Open question of the first paper: are reduced models as robust to distribution shift as their sources?"
 TYPO_RATE = 0.05  # of letters
 RESAMPLES = 2000
 
@@ -172,11 +171,6 @@ def measured(result: dict[str, Any]) -> str:
     rows = [row for model in result["models"].values() for row in model["rows"] if row["text"] != "clean"]
     lines.append(f"The cut model is hurt more than on clean text in {sum(map(_fragile, rows))} of {len(rows)} rows.")
     return "\n".join(f"- {line}" for line in lines)
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """The paper left it open."""
-    return "answered"
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

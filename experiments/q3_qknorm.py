@@ -27,7 +27,6 @@ from headwise.training.order import Order
 
 CLAIM = "Norms"
 TITLE = "Norms of queries and keys"
-SAYS = "Open question: does a quarter of the keys cost more where queries and keys are normed?"
 BUDGET = "kv=87.5%"  # half of the cache is keys: a quarter of them
 MODELS = {"with norms": "Qwen3", "without norms": "Llama"}
 RATE, WARM_UP = 2e-3, 100  # highest learning rate; steps during which it rises
@@ -170,11 +169,6 @@ def measured(result: dict[str, Any]) -> str:
     middle, low, high = ratio(result)
     lines.append(f"Ratio of damages, with norms to without: {middle:.2f} (95% interval {low:.2f} to {high:.2f}).")
     return "\n".join(f"- {line}" for line in lines)
-
-
-def verdict(result: dict[str, Any]) -> str:
-    """The papers left it open."""
-    return "answered"
 
 
 def draw(result: dict[str, Any], figure: Any) -> None:

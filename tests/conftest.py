@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
+from forked import Forking
 from hypothesis import settings
 from hypothesis import strategies as some
 
+from headwise import families
+from headwise.checks import exactness, quality, speed
+from headwise.families.llama import FAMILY as llama
 from headwise.stages import frontier
 from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings
 
@@ -17,10 +24,39 @@ settings.register_profile("headwise", max_examples=60, deadline=None, derandomiz
 settings.load_profile("headwise")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _short_verifications() -> Iterator[None]:
+    """Runs load their models again in forked processes (see `forked`), write short samples, and are timed once.
+
+    How long a sample is and how often a model is timed changes no figure that a test looks at.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exactness, "subprocess", Forking())
+        patch.setattr(quality, "SAMPLE_TOKENS", 8)
+        patch.setattr(speed.measure.__wrapped__, "__defaults__", (256, 8, 1, speed.PLAIN))
+        yield
+
+
+@pytest.fixture
+def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs load their models again in processes that start from nothing, as they do for users."""
+    monkeypatch.setattr(exactness, "subprocess", subprocess)
+
+
 @pytest.fixture(autouse=True)
 def _few_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report's frontier of a few limits: forty take seconds, and a test that minds them asks for them."""
     monkeypatch.setattr(frontier, "LEAST", 8)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny stock Llama with the embedded tokenizer, in a folder that no test writes to."""
+    path = tmp_path_factory.mktemp("models") / "tiny"
+    llama.tiny("llama", vocab_size=4096, tie_word_embeddings=True).save_pretrained(path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(Path(families.locate("embedded")[0]) / name, path / name)
+    return path
 
 
 GRAIN = Grain(qk_step=2, v_step=2, mlp_step=8, qk_floor=2, v_floor=2, mlp_floor=8, rotary=True, projectable=True)

@@ -117,6 +117,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.usefixtures("new_processes")
 def test_a_bfloat16_model_reloads_as_it_was_and_an_edited_plan_is_found_out(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

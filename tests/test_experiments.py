@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _lab, _ngram, _sweep, a4_ngram  # noqa: E402
+from experiments import _judge, _lab, _ngram, _provenance, _sweep, a4_ngram  # noqa: E402
 
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError  # noqa: E402
 from headwise.progress import silently  # noqa: E402
@@ -42,9 +42,8 @@ def ask(*arguments: object) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_experiment_says_what_it_tests(name: str) -> None:
     module = _lab.load(name)
-    assert module.CLAIM and module.TITLE and module.SAYS.endswith((".", "?")), "the page is made of these"
-    assert "\n" not in module.SAYS and len(module.TITLE) <= 60
-    assert (module.__doc__ or "").strip(), "the file says what it does and how its verdict is decided"
+    assert module.CLAIM and len(module.TITLE) <= 60, "the page is made of these"
+    assert (module.__doc__ or "").strip(), "the file says what it does"
     assert _lab.find(module.CLAIM) == _lab.find(name) == name, "found by claim and by name"
     if not name.startswith("q"):
         assert name.partition("_")[0].upper() == module.CLAIM
@@ -58,9 +57,11 @@ def test_an_experiment_runs_at_the_smallest_size(name: str, tmp_path: Path) -> N
     module, found = _lab.load(name), result["found"]
     assert json.loads((tmp_path / f"{name}.json").read_text()) == result, "the file holds the result"
     assert [path.name for path in tmp_path.iterdir()] == [f"{name}.json"], "and nothing is left beside it"
-    assert {"claim", "size", "command", "commit", "date", "hardware", "versions", "seconds"} <= set(result)
-    words = (_lab.ANSWERED,) if name.startswith("q") else _lab.VERDICTS
-    assert module.verdict(found) in words
+    stored = {"claim", "size", "command", "arguments", "commit", "code", "inputs", "date", "hardware", "versions"}
+    assert stored <= set(result) and result["code"] == _provenance.digest(name)
+    judged = _lab.judged(name, found, {name: found})
+    assert judged.verdict in (_judge.ANSWERS if name.startswith("q") else _judge.VERDICTS)
+    assert judged.number and judged.because
     assert any(sign.isdigit() for sign in module.measured(found)), "what was measured is told in numbers"
     figure = plots.new_figure()
     module.draw(found, figure)
@@ -86,11 +87,11 @@ class TestKeeping:
     """Results are never lost or replaced by accident."""
 
     def test_an_existing_result_is_refused_before_any_work(self, tmp_path: Path) -> None:
-        (tmp_path / "a4_ngram.json").write_text("precious")
-        with pytest.raises(OutputError, match=r"a4_ngram\.json exists; add --overwrite or give another folder"):
-            _lab.run("a4_ngram", tiny(tmp_path), silently)
-        assert (tmp_path / "a4_ngram.json").read_text() == "precious"
-        assert _lab.run("a4_ngram", tiny(tmp_path, overwrite=True), silently)["claim"] == "A4"
+        (tmp_path / "b1_gaussian.json").write_text("precious")
+        with pytest.raises(OutputError, match=r"b1_gaussian\.json exists; add --overwrite or give another folder"):
+            _lab.run("b1_gaussian", tiny(tmp_path), silently)
+        assert (tmp_path / "b1_gaussian.json").read_text() == "precious"
+        assert _lab.run("b1_gaussian", tiny(tmp_path, overwrite=True), silently)["claim"] == "B1"
 
     @pytest.mark.parametrize("out", [None, _lab.RESULTS])
     def test_a_small_result_never_lies_among_full_ones(self, out: Path | None) -> None:
@@ -141,6 +142,62 @@ class TestKeeping:
         assert not _lab.Parts(path, ["tiny", "code 2"])
 
 
+class TestProvenance:
+    """Which code made a result, and which of its values code wrote."""
+
+    def test_a_page_says_when_other_code_made_a_result(self) -> None:
+        page = (ROOT / "docs" / "EVIDENCE.md").read_text()
+        for path in sorted(_lab.RESULTS.glob("*.json")):
+            result = json.loads(path.read_text())
+            section = page.split(f"\n### {_lab.load(path.stem).CLAIM}: ")[1].split("\n### ")[0]
+            current = result.get("code") == _provenance.digest(path.stem) if "code" in result else False
+            said = "Made by the present code" if current else "Made by earlier code"
+            assert said in section, f"{path.stem}: type headwise reproduce --render"
+
+    def test_the_digest_follows_the_code_that_a_run_reaches(self, tmp_path: Path, monkeypatch: Any) -> None:
+        folder = tmp_path / "experiments"
+        folder.mkdir()
+
+        def of(body: str, shared: str) -> str:
+            head = "from headwise import linalg\nfrom experiments._y import helped\nfrom experiments import _y\n"
+            (folder / "x.py").write_text(f"{head}{body}")
+            (folder / "_y.py").write_text(shared)
+            _provenance._tree.cache_clear()
+            _provenance._pieces.cache_clear()
+            return _provenance.digest("x")
+
+        monkeypatch.setattr(_provenance, "ROOT", tmp_path)
+        body, shared = (
+            "N = 1\ndef run():\n    return helped() + N\n",
+            "def helped():\n    return _inner()\ndef _inner(): return 1\n",
+        )
+        first = of(body, shared)
+        assert of(f"{body}def draw():\n    return 9\n", f"# a comment\n{shared}") == first, "drawing measures nothing"
+        changed = {
+            of(body.replace("N = 1", "N = 2"), shared),
+            of(body, shared.replace("return 1", "return 2")),
+            of(body.replace("helped()", "_y.other()"), f"{shared}def other(): return 1\n"),
+            of(body.replace("N\n", "N + linalg.balanced\n"), shared),
+        }
+        assert len(changed - {first}) == 4
+        _provenance._tree.cache_clear()
+        _provenance._pieces.cache_clear()
+
+    def test_inputs_are_known_by_their_hashes(self, tmp_path: Path) -> None:
+        (tmp_path / "text.txt").write_text("one")
+        _provenance.forget()
+        first = _provenance.inputs() or {_provenance.used(tmp_path / "text.txt").name: _provenance.inputs()["text.txt"]}
+        (tmp_path / "text.txt").write_text("two")
+        _provenance.used(tmp_path / "text.txt")
+        assert set(_provenance.inputs()) == {"text.txt"} and _provenance.inputs() != first
+
+    def test_values_that_were_copied_by_hand_are_not_shown(self) -> None:
+        models = {"deep": {"loss": [1.0], "seconds": 7.0}, "lean, equal time": {"loss": [0.5]}}
+        found = {"models": models, "times_of_an_earlier_run": True}
+        assert _provenance.shown(found)["models"] == {"deep": {"loss": [1.0]}}
+        assert _provenance.shown({"models": models})["models"] == models and models["deep"]["seconds"] == 7.0
+
+
 class TestCommand:
     """`headwise reproduce`."""
 
@@ -152,17 +209,19 @@ class TestCommand:
         return tmp_path
 
     def test_the_list_says_what_is_measured(self, root: Path) -> None:
-        _lab.run("a4_ngram", tiny(root / "experiments" / "results"), silently)
+        _lab.run("b1_gaussian", tiny(root / "experiments" / "results"), silently)
         rows = {row["name"]: row for row in json.loads(ask("--json").stdout)}
         assert tuple(rows) == NAMES
-        assert rows["a4_ngram"]["measured"] and rows["a4_ngram"]["verdict"] in _lab.VERDICTS
+        assert rows["b1_gaussian"]["measured"] and rows["b1_gaussian"]["verdict"] in _judge.VERDICTS
+        assert rows["b1_gaussian"]["source"] == _lab.CLAIMS["b1_gaussian"].source and rows["b1_gaussian"]["number"]
         assert not rows["a5_induction"]["measured"] and rows["a5_induction"]["verdict"] == "not measured yet"
-        assert "a4_ngram" in ask().stdout
+        assert "B1" in ask().stdout
 
     def test_one_runs_by_its_claim(self, root: Path) -> None:
-        done = ask("A4", "--size", "tiny", "--device", "cpu", "--out", root / "out")
+        done = ask("B1", "--size", "tiny", "--device", "cpu", "--out", root / "out")
         assert done.exit_code == 0 and "verdict: " in done.stdout
-        assert json.loads((root / "out" / "a4_ngram.json").read_text())["command"].startswith("headwise reproduce a4")
+        made = json.loads((root / "out" / "b1_gaussian.json").read_text())
+        assert made["command"].startswith("headwise reproduce b1") and made["arguments"]["size"] == "tiny"
 
     def test_all_keeps_what_is_there(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ran: list[str] = []
@@ -178,19 +237,21 @@ class TestCommand:
             and "docs/EVIDENCE.md is missing; type: headwise reproduce --render" in missing.stderr
         )
         results = root / "experiments" / "results"
-        _lab.run("a4_ngram", tiny(results), silently)
+        _lab.run("b1_gaussian", tiny(results), silently)
         assert ask("--render").exit_code == 0
-        page, figure = root / "docs" / "EVIDENCE.md", root / "docs" / "evidence" / "a4_ngram.svg"
-        assert a4_ngram.SAYS in page.read_text() and figure.exists()
+        page, figure = root / "docs" / "EVIDENCE.md", root / "docs" / "evidence" / "b1_gaussian.svg"
+        assert _lab.CLAIMS["b1_gaussian"].says in page.read_text() and figure.exists()
+        assert "Made by the present code" in page.read_text()
         assert "Not measured yet: run `headwise reproduce a5_induction`." in page.read_text()
         assert ask("--check").exit_code == 0
-        text = (results / "a4_ngram.json").read_text()
-        (results / "a4_ngram.json").write_text(text.replace('"steps": 8', '"steps": 9'))
-        stale = ask("--check")
-        assert stale.exit_code == 1 and "docs/EVIDENCE.md is stale from line" in stale.stderr
-        (results / "a4_ngram.json").write_text(text)
+        text = (results / "b1_gaussian.json").read_text()
+        for old, new in (('"draws": 8', '"draws": 9'), (_provenance.digest("b1_gaussian"), "0123456789abcdef")):
+            (results / "b1_gaussian.json").write_text(text.replace(old, new))
+            stale = ask("--check")
+            assert stale.exit_code == 1 and "docs/EVIDENCE.md is stale from line" in stale.stderr
+        (results / "b1_gaussian.json").write_text(text)
         figure.unlink()
-        assert "docs/evidence/a4_ngram.svg is missing" in ask("--check").stderr
+        assert "docs/evidence/b1_gaussian.svg is missing" in ask("--check").stderr
 
     def test_without_a_checkout_it_says_what_to_do(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reproduce, "__file__", str(tmp_path / "site-packages" / "headwise" / "reproduce.py"))

@@ -173,6 +173,22 @@ def test_overwriting_keeps_what_is_not_ours(finished: RunFolder, world: Settings
     assert not [path for path in finished.path.iterdir() if path.name.startswith(".")]
 
 
+def test_another_run_in_the_folder_is_told_with_what_differs_and_how_its_readings_are_kept(
+    finished: RunFolder, world: Settings
+) -> None:
+    with pytest.raises(OutputError, match=r"holds a finished run with these settings \(see .*report.html\); choose"):
+        run(finished, world)
+    other = replace(world, budgets=("kv=60%",), max_loss="2%")
+    with pytest.raises(OutputError) as told:
+        run(finished, other)
+    said, place = str(told.value), finished.path
+    assert f"(budgets was {world.budgets[0]} and is now kv=60%; max_loss was None and is now 2%)" in said
+    assert f"headwise allocate {place} --budget kv=60%" in said and f"headwise verify {place} --max-loss 2%" in said
+    assert said.endswith(f"&& headwise report {place}; or choose another --out or add --overwrite.")
+    with pytest.raises(OutputError, match=r"\(seed was 0 and is now 1\); choose another --out"):
+        run(finished, replace(world, seed=1))
+
+
 def test_replacing_resumes_after_a_kill_before_the_first_new_file(finished: RunFolder, world: Settings) -> None:
     (finished.path / "notes.txt").write_text("mine")
     aside.set_aside(finished.path, OWN)  # killed here: only the user's file and the earlier run are left

@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "cost": {"errors", "types"},
     "budgets": {"errors", "registry", "types", "cost"},
     "strategies": {"errors", "registry", "types", "cost", "budgets"},
-    "report": {"errors", "registry", "types", "cost", "budgets", "runs"},  # prices for its tables: formulas only
+    "report": {"errors", "files", "registry", "types", "cost", "budgets", "runs"},  # prices: formulas only
     "fast": {"errors", "files", "types", "devices", "runtime"},  # fast inference, never needed
     "families": {"errors", "files", "registry", "types", "cost", "linalg", "memory", "data", "runtime"},
     "tasks": {"errors", "files", "registry", "progress", "data", "families"},  # what a model is for
@@ -41,20 +41,23 @@ ALLOWED: dict[str, set[str]] = {
     "latency": FIRST | MODEL | {"runs", "fast"},
     "checks": FIRST | MODEL | {"latency"},
     "training": FIRST | MODEL | {"runs", "cuts"},  # the loop that distillation and training from scratch share
-    "heal": FIRST | MODEL | {"runs", "training"},
-    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "report"},
+    "heal": FIRST | MODEL | {"runs", "cuts", "training"},
+    "engines": FIRST | MODEL | {"checks"},  # what others serve models with
+    "stages": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "engines", "report"},
     "stream": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "heal", "checks", "stages"},
     "preflight": FIRST | MODEL | {"runs", "strategies", "heal", "stages", "stream"},
     "pipeline": FIRST | MODEL | {"runs", "latency", "stages", "stream", "preflight"},
-    "api": FIRST | MODEL | {"runs", "heal", "fast", "stages", "stream", "pipeline"},
+    "exports": FIRST | MODEL | {"runs"},  # formats of other engines
+    "api": FIRST | MODEL | {"runs", "heal", "fast", "engines", "stages", "stream", "pipeline", "exports"},
     "research": FIRST | MODEL | {"runs", "strategies", "probes", "cuts", "training", "report"},  # no stage needs it
-    "cli": FIRST | {"api", "families", "fast", "report", "research", "runs", "stages", "strategies"},
+    "cli": FIRST
+    | {"api", "engines", "exports", "families", "fast", "report", "research", "runs", "stages", "strategies"},
     "_autoregister": {"families"},
     "_notebook": {"types", "runs", "report"},
     "__init__": {"api", "research", "_autoregister", "_notebook", "machine"},
     "__main__": {"cli"},
 }  # fmt: skip
-PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks"}  # one thing per file
+PLUG_INS = {"families", "tasks", "probes", "budgets", "strategies", "heal", "checks", "exports"}  # one thing per file
 NO_TORCH = {"errors", "machine", "progress", "registry", "types", "cost", "budgets", "strategies", "report"}
 HEAVY = {"torch", "transformers", "accelerate", "datasets", "safetensors"}
 KERNELS = {"headwise.fast.flash_decode", "headwise.fast.small"}

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headwise import api, cost, families
 from headwise.cli.show import finished
 from headwise.cuts import reshape
+from headwise.cuts.balance import balance
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
-from headwise.heal._balance import balance
 from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram
@@ -80,8 +80,8 @@ def test_a_cut_row_is_what_the_cache_holds_and_what_is_counted(kind: str) -> Non
         assert torch.allclose(short, long, atol=1e-5)
         held = sum(layer.keys[0, :, 0].numel() + layer.values[0, :, 0].numel() for layer in before.layers)
         assert held * shape.cache_bytes == cost.kv_bytes_per_token(shape)
-        balance(family, cut)
-        assert torch.allclose(cut(rows[:, :9]).logits[:, -1], whole, atol=1e-5)
+        balance(family.blocks(cut))
+        assert torch.equal(cut(rows[:, :9]).logits[:, -1], whole)
 
 
 def test_a_shared_row_keeps_more_of_the_logits_than_rows_of_single_heads() -> None:

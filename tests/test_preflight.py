@@ -9,7 +9,6 @@ import shutil
 import sys
 from contextlib import redirect_stderr
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,12 +16,11 @@ from conftest import invent
 from transformers import AutoTokenizer
 
 from headwise import budgets, cli, families, heal, preflight, strategies
-from headwise.cli import progress
 from headwise.data import audio, images, overlap, own_text
 from headwise.errors import HeadwiseError, PlanError
 from headwise.families.llama import FAMILY as llama
 from headwise.preflight import _disk
-from headwise.progress import silently
+from headwise.progress import shown, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
@@ -39,13 +37,8 @@ TEXT = "\n".join(f"line {number} has words enough to count as a line of text" fo
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A tiny stock model with the embedded tokenizer."""
-    path = tmp_path_factory.mktemp("models") / "tiny"
-    llama.tiny(vocab_size=4096, tie_word_embeddings=True).save_pretrained(path)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(Path(families.locate("embedded")[0]) / name, path / name)
-    return str(path)
+def model(tiny_folder):
+    return str(tiny_folder)
 
 
 @pytest.fixture
@@ -92,6 +85,7 @@ WRONG = [
     (["--device", "tpu"], "no device is called 'tpu'"),
     (["--stream", "--heal", "blockwise"], "--heal blockwise needs both models in memory"),
     (["--stream", "--data", "self"], "a streamed model is too slow to write its own text"),
+    (["--budget", "KV=60"], "did you mean kv=60%?"),
     (["--data", "missing.txt"], "missing.txt does not exist"),
     (["--eval", "missing.jsonl"], "missing.jsonl does not exist"),
 ]
@@ -341,10 +335,10 @@ def test_text_by_the_model_follows_its_probabilities():
 
 def test_progress_without_a_terminal_is_plain_lines(monkeypatch):
     clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
-    with redirect_stderr(io.StringIO()) as shown, progress.progress_shown() as track:
+    monkeypatch.setattr(shown.time, "monotonic", lambda: next(clock))
+    with redirect_stderr(io.StringIO()) as told, shown.progress_shown() as track:
         assert list(track(range(4), "moments")) == [0, 1, 2, 3]
-    assert shown.getvalue().splitlines() == [
+    assert told.getvalue().splitlines() == [
         "moments",
         "moments: 50%, about 40 s left",
         "moments: done in 1 min 40 s",

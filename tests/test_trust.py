@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -25,15 +26,8 @@ EVIL = "import pathlib\npathlib.Path({mark!r}).touch()\n"
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny stock model with the embedded tokenizer."""
-    folder = tmp_path_factory.mktemp("source") / "tiny"
-    family = next(f for f in families.known() if "llama" in f.model_types)
-    with families.quietly():
-        family.tiny("llama", vocab_size=4096).save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(Path(families.locate("embedded")[0]) / name, folder / name)
-    return folder
+def source(tiny_folder: Path) -> Path:
+    return tiny_folder
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +55,12 @@ def hostile(source: Path, tmp_path: Path) -> tuple[Path, Path]:
     (folder / "tokenizer_config.json").write_text(json.dumps(told))
     (folder / "own.py").write_text(EVIL.format(mark=str(mark)))
     return folder, mark
+
+
+def test_the_tokenizer_of_a_cut_model_needs_no_trust(finished: Path) -> None:
+    example = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "tokenizer_without_trust.py"))
+    read = [example["tokenizer_of"](str(place)) for place in (finished / "model", families.locate("embedded")[0])]
+    assert read[0]("def add(a, b):")["input_ids"] == read[1]("def add(a, b):")["input_ids"]
 
 
 def failed_reload(verdict) -> str:

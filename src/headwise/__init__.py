@@ -8,17 +8,37 @@ Importing this is light: torch is imported when a function needs it.
 
 from __future__ import annotations
 
-from importlib import import_module, metadata
+__version__ = "0.2.0"  # written here only: pyproject.toml reads it
+
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from headwise import _autoregister, _notebook, machine
 
 if TYPE_CHECKING:
-    from headwise.api import allocate, load, probe, reshape, run, verify
+    from headwise.api import allocate, export, load, probe, reshape, run, verify
+    from headwise.research.advise import advise
     from headwise.research.designs.proposals import design
     from headwise.research.train.run import train
 
-__all__ = ["allocate", "design", "load", "probe", "reshape", "run", "train", "verify"]
+__all__ = [
+    "__version__",
+    "advise",
+    "allocate",
+    "design",
+    "export",
+    "load",
+    "probe",
+    "reshape",
+    "run",
+    "train",
+    "verify",
+]
+ELSEWHERE = {
+    "advise": "headwise.research.advise",
+    "design": "headwise.research.designs.proposals",
+    "train": "headwise.research.train.run",
+}
 
 machine.settle()  # before anything imports torch
 _autoregister.install()
@@ -26,12 +46,10 @@ _notebook.install()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        return metadata.version("headwise")
-    if name == "design":
-        return import_module("headwise.research.designs.proposals").design
-    if name == "train":
-        return import_module("headwise.research.train.run").train
-    if name in __all__:
-        return getattr(import_module("headwise.api"), name)
-    raise AttributeError(f"module 'headwise' has no attribute '{name}'")
+    if name not in __all__:
+        raise AttributeError(f"module 'headwise' has no attribute '{name}'")
+    return getattr(import_module(ELSEWHERE.get(name, "headwise.api")), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,8 @@
-"""The Python interface: the stages as functions on a run folder."""
+"""The Python interface: the stages as functions on a run folder.
+
+They show their progress as the command line does; `progress=False` is silent. With `track`, a function that wraps every
+loop, you show it yourself.
+"""
 
 from __future__ import annotations
 
@@ -6,65 +10,82 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Unpack, cast
 
 import torch
 from torch import nn
 
 from headwise import families, pipeline, processes
+from headwise.engines.process import require
+from headwise.exports import export as export
 from headwise.heal import check as check_options
-from headwise.progress import Track, silently
+from headwise.progress import Track
+from headwise.progress.shown import following
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
+from headwise.runs.keywords import RunKeywords, with_keywords
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
+from headwise.stages.serving import serve as serve_in
 from headwise.stream.source import Streaming
 from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
+from headwise.types.served import Served
 from headwise.types.verdict import MAX_LOSS, damage_limit
+
+BUDGETS = ("budgets",)  # given as `budget`, one text or several
 
 
 def _texts(budget: str | Sequence[str]) -> tuple[str, ...]:
     return (budget,) if isinstance(budget, str) else tuple(budget)
 
 
+@with_keywords(Settings, BUDGETS)
 def run(
     model: str,
     budget: str | Sequence[str],
     out: Path | str,
     overwrite: bool = False,
-    track: Track = silently,
-    **settings: Any,
+    track: Track | None = None,
+    progress: bool = True,
+    **settings: Unpack[RunKeywords],
 ) -> Dossier:
     """Fit a model to a budget: all six stages. `settings` are the fields of `headwise.runs.settings.Settings`."""
-    return pipeline.run(Settings(model=model, budgets=_texts(budget), **settings), out, track, overwrite)
+    asked = Settings(model=model, budgets=_texts(budget), **settings)
+    with following(track, progress) as shown:
+        return pipeline.run(asked, out, shown, overwrite)
 
 
-def memory_needed(model: str, budget: str | Sequence[str], **settings: Any) -> list[dict[str, Any]]:
+@with_keywords(Settings, BUDGETS)
+def memory_needed(model: str, budget: str | Sequence[str], **settings: Unpack[RunKeywords]) -> list[dict[str, Any]]:
     """About how many bytes of memory every stage of a run will take, and in which way; no weights are loaded."""
     asked = Settings(model=model, budgets=_texts(budget), **settings)
     return [stage._asdict() for stage in pipeline.memory_needed(asked)]
 
 
+@with_keywords(Settings, BUDGETS)
 def probe(
     model: str,
     out: Path | str,
-    track: Track = silently,
+    track: Track | None = None,
     overwrite: bool = False,
     latency: str | Sequence[str] = (),
-    **settings: Any,
+    budget: str | Sequence[str] = (),
+    progress: bool = True,
+    **settings: Unpack[RunKeywords],
 ) -> Readings:
-    """Measure a model into a new run folder.
+    """Measure a model into a new run folder; with a budget, only the units that it concerns.
 
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
-    asked, folder, works = Settings(model=model, **settings), RunFolder(out), _texts(latency)
+    asked, folder, works = Settings(model=model, budgets=_texts(budget), **settings), RunFolder(out), _texts(latency)
     if works:  # coded layers are not timed yet
         asked = replace(asked, allow=tuple(unit for unit in asked.allow if unit != "bits"))
-    if works and not overwrite and folder.finished("probe") and folder.require().model == model:
-        with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
-            return pipeline.measure(replace(known, device=asked.device, allow=asked.allow), folder, works, track)
-    with pipeline.claimed(asked, folder, "probe", overwrite, works):
-        return pipeline.measure(asked, folder, works, track)
+    with following(track, progress) as shown:
+        if works and not overwrite and folder.finished("probe") and folder.require().model == model:
+            with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:
+                return pipeline.measure(replace(known, device=asked.device, allow=asked.allow), folder, works, shown)
+        with pipeline.claimed(asked, folder, "probe", overwrite, works):
+            return pipeline.measure(asked, folder, works, shown)
 
 
 def allocate(
@@ -74,17 +95,22 @@ def allocate(
     allow: tuple[str, ...] = DEFAULT_UNITS,
     portable: bool = False,
     seed: int = 0,
+    **sizes: Any,
 ) -> Plan:
-    """Decide every size for a budget, from what a run folder's probing found, and write plan.json. Needs no model."""
-    return allocate_in(out, _texts(budget), strategy, allow, portable, seed)
+    """Decide every size for a budget, from what a run folder's probing found, and write plan.json. Needs no model.
+
+    `sizes` limits them: `serve="vllm"`, `multiple=32`, `same_dims=True`.
+    """
+    return allocate_in(out, _texts(budget), strategy, allow, portable, seed, **sizes)
 
 
 def reshape(
     out: Path | str,
     heal: str = "none",
-    track: Track = silently,
+    track: Track | None = None,
     heal_options: Sequence[str] = (),
     trust_remote_code: bool = False,
+    progress: bool = True,
 ) -> nn.Module | None:
     """Carry out plan.json: reshape, heal, save and return the model; a streamed one is only saved.
 
@@ -92,29 +118,52 @@ def reshape(
     """
     folder = RunFolder(out)
     check_options(heal, heal_options)
-    with pipeline.resumed(folder, "reshape" if heal == "none" else "heal", trust_remote_code) as known:
+    command = "reshape" if heal == "none" else "heal"
+    with following(track, progress) as shown, pipeline.resumed(folder, command, trust_remote_code) as known:
         settings = replace(known, heal=heal, heal_options=tuple(heal_options))
         plan = Plan.read(folder.plan_file)
-        source = pipeline.source_of(settings, folder, track)
-        pipeline.carry_out(settings, folder, source, plan, track)
+        source = pipeline.source_of(settings, folder, shown)
+        pipeline.carry_out(settings, folder, source, plan, shown)
     return None if isinstance(source, Streaming) else load(folder.model)
 
 
 def verify(
-    out: Path | str, track: Track = silently, max_loss: str | None = None, trust_remote_code: bool = False
+    out: Path | str,
+    track: Track | None = None,
+    max_loss: str | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
 ) -> Verdict:
     """Prove what was done, on the saved model of a run folder; `max_loss` is another limit than the run's.
 
     `trust_remote_code`: see `reshape`.
     """
     folder = RunFolder(out)
-    with pipeline.resumed(folder, "verify", trust_remote_code) as known:
+    with following(track, progress) as shown, pipeline.resumed(folder, "verify", trust_remote_code) as known:
         folder.require_model()
         limit = max_loss or known.max_loss or MAX_LOSS
         damage_limit(limit)
-        source = pipeline.source_of(known, folder, track)
-        found = processes.by_first(partial(pipeline.verify, folder, source, track, limit))
+        source = pipeline.source_of(known, folder, shown)
+        found = processes.by_first(partial(pipeline.verify, folder, source, shown, limit))
         return found or Verdict.read(folder.verdict_file)
+
+
+def serve(
+    out: Path | str,
+    engine: str = "vllm",
+    track: Track | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> Served:
+    """Let an engine serve the saved model of a run folder and its source: same tokens, room in its cache, speed.
+
+    What is found is also written to serving.json. `trust_remote_code`: see `reshape`.
+    """
+    require(engine)
+    folder = RunFolder(out)
+    with following(track, progress) as shown, pipeline.resumed(folder, "verify", trust_remote_code) as known:
+        folder.require_model()
+        return serve_in(folder, pipeline.source_of(known, folder, shown), engine, shown)
 
 
 def load(

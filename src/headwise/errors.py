@@ -47,3 +47,27 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
         return True
     return any(words in str(error).lower() for words in NO_MEMORY_WORDS)
+
+
+WRONG_TORCHVISION = (
+    "the installed torchvision was built for another torch, and transformers cannot be imported beside it. Only models "
+    "of timm need torchvision; type: pip uninstall torchvision. To keep it, install the build that fits your torch, on "
+    "a machine without a GPU: pip install --force-reinstall --no-deps torchvision --index-url "
+    "https://download.pytorch.org/whl/cpu"
+)
+
+
+def is_wrong_torchvision(error: BaseException | None) -> bool:
+    """Whether an import failed because torchvision does not fit torch, as the CUDA build beside a CPU torch does."""
+    while error is not None:
+        if "operator torchvision::" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def known_reason(error: BaseException) -> str | None:
+    """One line for an error of another library that the user can act on; None for one that is not known."""
+    if is_out_of_memory(error):
+        return NO_MEMORY
+    return WRONG_TORCHVISION if is_wrong_torchvision(error) else None

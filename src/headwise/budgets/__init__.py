@@ -24,6 +24,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     by the one of the measured `tables` that belongs to its phase, length and batch.
     """
     match = WRITTEN.fullmatch(text)
+    _refuse_slips(text, match)
     if match and match[1] == "latency":
         return _latency(text, match, source, tables)
     if not match or not re.fullmatch(r"[0-9.]+[kK]?", (match[4] or "0").strip()):
@@ -50,6 +51,24 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""))
 
 
+def _refuse_slips(text: str, match: re.Match[str] | None) -> None:
+    """Refuse a name in capitals, and a number without a unit that must be a share, with what was probably meant.
+
+    >>> _refuse_slips("KV=0.75", WRITTEN.fullmatch("KV=0.75"))
+    Traceback (most recent call last):
+    headwise.errors.BudgetError: cannot read the budget 'KV=0.75'; did you mean kv=75%?
+    """
+    if match is None or match[1].lower() not in known():
+        return
+    name, number, suffix, at = match.groups()
+    share = not suffix and number.count(".") < 2 and number != "." and 0 < float(number) <= 100
+    if name == name.lower() and not share:
+        return
+    amount = f"{float(number) * (100 if float(number) < 1 else 1):g}%" if share else f"{number}{suffix}"
+    meant = f"{name.lower()}={amount}" + (f"@{at.strip()}" if at else "")
+    raise BudgetError(f"cannot read the budget '{text}'; did you mean {meant}?")
+
+
 def _amount(number: str, suffix: str, text: str) -> float:
     try:
         amount = float(number)
@@ -72,6 +91,7 @@ def without_times(texts: Sequence[str], source: ModelShape) -> tuple[Budget, ...
     others = []
     for text in texts:
         match = WRITTEN.fullmatch(text)
+        _refuse_slips(text, match)
         if match and match[1] == "latency":
             _time(text, match, source)
         else:

@@ -21,6 +21,7 @@ from headwise.tasks.causal import Causal
 from headwise.types import Sample
 
 KL_TRUST = 0.4
+SAMPLE_TOKENS = 40  # that each model writes for a sample
 LOGITS = 2**27  # numbers of one model's logits that are held at a time
 
 
@@ -168,7 +169,7 @@ def samples(
 ) -> tuple[Sample, ...]:
     """Beginnings of held-out text, continued greedily by both models; encoder-decoders answer whole texts."""
     family = family_of(source.config)
-    step, most = max(1, len(tokens) // count), min(40, family.longest(source.config) // 2)
+    step, most = max(1, len(tokens) // count), min(SAMPLE_TOKENS, family.longest(source.config) // 2)
     prompts, starts = zip(*(_prompt(family, row, tokenizer) for row in tokens[::step][:count]), strict=True)
     alike = len({prompt.shape for prompt in prompts}) == 1
     ends = source.generation_config.eos_token_id

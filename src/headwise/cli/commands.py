@@ -11,13 +11,15 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise import strategies
+from headwise import __version__, strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
-from headwise.cli.progress import keep_stdout_clean, progress_shown
-from headwise.errors import NO_MEMORY, HeadwiseError, is_out_of_memory
+from headwise.cli.stdout import keep_stdout_clean
+from headwise.engines.process import require
+from headwise.errors import HeadwiseError, known_reason
 from headwise.fast.command import command as kernels
 from headwise.progress import is_main_process, stage
-from headwise.research import reproduce
+from headwise.progress.shown import progress_shown
+from headwise.research import advise, reproduce
 from headwise.research.designs.command import command as design
 from headwise.research.search.command import command as search
 from headwise.research.theory import command
@@ -30,14 +32,30 @@ app = typer.Typer(
     help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
     epilog="Exit codes: 0 fine, 2 bad input, 3 not verified (a check failed, or quality is beyond --max-loss).",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(command.app, name="theory")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"headwise {__version__}")
+        raise typer.Exit()
+
+
 DEMO: dict[str, Any] = {
     "model": "embedded", "budgets": ("kv=25%",), "heal": "refit", "tokens": 12_288, "eval_tokens": 8_192,
     "swap_tokens": 1_024, "length": 512, "seed": 0,
 }  # fmt: skip
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", is_eager=True, callback=_version)
+    ] = False,
+) -> None:
+    """Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report."""
 
 
 @app.command(cls=ListsPlugIns)
@@ -95,8 +113,11 @@ def probe(
     _refuse_names(settings)
     from headwise import api
 
+    budget = settings.pop("budgets")
     with progress_shown() as track:
-        readings = api.probe(out=out, track=track, overwrite=overwrite, latency=latency or (), **settings)
+        readings = api.probe(
+            out=out, track=track, overwrite=overwrite, latency=latency or (), budget=budget, **settings
+        )
     _print(readings.to_json() if as_json else f"{len(readings.curves)} readings in {out}/readings.json")
 
 
@@ -141,8 +162,18 @@ def _build(folder: Path, as_json: bool, heal: str, **settings: Any) -> None:
 
 @app.command()
 @with_flags(Settings, "verify")
-def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> None:
+def verify(
+    settings: dict[str, Any],
+    folder: Folder,
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Check instead that this engine serves the model: vllm.", metavar="ENGINE"),
+    ] = None,
+    as_json: Json = False,
+) -> None:
     """Measure what was done, on the saved model: sizes, quality at every length, retrieval, speed."""
+    if engine is not None:
+        return _serve(folder, engine, as_json, settings["trust_remote_code"])
     from headwise import api
     from headwise.cli.show import in_short
 
@@ -150,6 +181,19 @@ def verify(settings: dict[str, Any], folder: Folder, as_json: Json = False) -> N
         verdict = api.verify(folder, track, **settings)
     _print(verdict.to_json() if as_json else f"{in_short(verdict)}\nnext: headwise report {folder}")
     _exit(verdict)
+
+
+def _serve(folder: Path, engine: str, as_json: bool, trust: bool) -> None:
+    """Let an engine serve the model of a run folder; code 3 where it does not write what transformers writes."""
+    require(engine)
+    from headwise import api
+    from headwise.cli.serving import in_words
+
+    with progress_shown() as track:
+        found = api.serve(folder, engine, track, trust)
+    _print(found.to_json() if as_json else f"{in_words(found)}\nwritten to {folder}/serving.json")
+    if not found.passed:
+        raise typer.Exit(NOT_VERIFIED)
 
 
 @app.command()
@@ -181,6 +225,30 @@ def report(
 
 
 @app.command()
+def export(
+    folder: Annotated[str, typer.Argument(help="A run folder, or the folder of a model.", metavar="FOLDER")],
+    to: Annotated[str, typer.Option(help="The format: gguf, onnx or openvino.", metavar="FORMAT")],
+    out: Annotated[Path | None, typer.Option(help="What to write; if not given, a name beside the model.")] = None,
+    kind: Annotated[
+        str, typer.Option("--type", help="GGUF: number format of weights, such as f16 or q8_0; auto: the file's own.")
+    ] = "auto",
+    tokenizer: Annotated[
+        str, typer.Option(help="GGUF: text, or ids for a file that is given token numbers in place of text.")
+    ] = "text",
+    check: Annotated[bool, typer.Option(help="Run the result where its engine is installed, and compare.")] = True,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace --out.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Write a model in the format of another engine, and run it there to compare."""
+    from headwise.exports import export as write
+    from headwise.exports import in_words
+
+    with progress_shown() as track:
+        found = write(folder, to, out, overwrite, track, type=kind, tokenizer=tokenizer, check=check)
+    _print(found if as_json else in_words(found))
+
+
+@app.command()
 def families(
     as_json: Json = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the table for a document.")] = False,
@@ -202,6 +270,7 @@ def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or 
 app.command("train", help=training.HELP)(training.command)
 app.command("design")(design)
 app.command("search")(search)
+app.command("advise")(advise.command)
 app.command("reproduce")(reproduce.command)
 app.command("kernels")(kernels)
 
@@ -243,10 +312,10 @@ def main() -> None:
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
-    except (MemoryError, SystemError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+    except (MemoryError, SystemError, RuntimeError, ImportError) as error:
+        if not (reason := known_reason(error)):
             raise
-        typer.echo(f"error: {NO_MEMORY}", err=True)
+        typer.echo(f"error: {reason}", err=True)
         sys.exit(2)
     except _Terminated:
         _stop(128 + signal.SIGTERM)

@@ -122,10 +122,18 @@ def _plan_words(plan: Plan, console: Console) -> None:
         console.print(Text(_in_bits(plan)))
     gap = f"gap to the proven bound {plan.gap:.1e}"
     console.print(Text(f"damage {plan.predicted_damage:.4f}, predicted before healing, {gap}"))
+    if plan.free_damage is not None:
+        console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
         ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
         console.print(Text(f"frontier, predicted: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+
+
+def _in_few_sizes(plan: Plan) -> str:
+    """What it costs to use only some sizes."""
+    more = f"{plan.predicted_damage:.4f} with the sizes that were asked for, {plan.free_damage:.4f} with all sizes"
+    return f"predicted damage {more}"
 
 
 def _in_bits(plan: Plan) -> str:
@@ -299,6 +307,8 @@ def finished(dossier: Dossier, out: Path) -> str:
         lines.append(f"{gained}, on text that nothing was fitted to")
     if dossier.plan is not None and any(layer.coded for layer in dossier.plan.target.layers):
         lines.append(_in_bits(dossier.plan))
+    if dossier.plan is not None and dossier.plan.free_damage is not None:
+        lines.append(_in_few_sizes(dossier.plan))
     if _could_pool(dossier):
         lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
     return "\n".join([*lines, f"{out / 'report.html'}"])

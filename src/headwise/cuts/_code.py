@@ -24,7 +24,7 @@ def _code_keys(tensors: Tensors, count: int, moments: Moments) -> Tensors:
     basis, like = moments["k_basis"], tensors["q.weight"]
     inverse = torch.linalg.inv(basis).mT  # its columns give the coefficients
     mean = (moments["k_mean"].unsqueeze(1) @ inverse[..., :count]).squeeze(1)
-    out = dict(tensors) | {"k_mean": mean.to(like).contiguous()}
+    out = dict(tensors) | {"k_mean": mean.to(like).contiguous(), "k_gain": torch.ones_like(mean).to(like)}
     for key, down in (("q_down", basis), ("k_down", inverse)):
         down = down[..., :count]
         if key in tensors:  # projected before: one product, not two
@@ -40,6 +40,7 @@ def _code_values(tensors: Tensors, shape: LayerShape, count: int, moments: Momen
     rows = rows_of(tensors, "v", shape.kv_heads)
     bias = rows["v.bias"].double() if "v.bias" in rows else torch.zeros_like(mean)
     out["v.weight"] = (down @ rows["v.weight"].double()).flatten(0, 1).to(like).contiguous()
+    out["v_gain"] = torch.ones(shape.kv_heads, count).to(like)
     out["v.bias"] = (down @ (bias - mean).unsqueeze(-1)).flatten().to(like).contiguous()
     own = like.view(len(like), heads, -1).double()
     per_row = heads // shape.kv_heads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,35 +11,50 @@ import torch
 from torch import nn
 
 from headwise import runtime
+from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
 from headwise.files.disk import write_folder as write_folder
-from headwise.runtime import modeling_headwise
+from headwise.runtime.hub_headwise import bring_code
 
 TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32
 SHARD = "4GB"  # of weights in a file: so much passes through host memory at a time
 
 
-def save(family: Family, model: nn.Module, tokenizer: Any, folder: Path, portable: bool) -> nn.Module:
+def save(
+    family: Family,
+    model: nn.Module,
+    tokenizer: Any,
+    folder: Path,
+    portable: bool,
+    dtype: torch.dtype | None = None,
+    beside: Callable[[Path], object] | None = None,
+) -> nn.Module:
     """Write a model folder, whole or not at all, and return the model as saved, on our modules and in its format.
 
     A portable one is rounded in its stock form, as its weights differ from ours by a factor before they are rounded.
+    `dtype` is the number format of the file; if not given, that of the configuration, which stays what a loaded model
+    computes in. `beside` adds other files to the folder.
     """
     own = family.tailor(model, share="all")
     own = own.float() if portable else own
-    leaving = family.to_stock(own) if portable else own
+    balance(family.blocks(own))
+    leaving: Any = family.to_stock(own) if portable else own
     if portable:
         _refuse_other_answers(family, own, leaving)
-    set_format(leaving, stored_dtype(own.config))
+    computed = stored_dtype(own.config)
+    set_format(leaving, dtype or computed)
 
     def write(target: Path) -> None:
         leaving.save_pretrained(target, max_shard_size=SHARD)
+        leaving.config.dtype = computed  # which saving sets to that of the file
+        leaving.config.save_pretrained(target)
         tokenizer.save_pretrained(target)
         if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
             tokenizer.feature_extractor.save_pretrained(target)
-        if not portable:
-            add_code(target, leaving)
+        if beside is not None:
+            beside(target)
 
     write_folder(folder, write)
     return family.tailor(leaving) if portable else leaving
@@ -60,13 +75,12 @@ def add_code(folder: Path, model: nn.Module) -> None:
 
     The runtime is the same for all models. Where a model's parts are is data, which only its family knows.
     """
-    source, family = Path(modeling_headwise.__file__), family_of(model.config)
-    for name in runtime.FILES:
-        shutil.copyfile(source.with_name(name), folder / name)
+    family = family_of(model.config)
     anatomy = family.anatomy(model.config)
     made = anatomy.tailored_classes(family.kind(model.config))
     settings = json.loads((folder / "config.json").read_text())
-    settings["auto_map"] = {auto: f"{source.stem}.{cls.__name__}" for auto, cls in made.items()}
+    settings["auto_map"] = {auto: f"{Path(runtime.CODE).stem}.{cls.__name__}" for auto, cls in made.items()}
     settings["architectures"] = [next(cls for cls in made.values() if isinstance(model, cls)).__name__]
     settings["headwise_anatomy"] = anatomy.to_json()
+    bring_code(model.config, folder)
     (folder / "config.json").write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")

@@ -8,17 +8,11 @@ sound, rows are (count, length, numbers), and the first number is the place's ma
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import importlib.util
-import json
-import lzma
 import os
 import random
 import sysconfig
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import chain
 from pathlib import Path
@@ -26,6 +20,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from headwise.data.files import MEANING, peek_file, record, tables, texts_of
+from headwise.data.files import OPENERS as OPENERS
+from headwise.data.files import Paired as Paired
+from headwise.data.files import text_files as text_files
 from headwise.errors import DataError
 
 Item = TypeVar("Item")
@@ -33,14 +31,8 @@ Item = TypeVar("Item")
 NOTHING = -1  # behind the end of a row
 GIVEN, WRITTEN = -2, -3  # before the target of an encoder-decoder: it was given, or written by the model
 SHORTEST = 8  # block of an encoder's text
-SEPARATOR = "<|endoftext|>"
-PEEKED = 1 << 16  # characters of a file that are checked before it is read
 AT_ONCE = 1 << 16, 1 << 20  # characters that are tokenized at once: at first, and at most
 NOT_READ = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
-OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
-MEANING = (
-    "a text or jsonl file (also .xz, .gz, .bz2), a datasets name (name:config:split), 'stdlib', 'self' or FILE+self"
-)
 
 
 class DataRows(NamedTuple):
@@ -55,16 +47,21 @@ class DataRows(NamedTuple):
 
 
 def documents(source: str, seed: int = 0) -> Iterator[str]:
-    """The texts of a source: a file, a `datasets` name, or `stdlib` (the source code of the running interpreter)."""
+    """The texts of a source: a file, the text files of a folder in the order of their names, a `datasets` name, or
+    `stdlib` (the source code of the running interpreter).
+    """
     path = Path(source)
     if source == "stdlib":
         yield from _stdlib(seed)
     elif path.is_file():
-        yield from _file(path)
+        yield from texts_of(path)
+    elif files := text_files(path):
+        for file in files:
+            yield from texts_of(file)
     elif path.suffix and not path.is_dir():
         raise DataError(f"{source} does not exist. Give {MEANING}.")
     else:
-        yield from from_dataset(source, "file", MEANING, lambda rows: (_record(row, Path(source), 0) for row in rows))
+        yield from from_dataset(source, "file", MEANING, lambda rows: (record(row, Path(source), 0) for row in rows))
 
 
 def peek(source: str) -> None:
@@ -73,12 +70,11 @@ def peek(source: str) -> None:
     if source == "stdlib":
         next(_stdlib(0))
     elif path.is_file():
-        with _readable(path), OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            if _inner(path) == ".jsonl":
-                line = next((line for line in file if line.strip()), '""')
-                _record(json.loads(line), path, 1)
-            else:
-                file.read(PEEKED)
+        peek_file(path)
+    elif files := text_files(path):
+        peek_file(files[0])
+    elif path.is_dir() and not tables(path):
+        raise DataError(f"the folder {source} holds no text file. Give {MEANING}.")
     elif path.suffix and not path.is_dir():
         raise DataError(f"{source} does not exist. Give {MEANING}.")
     elif importlib.util.find_spec("datasets") is None:
@@ -105,55 +101,6 @@ def _stdlib_files() -> tuple[Path, ...]:
         inner[:] = [name for name in inner if name not in NOT_READ]
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     return tuple(file for file in sorted(found) if 2_000 < file.stat().st_size < 300_000)
-
-
-def _file(path: Path) -> Iterator[str]:
-    with _readable(path), OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-        if _inner(path) == ".jsonl":
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _record(json.loads(line), path, number)
-        else:
-            yield from (part for part in file.read().split(SEPARATOR) if part.strip())
-
-
-def _inner(path: Path) -> str:
-    """The suffix of what a file holds, compressed or not."""
-    return Path(path.stem).suffix if path.suffix in OPENERS else path.suffix
-
-
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Refuse a file that is no text in one line."""
-    try:
-        yield
-    except (ValueError, RecursionError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
-        raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
-
-
-class Paired(str):
-    """A text with the text that is wanted for it, such as its translation."""
-
-    __slots__ = ("target",)
-    target: str
-
-
-def _record(item: Any, path: Path, number: int) -> str:
-    text = item.get("text") if isinstance(item, dict) else item
-    if not isinstance(text, str):
-        raise DataError(f'{path}, line {number}: no "text" field; every line must be {{"text": "..."}} or a string.')
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise DataError(f"{path}, line {number}: the text holds half a character (a lone surrogate).") from None
-    target = item.get("target") if isinstance(item, dict) else None
-    if target is None:
-        return text
-    if not isinstance(target, str):
-        raise DataError(f'{path}, line {number}: "target" must be a string, the text that is wanted for "text".')
-    pair = Paired(text)
-    pair.target = target
-    return pair
 
 
 def _no_datasets(name: str, place: str) -> DataError:

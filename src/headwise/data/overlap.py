@@ -47,12 +47,14 @@ def _same_file(first: str, second: str) -> bool:
 
 def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
     """The lines to compare, of as much text as a run may read; None for other sources."""
-    from headwise.data import documents  # which needs torch
+    from headwise.data import documents, text_files  # which need torch
 
     most = min(MOST, max(LEAST, BYTES * tokens))
     if source == "stdlib":
         return _counting(_up_to(most, (line for text in documents(source, seed) for line in text.splitlines())))
-    return _counting(_up_to(most, _file_lines(Path(source)))) if Path(source).is_file() else None
+    path = Path(source)
+    files = [path] if path.is_file() else text_files(path)
+    return _counting(_up_to(most, (line for file in files for line in _file_lines(file)))) if files else None
 
 
 def _file_lines(path: Path) -> Iterator[str]:

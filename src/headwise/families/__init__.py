@@ -11,21 +11,22 @@ from headwise.families._architecture import (
     SPEECH,
     Architecture,
 )
+from headwise.families._beside import accompany, companions, saved_dtype
 from headwise.families._block import Block, repeated
 from headwise.families._config import computed_dtype
 from headwise.families._family import Family
 from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
 from headwise.families._loading import (
     EMBEDDED,
-    accompany,
-    companions,
     configuration,
     explained,
+    has_tokenizer,
     load,
     locate,
     no_processor,
     quietly,
     read_config,
+    tokenizer_of,
 )
 from headwise.families._tensors import set_format
 
@@ -50,6 +51,7 @@ __all__ = [
     "explained",
     "family_of",
     "family_of_type",
+    "has_tokenizer",
     "known",
     "load",
     "locate",
@@ -58,8 +60,10 @@ __all__ = [
     "read_config",
     "register",
     "repeated",
+    "saved_dtype",
     "set_format",
     "task_of",
+    "tokenizer_of",
     "wide_answers",
     "widened",
 ]

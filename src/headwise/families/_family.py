@@ -6,6 +6,7 @@ import copy
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar, Literal, cast
 
 import torch
@@ -19,6 +20,7 @@ from headwise.families._streams import Captured as Captured
 from headwise.families._streams import Streams
 from headwise.families._tensors import Naming
 from headwise.families._tensors import Tensors as Tensors
+from headwise.runtime import CODE
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
 from headwise.types import Grain, LayerShape, ModelShape
 
@@ -191,6 +193,8 @@ class Family(Streams, Naming, ABC):
         }
         config = self.configured(made["AutoConfig"], settings)
         config._attn_implementation = like.config._attn_implementation
+        config.headwise_anatomy = self.anatomy(like.config).to_json()
+        config.auto_map = {auto: f"{Path(CODE).stem}.{cls.__name__}" for auto, cls in made.items()}
         with torch.device("meta"):
             model = made[auto](config)
         model.tie_weights()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families import _missing as missing
 from headwise.families._architecture import BARE
 from headwise.families._config import stored_dtype
 from headwise.families._family import Family
@@ -23,13 +23,16 @@ from headwise.families._folder import (
     check_sizes,
     check_tokenizer,
     check_weights,
-    is_plain,
 )
 from headwise.families._known import auto_class, family_of, register
-from headwise.files.json import read_json, shortened
+from headwise.files.json import shortened
 from headwise.registry import find
 
 EMBEDDED = "embedded"  # the name of the model that the package carries
+TOKENIZERS = (  # files with a tokenizer's words; tokenizer_config.json alone has none
+    "tokenizer.json", "tokenizer.model*", "tokenization_*.py", "vocab*", "*.model", "*.vocab", "merges.txt",
+    "*.tiktoken", "tekken.json",
+)  # fmt: skip
 
 
 def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
@@ -64,8 +67,8 @@ def locate(model: str) -> tuple[str, dict[str, str]]:
         files = sorted(p.name for p in path.glob("*.gguf"))
         hint = f"give the file: {path / files[0]}" if files else "give the folder that holds config.json"
         raise ModelError(f"{model} holds no config.json; {hint}.")
-    if not path.exists() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):
-        raise ModelError(f"{model} does not exist; give a hub id, a folder, a .gguf file or '{EMBEDDED}'.")
+    if not path.exists():
+        missing.check(model)
     return model, {}
 
 
@@ -83,8 +86,6 @@ def load(
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     On a GPU weights go from the file to the device one by one: host memory never holds the model.
     """
-    from transformers import AutoTokenizer
-
     register()
     where, extra = locate(model)
     options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
@@ -105,7 +106,7 @@ def load(
         )
         found, info = loaded
         special = family.images or family.audio
-        reader = _processor(family, where, options) if special else AutoTokenizer.from_pretrained(where, **options)
+        reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
         check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
@@ -142,6 +143,22 @@ def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
         raise no_processor(where, family) from None
 
 
+def tokenizer_of(model: str, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a model; a folder that has none is told as such."""
+    from transformers import AutoTokenizer
+
+    where, extra = locate(model)
+    if not extra and not has_tokenizer(where):
+        raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
+    return AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=trust_remote_code)
+
+
+def has_tokenizer(where: str) -> bool:
+    """Whether a folder holds the words of a tokenizer; of hub ids that is not known."""
+    folder = Path(where)
+    return not folder.is_dir() or any(file for pattern in TOKENIZERS for file in folder.glob(pattern))
+
+
 def no_processor(where: str, family: Family) -> ModelError:
     """The error for a folder that does not say how images or recordings are prepared."""
     what = ("recordings", "processor") if family.audio else ("images", "image processor")
@@ -158,39 +175,6 @@ def _without_pooler(model: nn.Module, missing: set[str]) -> set[str]:
     for name in pooler:
         model.get_parameter(name).zero_()
     return set(missing) - pooler
-
-
-def companions(model: str) -> dict[str, Path]:
-    """Files that make an embedding model's folder one of sentence-transformers: name in the folder -> where it is."""
-    where, _ = locate(model)
-
-    def found(name: str) -> Path | None:
-        if Path(where).is_dir():
-            return path if (path := Path(where) / name).is_file() else None
-        from transformers.utils.hub import cached_file
-
-        cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-        return Path(cached) if cached else None
-
-    modules = found("modules.json")
-    if modules is None:
-        return {}
-    listed = read_json(modules, ModelError, "fetch the files again")
-    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
-        raise ModelError(f"{modules} must list modules; fetch the files again.")
-    folders = [module["path"] for module in listed if module.get("path")]
-    if odd := [folder for folder in folders if not is_plain(folder)]:
-        raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
-    names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
-    names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
-    return {name: path for name in names if (path := found(name)) is not None}
-
-
-def accompany(model: str, folder: Path) -> None:
-    """Put a model's companions beside a reshaped model, so that it stays one of sentence-transformers."""
-    for name, path in companions(model).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / name)
 
 
 @contextlib.contextmanager

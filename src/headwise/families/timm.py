@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from headwise.errors import ModelError
+from headwise.errors import WRONG_TORCHVISION, ModelError, is_wrong_torchvision
 from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
 from headwise.families._block import Block, Norm
 from headwise.families._config import grain_of
@@ -53,7 +53,7 @@ WITH_GATE = replace(
     mlp_out="mlp.down_proj",
     fused_mlp={"at": "mlp", "inner": "fc1|fc1_g", "down": "fc2", "act": "act", "norm": "norm"},
 )
-INSTALL = "pip install 'headwise[vision]'"
+INSTALL = "pip install 'headwise[timm]'"
 
 
 class Timm(ImageReader, Family):
@@ -61,7 +61,7 @@ class Timm(ImageReader, Family):
 
     name = "timm"
     kinds = {"timm_wrapper": PLAIN}
-    summary = "ViT, DeiT and EVA of timm (needs timm: the extra `vision`)"
+    summary = "ViT, DeiT and EVA of timm (needs timm: the extra `timm`)"
     package = "timm"
     images = True
     quiet: ClassVar[dict[str, Any]] = {}
@@ -260,6 +260,10 @@ def installed() -> Any:
         import timm
     except ImportError as error:
         raise ModelError(f"timm models need the package timm ({error}): {INSTALL}") from None
+    except RuntimeError as error:
+        if not is_wrong_torchvision(error):
+            raise
+        raise ModelError(WRONG_TORCHVISION) from None
     return timm
 
 

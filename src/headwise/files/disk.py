@@ -53,9 +53,12 @@ def sync_all(path: Path) -> None:
     sync(path)
 
 
-def write_file(path: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` make a file in a folder of its own, as safetensors adds temporary names; then move it to `path`."""
-    with scratch(path.parent) as made:
+def write_file(path: Path, write: Callable[[Path], object], beside: Path | None = None) -> None:
+    """Let `write` make a file in a folder of its own, as safetensors adds temporary names; then move it to `path`.
+
+    `beside` is where that folder is made, where a kill must leave nothing in the folder of `path`.
+    """
+    with scratch(beside or path.parent) as made:
         new = made / path.name
         write(new)
         new.chmod(0o644)
@@ -64,9 +67,10 @@ def write_file(path: Path, write: Callable[[Path], object]) -> None:
         sync(path.parent)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file: a reader sees the old content or the new, never half of one."""
-    write_file(path, lambda new: new.write_bytes(content.encode() if isinstance(content, str) else content))
+def write_atomically(path: Path, content: str | bytes, beside: Path | None = None) -> None:
+    """Write a file: a reader sees the old content or the new, never half of one. `beside`: see `write_file`."""
+    text = content.encode() if isinstance(content, str) else content
+    write_file(path, lambda new: new.write_bytes(text), beside)
 
 
 def write_folder(folder: Path, write: Callable[[Path], object]) -> None:

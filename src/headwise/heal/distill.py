@@ -19,11 +19,11 @@ import torch
 from torch import nn
 
 from headwise import processes
+from headwise.cuts.balance import balance
 from headwise.data import count_tokens
 from headwise.errors import HeadwiseError
 from headwise.families import set_format
 from headwise.heal import _lora, _rate
-from headwise.heal._balance import balance, settle
 from headwise.heal._job import Job, together
 from headwise.heal._loss import DistillationLoss
 from headwise.heal._trainer import Trainer, Weights, divided
@@ -109,7 +109,7 @@ class Distillation:
         source's own and stay as they are.
         """
         job, student = self.job, self.job.family.tailor(self.job.cut, share="ends").float()
-        balance(job.family, student)
+        balance(job.family.blocks(student))
         student.requires_grad_(False)
         layers = job.family.layers(student)
         for parameter in (p for layer in layers for p in layer.parameters()):
@@ -183,7 +183,6 @@ class Distillation:
         for name, tensor in self.trainer.gathered(self.best).items():
             found[name].copy_(tensor)
         _lora.merge(student)
-        settle(self.job.family, student)
         set_format(student, self.job.cut.dtype)
         return student.requires_grad_(True).eval().to(self.trainer.device)
 

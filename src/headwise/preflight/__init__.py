@@ -28,8 +28,6 @@ from headwise.types import ModelShape
 
 __all__ = ["check", "memory_needed", "note_all"]
 
-TOKENIZERS = ("tokenizer*", "vocab*", "*.model", "*.vocab", "merges.txt", "*.tiktoken", "tekken.json")
-
 
 def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> None:
     """Check, and print the notes, and what memory the run will take."""
@@ -57,12 +55,12 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     _files(settings.model, family)
     refuse_units(settings, family)
     streamed = _streamed(settings, RunFolder(out), config, bool(latency))
-    shape = family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config))
+    shape = settings.legal(family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config)))
     refuse_rounds(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:
         prices.workload(text, shape)
-    cuts = strategies.cuts(module, settings.allow)
+    cuts = strategies.cuts(module, settings.units)
     _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
@@ -82,7 +80,7 @@ def _files(model: str, family: Family) -> None:
     if family.images or family.audio:
         if not any(Path(where).glob("*processor_config.json")):
             raise families.no_processor(where, family)
-    elif not any(file for pattern in TOKENIZERS for file in Path(where).glob(pattern)):
+    elif not families.has_tokenizer(where):
         raise ModelError(f"{model} holds no tokenizer; save the model's tokenizer beside it.")
 
 

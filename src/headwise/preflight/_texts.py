@@ -43,9 +43,10 @@ def check(settings: Settings, family: Family, config: Any, task: str, length: in
 def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:
     """A note for a file that has far fewer tokens than wanted; an error for one that is too short to be split."""
     path = Path(source := name.removesuffix("+self"))
-    if not path.is_file():
+    files = [path] if path.is_file() else data.text_files(path)
+    if not files:
         return []
-    size = path.stat().st_size * (PACKED if path.suffix in data.OPENERS else 1)
+    size = sum(file.stat().st_size * (PACKED if file.suffix in data.OPENERS else 1) for file in files)
     alone = settings.eval is None and name == source  # calibrated and judged on
     rows = 2 if alone else 1
     if size < SURE * rows * length:
@@ -61,11 +62,8 @@ def _too_few(settings: Settings, family: Family, config: Any, task: str, length:
 
 def _two_rows(settings: Settings, config: Any, task: str, length: int, source: str, rows: int) -> None:
     """Refuse a short text that does not make the rows that are needed."""
-    from transformers import AutoTokenizer
-
-    where, extra = families.locate(settings.model)
     with families.explained(settings.model), families.quietly():
-        tokenizer = AutoTokenizer.from_pretrained(where, **extra, trust_remote_code=settings.trust_remote_code)
+        tokenizer = families.tokenizer_of(settings.model, settings.trust_remote_code)
     kind = find("headwise.tasks", task).TASK.for_model(config, tokenizer, settings.model)
     if len(kind.read(source, tokenizer, length, rows, settings.seed).rows) < rows:
         raise one_row(source)

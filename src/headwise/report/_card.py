@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
 
+from headwise.files.card import lines_of
 from headwise.report import _facts as facts
 from headwise.report import _tables as tables
 from headwise.report._bits import GENERATE, is_coded
@@ -15,10 +21,14 @@ from headwise.report._text import cell, fence
 from headwise.runs.dossier import Dossier
 
 
-def model_card(dossier: Dossier) -> str:
-    """Front matter, then the answer, then the page's sections without their pictures."""
+def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = None) -> str:
+    """Front matter, then the answer, then the page's sections without their pictures.
+
+    `facts_of_source` are its licence and its name on the Hub, if it has one, as they were when the model was saved.
+    """
+    dossier = replace(dossier, folder="")  # a card is read elsewhere
     start = [
-        _front_matter(dossier),
+        _front_matter(dossier, facts_of_source),
         f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",
         f"**{cell(facts.headline(dossier))}**",
         cell(facts.way_out(dossier)),
@@ -32,7 +42,7 @@ def model_card(dossier: Dossier) -> str:
     if dossier.plan is not None:
         start += ["## Before and after", _table(tables.layer_sizes(dossier.plan))]
     for part in (part for part in SECTIONS if part.shown(dossier)):
-        start += [f"## {part.heading}", *map(_block, part.blocks(facts.elsewhere(dossier)))]
+        start += [f"## {part.heading}", *map(_block, part.blocks(dossier))]
     return "\n\n".join(filter(None, start)) + "\n"
 
 
@@ -53,14 +63,32 @@ def _block(of: Block) -> str:
     return ""
 
 
-def _front_matter(dossier: Dossier) -> str:
+def _front_matter(dossier: Dossier, known: Mapping[str, Any] | None) -> str:
     """YAML that the Hub accepts; a base model that cannot be a name on the Hub, such as a path, is left to the text."""
-    name, lines = facts.model_name(dossier), ["---", "library_name: transformers"]
-    if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", name):
-        lines += [f"base_model: {json.dumps(name)}"]
-    kind = "portable" if facts.is_portable(dossier) else "tailored"
-    lines += [f"pipeline_tag: {facts.use(dossier)[1]}", "tags:", "- headwise", "- pruned", f"- {kind}", "---"]
+    name = facts.model_name(dossier)
+    if known is None:
+        named = re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?", name) and name != "embedded"
+        known = {"base_model": name} if named else {}
+    use, kind = facts.use(dossier)[1], "portable" if facts.is_portable(dossier) else "tailored"
+    lines = ["---", "library_name: transformers", *lines_of(known), f"pipeline_tag: {use}"]
+    lines += ["tags:", "- headwise", "- pruned", f"- {kind}", *_model_index(dossier, use), "---"]
     return "\n".join(lines)
+
+
+def _model_index(dossier: Dossier, use: str) -> list[str]:
+    """What was measured, in the form that the Hub shows beside a model; nothing before it is verified."""
+    if dossier.verdict is None:
+        return []
+    found = [fact for fact in facts.measures(dossier) if fact.after is not None and math.isfinite(fact.after)]
+    metrics = [{"type": _slug(fact.label), "name": fact.label, "value": fact.after} for fact in found]
+    text = {"name": dossier.verdict.evaluation or "held-out text", "type": "held-out"}
+    results = [{"task": {"type": use}, "dataset": text, "metrics": metrics}]
+    name = PurePath(facts.model_name(dossier)).name
+    return ["model-index:", f"- name: {json.dumps(f'{name} by Headwise')}", f"  results: {json.dumps(results)}"]
+
+
+def _slug(label: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
 
 
 def _table(of: Table) -> str:

@@ -13,42 +13,17 @@ import sys
 from collections.abc import Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 
 from headwise.errors import HeadwiseError
 from headwise.files.json import read_object
+from headwise.research import evidence
+from headwise.research.evidence import REWRITE, Experiment
 
-REWRITE = "headwise reproduce --render"
-INTRO = (
-    "Each claim is tested by one experiment in `experiments/`, and every number below comes from its result in "
-    "`experiments/results/`, with intervals over seeds or data where given. A verdict is decided by the "
-    f"experiment's own code from those numbers; this page is written by `{REWRITE}`."
-)
-PAPERS = {
-    "a": "Allocation of Parameters in Transformers (arXiv 2510.03784)",
-    "b": "Leaner Transformers: More Heads, Less Depth (arXiv 2505.20802)",
-    "q": "Open questions",
-}
-UNMEASURED = "not measured yet"
 RULES = "DESIGN_RULES.md"
-
-
-class Experiment(NamedTuple):
-    """An experiment, with its committed result if there is one."""
-
-    name: str
-    module: Any
-    result: dict[str, Any] | None
-
-    @property
-    def verdict(self) -> str:
-        return UNMEASURED if self.result is None else str(self.module.verdict(self.result["found"]))
-
-    @property
-    def heading(self) -> str:
-        return f"{self.module.CLAIM}: {self.module.TITLE}"
+ADVICE = "src/headwise/research/advice.json"  # what `headwise advise` knows, so that it needs no repository
 
 
 def command(
@@ -97,9 +72,18 @@ def lab(root: Path) -> Any:
 
 
 def entries(root: Path) -> list[Experiment]:
-    """All experiments in order, with what was measured."""
+    """All experiments in order, with what was measured and what the rules make of it."""
     bench = lab(root)
-    return [Experiment(name, bench.load(name), _result(root, name)) for name in bench.experiments()]
+    kept = {name: result for name in bench.experiments() if (result := _result(root, name)) is not None}
+    founds = {name: bench.shown(result["found"]) for name, result in kept.items()}
+    rows = []
+    for name in bench.experiments():
+        judged = bench.judged(name, founds[name], founds) if name in kept else None
+        made = bench.made_by(name, kept[name]) if name in kept else ""
+        rows.append(
+            Experiment(name, bench.load(name), bench.CLAIMS[name], kept.get(name), founds.get(name, {}), judged, made)
+        )
+    return rows
 
 
 def _result(root: Path, name: str) -> dict[str, Any] | None:
@@ -115,7 +99,8 @@ def _list(root: Path, as_json: bool) -> None:
     for entry in entries(root):
         about = {"claim": entry.module.CLAIM, "name": entry.name, "title": entry.module.TITLE, "sizes": sizes}
         made = {key: (entry.result or {}).get(key) for key in ("size", "date", "hardware")}
-        rows.append({**about, "measured": entry.result is not None, **made, "verdict": entry.verdict})
+        by_rule = {"verdict": entry.verdict, "number": entry.judged.number if entry.judged else None}
+        rows.append({**about, "source": entry.claim.source, "measured": entry.result is not None, **made, **by_rule})
     if as_json:
         typer.echo(json.dumps(rows, indent=1))
         return
@@ -149,7 +134,7 @@ def _run(root: Path, experiment: str, how: dict[str, Any], as_json: bool) -> Non
 
 
 def _render(root: Path) -> None:
-    """Write the page and a figure per result."""
+    """Write the pages, what `headwise advise` knows, and the figures of every result."""
     from headwise.report import plots
     from headwise.types import write_atomically
 
@@ -157,84 +142,50 @@ def _render(root: Path) -> None:
     for entry in found:
         if entry.result is not None:
             figure = plots.new_figure()
-            entry.module.draw(entry.result["found"], figure)
-            plots.save(figure, root / "docs" / _figure(entry.name))
-    page = root / "docs" / "EVIDENCE.md"
-    write_atomically(page, evidence(found))
-    write_atomically(root / "docs" / RULES, rules(found))
-    typer.echo(f"{page}: {sum(entry.result is not None for entry in found)} of {len(found)} experiments measured")
+            entry.module.draw(entry.found, figure)
+            plots.save(figure, root / "docs" / entry.figure)
+    for name, text in _pages(root, found).items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(root / name, text)
+    typer.echo(f"docs/EVIDENCE.md: {sum(entry.result is not None for entry in found)} of {len(found)} measured")
+
+
+def _pages(root: Path, found: Sequence[Experiment]) -> dict[str, str]:
+    """Everything that follows from the results, word for word, by its path."""
+    pages = {"docs/EVIDENCE.md": evidence.page(found, lab(root).RULES_DATE), f"docs/{RULES}": rules(found)}
+    pages[ADVICE] = importlib.import_module("experiments._advice").written(found)
+    for entry in found:
+        if entry.judged is not None and entry.judged.strip is not None:
+            pages[f"docs/{entry.strip}"] = evidence.strip_svg(*entry.judged.strip)
+    return pages
 
 
 def _check(root: Path) -> None:
     """Compare the pages with the results; figures only need to be there, since drawing differs between versions."""
     found = entries(root)
-    pages = (("EVIDENCE.md", evidence(found)), (RULES, rules(found)))
-    stale = [words for name, text in pages if (words := _difference(root / "docs" / name, text))]
-    figures = [_figure(entry.name) for entry in found if entry.result is not None]
+    stale = [words for name, text in _pages(root, found).items() if (words := _difference(root, name, text))]
+    figures = [entry.figure for entry in found if entry.result is not None]
     stale += [f"docs/{name} is missing" for name in figures if not (root / "docs" / name).exists()]
     if stale:
         typer.echo(f"{stale[0]}; type: {REWRITE}", err=True)
         raise typer.Exit(1)
-    typer.echo(f"docs/EVIDENCE.md and docs/{RULES} say what the results say.")
+    typer.echo(f"docs/EVIDENCE.md, docs/{RULES} and {ADVICE} say what the results say.")
 
 
 def rules(found: Sequence[Experiment]) -> str:
     """The page of design rules, from what was measured."""
     made = importlib.import_module("experiments._rules")
-    return str(made.page({entry.name: entry.result["found"] for entry in found if entry.result is not None}))
+    return str(made.page({entry.name: entry for entry in found if entry.result is not None}))
 
 
-def _difference(page: Path, text: str) -> str:
+def _difference(root: Path, name: str, text: str) -> str:
     """Where a page differs from what it should say, in words; empty if it does not."""
-    if not page.exists():
-        return f"docs/{page.name} is missing"
-    lines = zip_longest(page.read_text().splitlines(), text.splitlines(), fillvalue="(nothing)")
+    if not (root / name).exists():
+        return f"{name} is missing"
+    lines = zip_longest((root / name).read_text().splitlines(), text.splitlines(), fillvalue="(nothing)")
     for number, (before, after) in enumerate(lines, 1):
         if before != after:
             first = max(0, len(os.path.commonprefix([before, after])) - 20)
             before, after = before[first : first + 80], after[first : first + 80]
-            return f"docs/{page.name} is stale from line {number}: it has '{before}', results say '{after}'"
+            return f"{name} is stale from line {number}: it has '{before}', results say '{after}'"
     return ""
-
-
-def _figure(name: str) -> str:
-    return f"evidence/{name}.svg"
-
-
-def evidence(found: Sequence[Experiment]) -> str:
-    """The page: a table of all claims, then a section for each."""
-    lines = ["# Evidence", "", INTRO, "", "| claim | what the paper says | verdict |", "| --- | --- | --- |"]
-    lines += [f"| {_link(entry)} | {entry.module.SAYS} | {entry.verdict} |" for entry in found]
-    for letter, paper in PAPERS.items():
-        mine = [entry for entry in found if entry.name.startswith(letter)]
-        if mine:
-            lines += ["", f"## {paper}"]
-        for entry in mine:
-            lines += ["", *_section(entry)]
-    return "\n".join(lines) + "\n"
-
-
-def _link(entry: Experiment) -> str:
-    """A link to the section, as GitHub names it."""
-    kept = [sign for sign in entry.heading.lower() if sign.isalnum() or sign in " -_"]
-    return f"[{entry.module.CLAIM}](#{''.join(kept).replace(' ', '-')})"
-
-
-def _section(entry: Experiment) -> list[str]:
-    head = [f"### {entry.heading}", "", f"> {entry.module.SAYS}", ""]
-    if (result := entry.result) is None:
-        return [*head, f"{UNMEASURED.capitalize()}: run `headwise reproduce {entry.name}`."]
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
-    return [
-        *head,
-        f"    {result['command']}",
-        "",
-        entry.module.measured(result["found"]),
-        "",
-        f"**Verdict: {entry.verdict}.**",
-        "",
-        f"![{entry.heading}]({_figure(entry.name)})",
-        "",
-        f"Size {result['size']}, {result['seconds']:,.0f} s on {result['hardware']}, {result['date']}, commit "
-        f"{result['commit']}; {versions}.",
-    ]

@@ -9,6 +9,7 @@ from pathlib import Path
 MIB = 1 << 20
 WHOLE = 64 * MIB  # files up to this size are read whole
 BLOCKS, BLOCK = 256, 64 << 10  # of larger ones, spaced evenly, beside the first and the last MiB
+CARD = "README.md"  # of a model's folder: a text, which reports write again and people may edit
 WEIGHTS = ("*.safetensors", "*.gguf", "*.json", "*.model", "*.txt", "*.py")  # files of a model's folder that count
 
 
@@ -31,13 +32,13 @@ def _parts(size: int) -> list[tuple[int, int]]:
 
 
 def of_path(path: Path) -> str:
-    """A hash of a file, or of the names and contents of a folder; empty where there is nothing."""
+    """A hash of a file, or of the names and contents of a folder without its card; empty where there is nothing."""
     if path.is_file():
         return of_file(path)
     if not path.is_dir():
         return ""
     found = hashlib.sha256()
-    for part in sorted(part for part in path.rglob("*") if part.is_file()):
+    for part in sorted(part for part in path.rglob("*") if part.is_file() and part != path / CARD):
         found.update(f"{part.relative_to(path).as_posix()} {of_file(part)}\n".encode())
     return found.hexdigest()
 

@@ -15,6 +15,7 @@ from types import NoneType
 from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 from headwise.errors import HeadwiseError
+from headwise.registry import names
 
 ANY = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -78,6 +79,10 @@ class Setting(NamedTuple):
         texts = [",".join(one) if isinstance(one, (list, tuple)) else str(one) for one in several]
         return [word for text in texts if text for word in (self.written, text)]
 
+    def completed(self, begun: str) -> list[str]:
+        """The plug-ins whose names begin so, for the shell's completion."""
+        return [name for name in names(self.flag.plug_ins) if name.startswith(begun)]
+
     def parameter(self, command: str) -> inspect.Parameter:
         """The field as Typer wants it: a parameter with a type, an option and a default."""
         import typer
@@ -89,7 +94,12 @@ class Setting(NamedTuple):
             default = inspect.Parameter.empty
         typed = "/".join(filter(None, (self.written, self.opposite)))
         make = typer.Argument if self.flag.argument else functools.partial(typer.Option, typed)
-        option = make(help=self.flag.help, metavar=self.placeholder, rich_help_panel=self.flag.group)
+        option = make(
+            help=self.flag.help,
+            metavar=self.placeholder,
+            rich_help_panel=self.flag.group,
+            autocompletion=self.completed if self.flag.plug_ins and not self.flag.value else None,
+        )
         annotation = Annotated[kind, option]  # type: ignore[valid-type]
         return inspect.Parameter(self.name, ANY, default=default, annotation=annotation)
 

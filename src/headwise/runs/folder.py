@@ -10,10 +10,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from headwise import __version__
 from headwise.errors import HeadwiseError, OutputError, PlanError
 from headwise.files import disk
+from headwise.files.card import facts_of, short_card
 from headwise.files.json import read_bytes, read_object
-from headwise.runs import aside, fingerprint
+from headwise.runs import aside, fingerprint, reuse
 from headwise.runs.dossier import Dossier
 from headwise.runs.finished import Ledger
 from headwise.runs.healing import read_healing
@@ -23,12 +25,12 @@ from headwise.types import LatencyTable, Plan, Readings, Verdict, Workload, writ
 
 OWN = (
     "run.json", "finished.json", "readings.json", "moments.safetensors", "streaming", "probing", "rounds", "plan.json",
-    "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "frontier.json",
-    "report.html", "report.md", "latency-*.json",
+    "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "serving.json",
+    "frontier.json", "report.html", "report.md", "latency-*.json",
 )  # fmt: skip  # everything that a run writes; other files in its folder are not touched
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
 FOLLOWED = {  # settings that a stage follows
-    "plan": ("budgets", "strategy", "allow", "portable", "seed"),
+    "plan": ("budgets", "strategy", "allow", "portable", "serve", "multiple", "same_dims", "seed"),
     "model": ("heal", "heal_options"),
 }
 UNRECORDED = {  # files of finished stages in runs of earlier versions, which kept no record
@@ -53,9 +55,11 @@ class RunFolder:
         self.model = self.path / "model"
         self.proof_file = self.path / "proof.safetensors"
         self.verdict_file = self.path / "verdict.json"
+        self.serving_file = self.path / "serving.json"  # what an engine made of the model
         self.frontier_file = self.path / "frontier.json"
         self.report_file = self.path / "report.html"
         self.card_file = self.path / "report.md"
+        self.model_card_file = self.model / fingerprint.CARD  # the same, for the Hub
         self.probing = self.path / "probing"  # what an unfinished probing found, gone with the readings written
         self.ledger = Ledger(self.path)
 
@@ -138,21 +142,26 @@ class RunFolder:
         if differs is None:
             return
         if not overwrite:
-            raise OutputError(f"{self.path} holds {differs}; choose another --out or add --overwrite.")
+            end = "" if differs.endswith("; or") else ";"
+            raise OutputError(f"{self.path} holds {differs}{end} choose another --out or add --overwrite.")
         aside.set_aside(self.path, OWN)
 
     def _difference(self, settings: Settings, inputs: dict[str, str]) -> str | None:
         """Why a run with these settings and inputs cannot be resumed here; None if it can."""
         try:
-            if self.finished("report"):
-                return "a finished run"
+            done = self.finished("report")
             if not self.settings_file.exists():
-                return None
-            before = Settings.read(self.settings_file)
+                return "a finished run" if done else None
+            before = self._asked()
         except HeadwiseError as error:
             return f"a run that cannot be read ({error})"
+        if settings.resumes(before) and done:
+            return f"a finished run with these settings (see {self.report_file})"
         if not settings.resumes(before):
-            return f"an unfinished run with other settings ({settings.difference(before)}); run it with the same ones"
+            kind, way = ("a finished run", "") if done else ("an unfinished run", "; run it with the same ones")
+            again = reuse.commands(self.path, settings, before) if self.finished("probe") else None
+            way += f"; to change it and keep its readings, type: {again}; or" if again else ""
+            return f"{kind} with other settings ({settings.difference(before)}){way}"
         if changed := fingerprint.difference(self.ledger.read().inputs, inputs):
             return f"an unfinished run that began with another {changed}; restore it"
         return None
@@ -237,7 +246,7 @@ class RunFolder:
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
         """Record a model that is written; verdict and report of an older one are deleted."""
         self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
-        for stale in (self.verdict_file, self.report_file, self.card_file):
+        for stale in (self.verdict_file, self.serving_file, self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
 
     def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:
@@ -247,8 +256,15 @@ class RunFolder:
             self.ledger.record("model", used[1:], used[:1])
         for stale in (self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
+        self.write_card(None)
         verdict.save(self.verdict_file)
         self.ledger.record("verdict", ("verdict.json", *more), used, ends=("report",))
+
+    def write_card(self, text: str | None) -> None:
+        """Write the card in the model's folder; without a text a short one, where an earlier verdict's was."""
+        if self.model.is_dir():
+            text = short_card(facts_of(self.model_card_file)) if text is None else text
+            write_atomically(self.model_card_file, text, beside=self.path)
 
     def require_model(self) -> None:
         """Refuse to verify a model that is not finished or does not belong to the plan."""
@@ -276,14 +292,14 @@ class RunFolder:
 
     def dossier(self) -> Dossier:
         """Everything that the files say; stages that are not finished are None. The report adds what it solves."""
-        settings, (verdict, unverified) = self.require(), self.verdict()
+        verdict, unverified = self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
         built = self.finished("model") and self.heal_file.exists()  # runs of earlier versions may lack it
         if readings and plan and readings.source.layers != plan.source.layers:
             raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
         return Dossier(
-            settings=Settings.from_json({**settings.to_json(), **self._followed()}, self.ledger.file.name),
+            settings=self._asked(),
             readings=readings,
             plan=plan,
             healing=read_healing(self.heal_file).to_json() if built else None,
@@ -292,6 +308,10 @@ class RunFolder:
             versions=_versions(),
             folder=str(self.path),
         )
+
+    def _asked(self) -> Settings:
+        """The settings of the run, and those that plan and model really follow."""
+        return Settings.from_json({**self.require().to_json(), **self._followed()}, self.ledger.file.name)
 
     def _followed(self) -> dict[str, Any]:
         """The settings that plan and model really follow, where a later command gave others than the run."""
@@ -318,8 +338,8 @@ def _is_record(path: Path) -> bool:
 
 
 def _versions() -> dict[str, str]:
-    out = {}
-    for package in ("headwise", "torch", "transformers", "scipy"):
+    out = {"headwise": __version__}
+    for package in ("torch", "transformers", "scipy"):
         try:
             out[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

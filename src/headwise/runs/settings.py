@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
-from headwise.errors import HeadwiseError
+from headwise.errors import HeadwiseError, PlanError
 from headwise.registry import names
 from headwise.runs import fingerprint
 from headwise.runs.flags import Flag, check_smallest
 from headwise.runs.heal_options import Options
 from headwise.strategies import POOLING
-from headwise.types import DEFAULT_UNITS, UNITS, Record
+from headwise.types import DEFAULT_UNITS, UNITS, ModelShape, Record
+from headwise.types.shape import ENGINES
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
+SAME_DIMS = ("exact", "uniform")  # strategies that can give keys and values the same size
 FORMATS = ("auto", "float32", "bfloat16")
 LONGEST_CONTEXT = 32_768  # unless --context is given
 CUT, HEAL, DATA, MACHINE = "What is cut", "Healing and verification", "Data", "Machine"  # headings in the help text
@@ -41,9 +43,9 @@ class Settings(Record):
     data: Annotated[
         str | None,
         Flag(
-            "Calibration data. Text: a text or jsonl file, a datasets name, 'stdlib', or 'self' (the model writes it, "
-            "the default). Images: a folder, an .npz file or a datasets name. Speech: a folder of .wav files or a "
-            "jsonl file.",
+            "Calibration data. Text: a text or jsonl file, a folder of them, a datasets name, 'stdlib', or 'self' (the "
+            "model writes it, the default). Images: a folder, an .npz file, a datasets name. Speech: a folder of .wav "
+            "files or a jsonl file.",
             commands="run probe",
             group=DATA,
             value="SOURCE",
@@ -87,6 +89,29 @@ class Settings(Record):
             commas=True,
         ),
     ] = DEFAULT_UNITS
+    serve: Annotated[
+        str | None,
+        Flag(
+            f"Engine that will serve the result ({', '.join(ENGINES)}): only sizes that its cache holds without "
+            "padding, and no bits.",
+            commands="run probe allocate",
+            group=CUT,
+            value="ENGINE",
+        ),
+    ] = None
+    multiple: Annotated[
+        int,
+        Flag(
+            "Sizes of heads and MLPs in multiples of this, such as 16, 32 or 64; no bits if above 1.",
+            commands="run probe allocate",
+            group=CUT,
+            least=1,
+        ),
+    ] = 1
+    same_dims: Annotated[
+        bool,
+        Flag("Queries, keys and values of a layer get the same dimension; no bits.", "run probe allocate", CUT),
+    ] = False
     seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
     device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"
     dtype: Annotated[
@@ -156,6 +181,12 @@ class Settings(Record):
             raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
         if self.dtype not in FORMATS:
             raise HeadwiseError(f"dtype is '{self.dtype}'; give {', '.join(FORMATS)}.")
+        if self.serve is not None and self.serve not in ENGINES:
+            raise HeadwiseError(f"no engine is called '{self.serve}'; --serve takes: {', '.join(ENGINES)}.")
+        if (self.serve or self.same_dims) and self.strategy not in SAME_DIMS:
+            raise HeadwiseError(
+                f"--serve and --same-dims are planned by {', '.join(SAME_DIMS)}; leave out --strategy {self.strategy}."
+            )
         Options.parse(self.heal_options)
         damage_limit(self.max_loss or MAX_LOSS)
         if self.pool not in ("auto", "none", "all") and not (self.pool.isdecimal() and int(self.pool) > 1):
@@ -187,17 +218,22 @@ class Settings(Record):
 
         Only what changes memory and nothing else may differ, and trust, which is given anew with every command.
         """
-        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
-        free: dict[str, Any] = {"heal_options": (), "trust_remote_code": False, "recompute": None}
-        return ours == theirs and replace(self, **free) == replace(before, **free)
+        return not self.changed(before)
 
     def difference(self, before: Settings) -> str:
-        """The first setting that keeps a run from being resumed, in words."""
-        for name in (field.name for field in fields(self)):
-            now, then = getattr(self, name), getattr(before, name)
-            if now != then and not (name == "heal_options" and self.resumes(replace(before, heal_options=now))):
-                return f"{name} was {_in_words(then)} and is now {_in_words(now)}"
-        return "the settings differ"
+        """The settings that keep a run from being resumed, in words."""
+        found = [
+            f"{name} was {_in_words(getattr(before, name))} and is now {_in_words(getattr(self, name))}"
+            for name in self.changed(before)
+        ]
+        return "; ".join(found) or "the settings differ"
+
+    def changed(self, before: Settings) -> tuple[str, ...]:
+        """The names of the settings that keep a run from being resumed."""
+        ours, theirs = (Options.parse(settings.heal_options).fixed() for settings in (self, before))
+        free = {"trust_remote_code", "recompute", *(("heal_options",) if ours == theirs else ())}
+        names = (field.name for field in fields(self) if field.name not in free)
+        return tuple(name for name in names if getattr(self, name) != getattr(before, name))
 
     def served(self, longest: int) -> int:
         """The context length that the result must hold for; `longest` is what the model takes."""
@@ -223,7 +259,27 @@ class Settings(Record):
         named = [text.strip().partition("=")[0] for text in self.budgets]
         limited = not named or "kv" in named
         timed = any(name.startswith("latency") for name in named)
-        return "bits" in self.allow and self.strategy == "exact" and limited and not (timed or self.portable)
+        may = self.strategy == "exact" and limited and not (timed or self.portable or self.limits_sizes)
+        return "bits" in self.allow and may
+
+    @property
+    def limits_sizes(self) -> bool:
+        """Whether only some sizes are legal: those of an engine, multiples, or the same for keys and values."""
+        return bool(self.serve) or self.multiple > 1 or self.same_dims
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """What may be cut: all that is allowed; where sizes are limited, bits are not."""
+        return tuple(unit for unit in self.allow if unit != "bits" or not self.limits_sizes)
+
+    def legal(self, shape: ModelShape) -> ModelShape:
+        """A model with the sizes that these settings make legal."""
+        if not self.limits_sizes:
+            return shape
+        if self.serve and (not shape.cached or any(layer.role for layer in shape.layers)):
+            raise PlanError(f"{self.serve} serves decoders; leave out --serve for {shape.family} models.")
+        heads, equal = ENGINES.get(self.serve or "", ()), self.same_dims or bool(self.serve)
+        return replace(shape, grain=replace(shape.grain, multiple=self.multiple, heads=heads, equal=equal))
 
     @property
     def only_kv(self) -> bool:

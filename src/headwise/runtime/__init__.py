@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-CODE = "modeling_headwise.py"
-FILES = (CODE, "cache_headwise.py", "coder_headwise.py")
+from headwise.runtime.hub_headwise import FILES
+
+CODE = FILES[0]  # the file that a configuration names
 
 
 def foreign_code(folder: Path) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .coder_headwise import RowCoder, as_if_kept
 
@@ -43,13 +43,25 @@ def _only_appends() -> bool:
     return appended and kept[1:] == kept[:-1]
 
 
+def updated(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
+    """As `cache.update`. A cache made before its first token may have wider rows, as long for keys as for values."""
+    held = cache.layers[index] if index < len(cache.layers) else None
+    if not isinstance(held, StaticLayer) or not held.is_initialized:
+        return cache.update(k, v, index)
+    missing = [y.shape[-1] - x.shape[-1] for x, y in ((k, held.keys), (v, held.values))]
+    if not any(missing):
+        return cache.update(k, v, index)
+    rows = cache.update(*(nn.functional.pad(x, (0, n)) for x, n in zip((k, v), missing, strict=True)), index)
+    return tuple(x[..., : x.shape[-1] - n] for x, n in zip(rows, missing, strict=True))
+
+
 def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
     layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
     known = type(layer) in (DynamicLayer, CodedLayer) and layer.get_seq_length() and layer.keys.dtype == k.dtype
     known = known and not cache.offloading and k.device.type == "cpu"
     if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
-        return cache.update(k, v, index)
+        return updated(cache, k, v, index)
     past, new = layer.keys.shape[2], k.shape[2]
     shown, room = _room.get(layer, (None, (layer.keys,)))
     barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
@@ -209,22 +221,34 @@ class Rows(NamedTuple):
 
 
 def remembered(
-    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool,
+    gains: tuple[Any, Any] = (None, None),
+) -> Rows:  # fmt: skip
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
-    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. Caches of other kinds
-    keep numbers as they are, which are coded whenever they are read.
+    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. `gains` are factors of
+    keys and values (G, K): codes need numbers of equal spread, and training needs weights of equal size.
     """
+    if gains[0] is None:
+        return _remembered(coders, k, v, cache, index, mask, whole)
+    k_gain, v_gain = (gain.unsqueeze(1) for gain in gains)
+    rows = _remembered(coders, k * k_gain, v * v_gain, cache, index, mask, whole)
+    return rows.changed(lambda keys: keys / k_gain, lambda values: values / v_gain)
+
+
+def _remembered(
+    coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
+) -> Rows:
+    """The same without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)
     if not whole:
         new = [coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True)]
-        k, v = new if cache is None else cache.update(*new, index)
+        k, v = new if cache is None else updated(cache, *new, index)
         return Rows(k, v)
     alone = k.shape[2] == 1
-    k, v = (k, v) if cache is None else cache.update(k, v, index)
+    k, v = (k, v) if cache is None else updated(cache, k, v, index)
     first = _first(k, _padding(mask, k))
     rows = [torch.where(first, x, coder.rounded(x)) for coder, x in zip(coders, (k, v), strict=True)]
     near = tuple(torch.where(first, x, coder.fine.rounded(x)) for coder, x in zip(coders, (k, v), strict=True))
@@ -274,12 +298,10 @@ def _at(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
 def _padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
     """How many tokens come before the first of every text (B), by the mask that attention is given."""
     if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
-        return torch.zeros(len(like), dtype=torch.long, device=like.device)
+        return torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
     seen = mask if mask.dim() == 2 else mask[:, 0, -1]  # the last token sees all that are not padding
     seen = seen if seen.dtype == torch.bool or mask.dim() == 2 else seen == 0
-    seen = seen.to(torch.uint8)
-    none = seen.shape[1] * (seen.amax(1) == 0)  # all tokens so far are padding
-    return (seen.argmax(1) + none).expand(len(like))
+    return (seen.cumsum(1) == 0).sum(1).expand(like.shape[0])  # all, if all tokens so far are padding
 
 
 def _first(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:

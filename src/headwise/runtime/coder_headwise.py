@@ -52,18 +52,23 @@ class RowCoder:
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""
+        codes, scale = self._coded(x)
+        rows = torch.zeros((*x.shape[:-1], self.codes), dtype=torch.uint8, device=x.device)
+        for plane, start, _ in self.planes:  # below a field of a code are those of smaller planes
+            pairs = zip(codes, self.parts, strict=True)
+            fields = [code >> (bits & (plane - 1)) for code, (bits, _) in pairs if bits & plane]
+            packed = _packed(torch.cat(fields, -1) & ((1 << plane) - 1), plane, start % 8 // plane)
+            rows |= nn.functional.pad(packed, (start // 8, self.codes - start // 8 - packed.shape[-1]))
+        return torch.cat((rows, scale.to(torch.uint8)), -1)
+
+    def _coded(self, x: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Codes of the parts with as many bits each, and the bytes of scales, as numbers."""
         x = x[..., : self.kept].float()
         padded = nn.functional.pad(x, (0, -self.kept % self.groups))
         size = padded.unflatten(-1, (self.groups, -1)).abs().amax(-1).clamp_min(2.0**-15)
         scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
         parts = (x / self._spread(_factor(scale))).split([size for _, size in self.parts], -1)
-        codes = [(_levels(part, bits), bits) for part, (bits, _) in zip(parts, self.parts, strict=True)]
-        rows = torch.zeros((*x.shape[:-1], self.codes), dtype=torch.uint8, device=x.device)
-        for plane, start, _ in self.planes:  # below a field of a code are those of smaller planes
-            fields = [code >> (bits & (plane - 1)) for code, bits in codes if bits & plane]
-            packed = _packed(torch.cat(fields, -1) & ((1 << plane) - 1), plane, start % 8 // plane)
-            rows |= nn.functional.pad(packed, (start // 8, self.codes - start // 8 - packed.shape[-1]))
-        return torch.cat((rows, scale.to(torch.uint8)), -1)
+        return [_levels(part, bits) for part, (bits, _) in zip(parts, self.parts, strict=True)], scale
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Coefficients of such rows."""
@@ -75,15 +80,18 @@ class RowCoder:
                 if bits & plane:
                     codes[number] = codes[number] << plane | fields.narrow(-1, at, size)
                     at += size
+        return self._read(codes, rows.narrow(-1, self.codes, self.groups).float(), dtype)
+
+    def _read(self, codes: list[Any], scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What codes and scales stand for."""
         values = [_values(code, bits) for code, (bits, _) in zip(codes, self.parts, strict=True)]
-        scale = _factor(rows.narrow(-1, self.codes, self.groups).float())
-        found = (torch.cat(values, -1) * self._spread(scale)).to(dtype)
+        found = (torch.cat(values, -1) * self._spread(_factor(scale))).to(dtype)
         return found if self.kept == self.size else nn.functional.pad(found, (0, self.size - self.kept))
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
         with torch.no_grad():
-            found = self.decode(self.encode(x), x.dtype)
+            found = self._read(*self._coded(x), x.dtype)  # packing into bytes loses nothing
         return as_if_kept(found, x)
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:

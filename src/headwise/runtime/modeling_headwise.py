@@ -26,6 +26,10 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
+from .hub_headwise import recording, saving, telling
+from .softmax_headwise import added as _added
+from .softmax_headwise import eager as _eager
+from .softmax_headwise import filled, paged, paged_size, refuse_paged, tell_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,32 +94,6 @@ def body_of(model: nn.Module, anatomy: Anatomy) -> nn.Module:
     return model if found is None else found
 
 
-def _eager(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention_mask: Any, scaling: float,
-    dropout: float = 0.0, softcap: float | None = None, **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Plain attention, in the stock order of operations to the last bit."""
-    if module.num_key_value_groups > 1:
-        k, v = (x.repeat_interleave(module.num_key_value_groups, dim=1) for x in (k, v))
-    weights = torch.matmul(q, k.transpose(2, 3)) * scaling
-    if softcap is not None:
-        weights = torch.tanh(weights / softcap) * softcap
-    if attention_mask is not None:
-        weights = weights + attention_mask
-    weights = nn.functional.softmax(weights, dim=-1, dtype=torch.float32).to(q.dtype)
-    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, v).transpose(1, 2).contiguous(), weights
-
-
-def _added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
-    """The mask that plain attention adds, for a mask made for sdpa: true where a key is seen, or None if causal."""
-    if mask is None and causal and q.shape[2] > 1:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-
-
 def _signed(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """A table of sines by its halves, as `_turned` takes it."""
     return torch.cat((-first, second), dim=-1)
@@ -162,17 +140,26 @@ class SoftmaxAttention(nn.Module):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
-            width, parts = max(qk_dim, v_dim), (q_BHTK, k_BGTK, v_BGTV)
-            q_BHTK, k_BGTK, v_BGTV = (nn.functional.pad(x, (0, n)) if (n := width - x.shape[-1]) else x for x in parts)
-        scaling: Any = self.scaling
+            width = max(qk_dim, v_dim)
+            q_BHTK, k_BGTK, v_BGTV = (filled(x, width) for x in (q_BHTK, k_BGTK, v_BGTV))
         if self.scales_queries:
-            q_BHTK, k_BGTK, scaling = q_BHTK * scaling, k_BGTK.contiguous(), 1.0  # in memory as stock code has them
-        z_BTHV, weights = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)(
-            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=scaling, sliding_window=self.sliding_window,
-            dropout=self.attention_dropout if self.training else 0.0,
+            q_BHTK, k_BGTK = q_BHTK * self.scaling, k_BGTK.contiguous()  # in memory as stock code has them
+        if paged(self.config):
+            q_BHTK, k_BGTK, v_BGTV = (filled(x, paged_size(qk_dim, v_dim)) for x in (q_BHTK, k_BGTK, v_BGTV))
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)  # vLLM finds this name and its one call
+        z_BTHV, weights = kernel(
+            self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=self.softmax_scaling,
+            sliding_window=self.sliding_window, dropout=self.attention_dropout if self.training else 0.0,
             **({} if self.softcap is None else {"softcap": self.softcap}), **kwargs,
         )  # fmt: skip
+        if paged(self.config):  # which returns a row for every token
+            z_BTHV = z_BTHV.view(1, -1, q_BHTK.shape[1], q_BHTK.shape[3])
         return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
+
+    @property
+    def softmax_scaling(self) -> float:
+        """What the product with keys is scaled by."""
+        return 1.0 if self.scales_queries else self.scaling
 
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
         """One new token against the cache, in few steps and without repeating keys for the queries that share them."""
@@ -219,14 +206,15 @@ class TailoredAttention(nn.Module):
         coded = sizes.get("k_code") and sizes.get("v_code")
         both = (("k_code", self.qk_dim), ("v_code", self.v_dim))
         self.coders = tuple(RowCoder(sizes[name], size) for name, size in both) if coded else None
-        self.gains: Any = None  # factors of keys and values (G, 1, K) before they are coded, while they are trained
         self.projects = self.qk_dim < self.qk_width or bool(coded)  # queries and keys after rotary
         self.v_projects = self.pooled > 1 and (self.v_dim < self.v_width or bool(coded))
-        self.by_rows = False  # whether many queries look at whole rows too, for probes that record them
+        self.by_rows = paged(part("config"))  # whether many queries look at whole rows too: for probes that record them
+        if self.by_rows:  # and where an engine owns the cache
+            refuse_paged(sizes)
         self._set_projections(part)
         sharing = self.query_heads // self.kv_heads
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
-        if self.pooled > 1:
+        if self.pooled > 1 and not self.by_rows:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
         turning = part("rotary")  # coordinates that turn with the position
         self.rotary = self._stock_rotary(part) if turning is None else turning
@@ -262,8 +250,10 @@ class TailoredAttention(nn.Module):
             # Random, so that queries and keys keep their size; zeros could never be trained.
             down = (torch.randn(2, self.kv_heads, self.qk_width, self.qk_dim) * self.qk_width**-0.5).unbind()
             self.q_down_GWK, self.k_down_GWK = (nn.Parameter(matrix.clone()) for matrix in down)
-        if self.coders is not None:  # the mean of all keys, which softmax ignores
+        if self.coders is not None:  # the mean of all keys, which softmax ignores; factors of what is coded
             self.k_mean_GK = nn.Parameter(torch.zeros(self.kv_heads, self.qk_dim))
+            self.register_buffer("k_gain_GK", torch.ones(self.kv_heads, self.qk_dim))
+            self.register_buffer("v_gain_GV", torch.ones(self.kv_heads, self.v_dim))
         if self.v_projects:  # from a row's values to those of each of its heads
             up = torch.randn(self.kv_heads * self.pooled, self.v_dim, self.out_dim) * self.v_dim**-0.5
             self.v_up_NVO = nn.Parameter(up)
@@ -322,9 +312,10 @@ class TailoredAttention(nn.Module):
         k_BGTK = self._project_keys(k_BGTW)
         batch, heads, tokens, width = q_BHTW.shape
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
-        if batch == tokens == 1:  # in few steps
+        if batch == 1 and tokens == 1:  # in few steps
             return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
-        if tokens == 1:  # one product for all queries of a group
+        few = tokens < width and not torch.compiler.is_exporting()  # one graph for any number of tokens
+        if few or tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
@@ -333,7 +324,7 @@ class TailoredAttention(nn.Module):
     def _project_keys(self, k_BGTW: torch.Tensor) -> torch.Tensor:
         if not self.projects:
             return k_BGTW
-        if k_BGTW.shape[0] == k_BGTW.shape[2] == 1:  # in few steps
+        if k_BGTW.shape[0] == 1 and k_BGTW.shape[2] == 1:  # in few steps
             k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
         else:
             k_BGTK = k_BGTW @ self.k_down_GWK
@@ -350,15 +341,14 @@ class TailoredAttention(nn.Module):
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
         if self.coders is None:
             return Rows(*((k, v) if cache is None else append(cache, k, v, self.layer_idx)))
-        whole, gains = self.attend.sliding_window is None, self.gains and [gain.to(k) for gain in self.gains]
-        if not gains:
-            return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole)
-        rows = remembered(self.coders, k * gains[0], v * gains[1], cache, self.layer_idx, mask, whole)
-        return rows.changed(lambda keys: keys / gains[0], lambda values: values / gains[1])
+        gains = self._buffers.get("k_gain_GK"), self._buffers.get("v_gain_GV")
+        whole = self.attend.sliding_window is None
+        return remembered(self.coders, k, v, cache, self.layer_idx, mask, whole, gains)
 
     def _many(self, q: torch.Tensor) -> bool:
         """Whether it costs less to rebuild every head's own keys and values from rows than to attend to whole rows."""
-        return self.pooled > 1 and q.shape[2] > self.head_width and not self.by_rows
+        alike = self.pooled == 1 or self.by_rows or torch.compiler.is_exporting()  # one graph for any number of tokens
+        return not alike and q.shape[2] > self.head_width
 
     def attended(self, q: torch.Tensor, rows: Rows, mask: Any, **kwargs: Any) -> Any:
         """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
@@ -387,8 +377,10 @@ class TailoredAttention(nn.Module):
         """What every head is given of its row's values, as the output projection takes it (B, T, H O)."""
         if self.pooled == 1:
             return z_BTHV.flatten(2)
-        if self.v_projects:
-            return (z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)) @ self.v_up_NVO).flatten(2)
+        if self.v_projects:  # one product for each head: a plain one would copy the matrices for every token
+            z_NBThV = z_BTHV.unflatten(2, (self.kv_heads * self.pooled, -1)).movedim(2, 0)
+            own = torch.bmm(z_NBThV.flatten(1, 3), self.v_up_NVO)
+            return own.view(*z_NBThV.shape[:-1], -1).movedim(0, 2).flatten(2)
         z = z_BTHV.unflatten(2, (self.kv_heads, self.pooled, -1)).unflatten(-1, (self.pooled, -1))
         return z.diagonal(dim1=3, dim2=5).movedim(-1, 3).flatten(2)
 
@@ -639,9 +631,7 @@ def _let_record(body: nn.Module, **more: Any) -> None:
     recorded = {**(getattr(body, "_can_record_outputs", None) or {}), "attentions": TailoredAttention, **more}
     registry = getattr(modeling_utils, "_CAN_RECORD_REGISTRY", None)
     if registry is not None:
-        name = f"Tailored{type(body).__name__}"
-        body.__class__ = type(name, (type(body),), {"__module__": __name__, "_can_record_outputs": recorded})
-        registry[str(body.__class__)] = recorded
+        body.__class__ = recording(type(body), recorded, registry)
 
 
 @functools.cache
@@ -667,7 +657,12 @@ def _config_space(stock: Any, kind: str) -> dict[str, Any]:
     if stock.is_encoder_decoder:  # a cache has as many layers as the decoder, which stock code does not always tell it
         decoder = "num_decoder_layers" if hasattr(stock, "num_decoder_layers") else "decoder_layers"
         space["attribute_map"] = {**stock.attribute_map, "num_hidden_layers": decoder}
-    return {"model_type": f"headwise_{kind}", **space}
+
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        stock.__post_init__(self, **kwargs)
+        tell_engine(self)
+
+    return {"model_type": f"headwise_{kind}", "__post_init__": __post_init__, "to_dict": telling(stock), **space}
 
 
 def _model_space(stock: Any, kind: str) -> dict[str, Any]:
@@ -686,7 +681,8 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
         stock._initialize_weights(self, module, *(False for _ in custom))
 
     config = tailored(stock.config_class, kind)
-    return {"config_class": config, "__init__": __init__, "_initialize_weights": _initialize_weights}
+    more = {"_initialize_weights": _initialize_weights, "save_pretrained": saving(stock)}
+    return {"config_class": config, "__init__": __init__, **more}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,15 @@ from headwise.types import CUTS, Budget, Plan, Readings, Unit
 
 
 def allocate_in(
-    out: Path | str, budgets: tuple[str, ...], strategy: str, allow: tuple[str, ...], portable: bool, seed: int
+    out: Path | str,
+    budgets: tuple[str, ...],
+    strategy: str,
+    allow: tuple[str, ...],
+    portable: bool,
+    seed: int,
+    serve: str | None = None,
+    multiple: int = 1,
+    same_dims: bool = False,
 ) -> Plan:
     """Read readings.json, decide, write plan.json (an older plan is kept beside it)."""
     folder = RunFolder(out)
@@ -23,6 +31,7 @@ def allocate_in(
     with folder.held("allocate"):
         settings = folder.require()
         wanted = replace(settings, budgets=budgets, strategy=strategy, allow=allow, portable=portable, seed=seed)
+        wanted = replace(wanted, serve=serve, multiple=multiple, same_dims=same_dims)
         plan = _allocated(folder, wanted)
         folder.write_plan(plan, wanted)
     return plan
@@ -42,7 +51,16 @@ def _allocated(folder: RunFolder, wanted: Settings) -> Plan:
 
 def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...]) -> Plan:
     """Decide every size for some limits, as the settings say."""
-    return strategies.allocate(readings, limits, settings.strategy, settings.allow, settings.portable, settings.seed)
+    how = settings.strategy, settings.units, settings.portable, settings.seed
+    if not settings.limits_sizes:
+        return strategies.allocate(readings, limits, *how)
+    if strategies.bits_alone(readings):
+        raise PlanError(
+            "this probing priced bits of the cache alone, and --serve, --multiple and --same-dims need prices of "
+            "dimensions; probe again with the same flag."
+        )
+    plan = strategies.allocate(replace(readings, shape=settings.legal(readings.source)), limits, *how)
+    return replace(plan, free_damage=strategies.allocate(readings, limits, *how).predicted_damage)
 
 
 def units_to_measure(settings: Settings, folds: bool, coded: bool) -> dict[str, Unit]:

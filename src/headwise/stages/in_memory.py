@@ -63,9 +63,16 @@ class InMemory(Source):
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
         with families.quietly():
-            saved = save_model(self.family, fitted.model, self.tokenizer, folder.model, fitted.plan.portable)
-        if self.task.name == "embedding":
-            families.accompany(settings.model, folder.model)
+            place, _ = families.locate(settings.model)
+            saved = save_model(
+                self.family,
+                fitted.model,
+                self.tokenizer,
+                folder.model,
+                fitted.plan.portable,
+                families.saved_dtype(place, self.model.config),
+                partial(families.accompany, settings.model, embeds=self.task.name == "embedding"),
+            )
         disk.write_file(folder.proof_file, lambda new: exactness.write_proof(saved, self.evaluation, new))
         folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
         self.clear(settings, folder)

@@ -9,14 +9,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from headwise import data, families, memory, probes, processes, strategies
+from headwise import __version__, data, families, memory, probes, processes, strategies
 from headwise.cuts import Moments, reshape_layer
 from headwise.files import disk
 from headwise.heal.refit import LayerHealer, refit
@@ -257,7 +256,7 @@ def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:
 def _key(settings: Settings, source: Source, diagnose: bool) -> str:
     """What stands for a probing: settings, rows and version."""
     free = {"heal_options": (), "recompute": None}  # which change no reading
-    asked = {**settings.to_json(), **free, "diagnose": diagnose, "headwise": metadata.version("headwise")}
+    asked = {**settings.to_json(), **free, "diagnose": diagnose, "headwise": __version__}
     found = hashlib.sha256(json.dumps(asked, sort_keys=True).encode())
     found.update(source.calibration.cpu().contiguous().numpy().tobytes())
     return found.hexdigest()

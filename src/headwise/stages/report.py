@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from headwise.errors import HeadwiseError, OutputError
+from headwise.files.card import facts_of
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.stages import frontier
@@ -21,7 +22,9 @@ def write_report(folder: RunFolder) -> Dossier:
 
     with folder.held("report"):
         dossier = solved(folder, folder.dossier())
-        write_atomically(folder.card_file, model_card(dossier))
+        card = model_card(dossier, facts_of(folder.model_card_file) if folder.model.is_dir() else None)
+        write_atomically(folder.card_file, card)
+        folder.write_card(card)
         write_atomically(folder.report_file, render(dossier))
         used = ("plan.json", "heal.json", *(["verdict.json"] if dossier.verdict else []))
         folder.ledger.record("report", ("report.html", "report.md"), used)
@@ -53,6 +56,9 @@ def solved(folder: RunFolder, dossier: Dossier) -> Dossier:
     if readings is None or plan is None:
         return dossier
     allow = folder.require().allow
+    if plan.free_damage is not None:  # planned with fewer sizes, and without bits
+        readings = replace(readings, shape=plan.source)
+        allow = tuple(unit for unit in allow if unit != "bits")
     dossier = replace(dossier, baselines=frontier.rivals(readings, plan, allow))
     known = frontier.stored(folder.frontier_file, frontier.fingerprint(readings, plan, allow), len(plan.keep))
     if known is None or not frontier.complete(known, plan):

@@ -41,6 +41,7 @@ def compose(first: Plan, second: Plan) -> Plan:
         target=first.source.with_layers(tuple(target)),
         keep=tuple(keep),
         predicted_damage=first.predicted_damage + second.predicted_damage,
+        free_damage=None if second.free_damage is None else (first.free_damage or 0.0) + second.free_damage,
         frontier=first.frontier,
         model=first.model,
     )

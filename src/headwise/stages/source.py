@@ -24,6 +24,7 @@ from headwise.runs.settings import Settings
 from headwise.stages.texts import LongText
 from headwise.tasks.causal import Causal
 from headwise.types import Check, Healing, ModelShape, Plan, Readings
+from headwise.types.shape import ENGINES
 from headwise.types.verdict import Sample
 
 WIDEST_ROW = 1_024  # numbers of a coded row, unless one head alone has more: its bases grow with the square
@@ -224,4 +225,8 @@ def heads_to_pool(settings: Settings, shape: ModelShape) -> int:
         raise PlanError(
             "layers of this model have one key/value head each: there is none to share with; leave out --pool."
         )
-    return max(heads) if settings.pool == "all" else int(settings.pool)
+    if settings.pool != "all":
+        return int(settings.pool)
+    widest = max(max(layer.qk_width, layer.v_dim) for layer in shape.layers)
+    most = max(ENGINES[settings.serve]) // widest if settings.serve else max(heads)  # a row of an engine's cache
+    return max((n for n in range(1, max(heads) + 1) if max(heads) % n == 0 and n <= most), default=1)

@@ -36,6 +36,8 @@ def combinations(source: ModelShape, offered: list[LayerMenu]) -> Iterator[tuple
             tuple(t[kind][s] for kind, s in zip(("heads", "qk", "v", "mlp"), sizes, strict=True)) for t in tables
         ]
         made = {layer: with_choices(layer, *chosen[index]) for layer, index in places.items()}
+        if source.grain.equal and any(layer.qk_dim != layer.v_dim for layer in made.values()):
+            continue
         yield [made[layer] for layer in source.layers], sum(c.damage for row in chosen for c in row)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, NamedTuple
 
 from headwise import budgets as prices
@@ -14,6 +15,7 @@ from headwise.types import (
     UNIT_OF,
     UNITS,
     Budget,
+    Grain,
     LayerKeep,
     LayerShape,
     ModelShape,
@@ -63,9 +65,24 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
             reading = readings.curve(unit.kind) if unit.allow in allowed and not together else None
             return [] if reading is None else list(zip(reading.ticks[layer], reading.values[layer], strict=True))[1:]
 
-        return _menu(shape, ways, source.grain.folds, priced, readings.orders[layer])
+        found = _menu(shape, ways, source.grain.folds, priced, readings.orders[layer])
+        sizes = {"qk": "qk_dim", "v": "v_dim", "mlp": "mlp_width"}
+        return replace(found, **{of: _taken(getattr(found, of), of, name, source.grain) for of, name in sizes.items()})
 
     return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
+
+
+def _taken(choices: tuple[Choice, ...], of: str, name: str, grain: Grain) -> tuple[Choice, ...]:
+    """The choices whose size suits the engine that a model is planned for; the layer's own where none does."""
+    fitting = tuple(c for c in choices if name not in dict(c.sizes) or grain.takes(of, dict(c.sizes)[name]))
+    return fitting or choices[:1]
+
+
+def pairs(menu: LayerMenu, equal: bool) -> list[tuple[Choice, Choice]]:
+    """Sizes of queries and keys with sizes of values; where they must be `equal`, only those that are."""
+    every = list(product(menu.qk, menu.v))
+    same = [(qk, v) for qk, v in every if dict(qk.sizes).get("qk_dim") == dict(v.sizes).get("v_dim")]
+    return same or every[:1] if equal else every
 
 
 def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
@@ -136,7 +153,7 @@ def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], 
     texts = " ".join(f"--budget {budget.text}" for budget in budgets)
     again = f"probe again: headwise probe {readings.model} {texts} --out NEW_FOLDER, with the same --allow."
     coded = "bits" in applicable(source, allow, budgets) and readings.curve("damage.k_bits") is not None
-    if {"qk", "v"} & set(allow) and not (coded or _dimensions_priced(readings)):
+    if {"qk", "v"} & set(allow) and not coded and bits_alone(readings):
         what = " and ".join(budget.text for budget in budgets)
         return f"{what} needs prices of dimensions, and this probing priced bits of the cache alone; {again}"
     if "mlp" in allow and any(_counts_mlp(budget, source) for budget in wanted) and not _mlp_priced(source, readings):
@@ -157,10 +174,10 @@ def _counts_mlp(budget: Budget, source: ModelShape) -> bool:
     return prices.layer_price(budget, source, narrow) < prices.layer_price(budget, source, wide)
 
 
-def _dimensions_priced(readings: Readings) -> bool:
-    """Whether anything but bits was priced, or nothing was."""
+def bits_alone(readings: Readings) -> bool:
+    """Whether bits of the cache were priced and no dimensions."""
     kinds = ("damage.qk_projected", "damage.qk_pairs", "damage.v")
-    return readings.curve("damage.k_bits") is None or any(readings.curve(kind) is not None for kind in kinds)
+    return readings.curve("damage.k_bits") is not None and not any(readings.curve(kind) for kind in kinds)
 
 
 def _pairs_priced(readings: Readings) -> bool:
@@ -280,6 +297,8 @@ def refuse(
             if "bits" in allow and budget.name != "kv":
                 others = ",".join(unit for unit in allow if unit != "bits") or "qk,v,mlp"
                 hint += f"; coded rows add parameters, dimensions do not: --allow {others}"
+            if source.grain.heads:
+                hint += ", or plan with all sizes: leave out --serve"
             return BudgetError(
                 f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
                 f"legal size, {share:.1f}% remains. Try --budget {text}{hint}."

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from headwise import budgets as prices
 from headwise.strategies._knapsack import Knapsack
 from headwise.strategies._multipliers import Floats, Indices, Mask, free_choices, multipliers, nth, rows_of
-from headwise.strategies._options import Choice, LayerMenu, refuse, with_choices
+from headwise.strategies._options import Choice, LayerMenu, pairs, refuse, with_choices
 from headwise.types import Budget, LayerShape, ModelShape
 
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
@@ -166,7 +165,7 @@ def build(source: ModelShape, offered: list[LayerMenu], price_of: Price, joint: 
             columns.add_one(layer, only, price(shape, *only))
             continue
         tops = columns.add(layer, -1, [(heads,) for heads in menu.heads], [price(shape, heads) for heads in menu.heads])
-        kinds = _kinds(menu, joint)
+        kinds = _kinds(menu, joint, source.grain.equal)
         for top, heads in zip(tops, menu.heads, strict=True):
             whole = price(shape, heads)
             for kind in kinds:
@@ -177,10 +176,10 @@ def build(source: ModelShape, offered: list[LayerMenu], price_of: Price, joint: 
     return columns.program()
 
 
-def _kinds(menu: LayerMenu, joint: bool) -> list[list[Column]]:
+def _kinds(menu: LayerMenu, joint: bool, equal: bool) -> list[list[Column]]:
     """What is picked under a head count: a query/key size and a value size, or a pair of both."""
-    if joint:
-        return [list(product(menu.qk, menu.v))]
+    if joint or equal:
+        return [list(pairs(menu, equal))]
     return [[(choice,) for choice in menu.qk], [(choice,) for choice in menu.v]]
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from headwise import families
 from headwise.errors import ModelError
 from headwise.families import CAUSAL, Family
-from headwise.families._config import stored_dtype
 from headwise.families._folder import check_sizes, check_values
 from headwise.stream._checkpoint import Checkpoint
 
@@ -62,7 +61,7 @@ class Streamed(EmptyModel):
         stock = _empty(folder, trust_remote_code)
         family = families.family_of(stock.config)
         super().__init__(family, family.frame(stock, family.shape_of(stock.config).layers), device)
-        self.stored = stored_dtype(stock.config)
+        self.stored = families.saved_dtype(str(folder), stock.config)
         self.stock = None if family.is_tailored(stock) else stock.config
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
         self.places = self._places(stock, tied)

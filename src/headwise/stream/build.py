@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +19,7 @@ from headwise import families, strategies
 from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
+from headwise.cuts.balance import balance
 from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.files.disk import explained, install
@@ -131,10 +132,11 @@ class StreamedBuild:
         if contexts:
             made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer.get(name)}
         family.put_layer(cut, index, made, source.config)
-        if not contexts:
-            return cut
-        with source.filled(index, whole) as theirs, self.frame.filled(index, cut) as ours:
-            self._refit(index, theirs, ours, contexts)
+        with self.frame.filled(index, cut) as ours:
+            if contexts:
+                with source.filled(index, whole) as theirs:
+                    self._refit(index, theirs, ours, contexts)
+            balance([family.block(ours)])
             prefix = self.frame.prefix(index)
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
 
@@ -156,8 +158,11 @@ class StreamedBuild:
                 self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
         shutil.rmtree(scratch)
 
-    def finish(self, tokenizer: Any, folder: Path) -> None:
-        """Add what else belongs to a model and rename its folder: it appears whole or not at all."""
+    def finish(self, tokenizer: Any, folder: Path, beside: Callable[[Path], object]) -> None:
+        """Add what else belongs to a model and rename its folder: it appears whole or not at all.
+
+        `beside` adds files that are neither weights nor code.
+        """
         if self.installed(folder):
             return
         target, model = self.work / "model", cast(Any, self.frame.model)
@@ -170,6 +175,7 @@ class StreamedBuild:
                     model.generation_config.save_pretrained(target)
                 tokenizer.save_pretrained(target)
                 add_code(target, model)
+            beside(target)
             install(target, folder)
 
     def installed(self, folder: Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ class Streaming(Source):
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`. When the model is verified, heal.json is completed and the proof written."""
-        fitted.model.finish(self.tokenizer, folder.model)
+        fitted.model.finish(self.tokenizer, folder.model, partial(families.accompany, settings.model))
         folder.write_json(folder.heal_file, fitted.healings[-1].to_json())
         folder.record_model(settings, ("model",))
         self.clear(settings, folder)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import types
@@ -90,10 +91,15 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     return _decode_scalar(kind, data, where)
 
 
+@functools.cache
+def _hints(kind: type[Record]) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
 def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {shortened(data)}.")
-    given, hints = data, typing.get_type_hints(kind)
+    given, hints = data, _hints(kind)
     data = _placed(where, lambda: kind.from_file(given))
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(fields)):

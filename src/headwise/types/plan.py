@@ -81,6 +81,7 @@ class Plan(Record):
     portable: bool = False
     frontier: tuple[FrontierPoint, ...] = ()
     context: int = 0  # tokens of context that it was made for; 0: not known
+    free_damage: float | None = None  # of the plan without limits on sizes, where an engine or a setting limits them
 
     def __post_init__(self) -> None:
         if not len(self.source.layers) == len(self.target.layers) == len(self.keep):

@@ -18,6 +18,9 @@ WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
 NEAR_TOKENS = 32  # newest ones, which are also kept in 8 bits a number
 COUNTED_TOKENS = 4_096  # of a text over which both are spread when bytes are counted
 CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
+ENGINES = {  # sizes of heads that an engine's cache holds without filling them up
+    "vllm": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256),
+}
 ROLES = ("encoder", "self", "cross")  # of a layer in a model of two stacks
 MOST_LAYERS = 4_096
 WIDEST = 1 << 22  # of any size of a layer or of the stream between layers
@@ -234,9 +237,17 @@ class Grain(Record):
     projectable: bool  # queries and keys can be projected after their positions are applied
     folds: bool = False  # that projection can be folded into the weights, as no position lies in between
     portable: tuple[str, ...] | None = None  # units that a portable plan may cut; None: all
+    multiple: int = 1  # sizes of heads and MLPs are multiples of this
+    heads: tuple[int, ...] = ()  # the only sizes of heads that an engine takes; none: all
+    equal: bool = False  # queries, keys and values of a layer have the same size
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; most models are planned for no engine, and say nothing of one."""
+        usual = {"multiple": 1, "heads": [], "equal": False}
+        return {name: value for name, value in Record.to_json(self).items() if value != usual.get(name, ...)}
 
     def __post_init__(self) -> None:
-        for name in ("qk_step", "v_step", "mlp_step", "qk_floor", "v_floor", "mlp_floor"):
+        for name in ("qk_step", "v_step", "mlp_step", "qk_floor", "v_floor", "mlp_floor", "multiple"):
             if getattr(self, name) < 1:
                 raise ShapeError(f"{name} is {getattr(self, name)}; steps and floors of sizes are at least 1.")
 
@@ -249,6 +260,10 @@ class Grain(Record):
         step, floor = getattr(self, f"{of}_step"), getattr(self, f"{of}_floor")
         largest = (full - 1) // step * step
         return (full, *(size for size in range(largest, 0, -step) if size >= floor))
+
+    def takes(self, of: str, size: int) -> bool:
+        """Whether a size of `qk`, `v` or `mlp` suits the engine that a model is planned for."""
+        return size % self.multiple == 0 and (of == "mlp" or not self.heads or size in self.heads)
 
     def qk_sizes(self, full: int) -> tuple[int, ...]:
         """Legal query/key dimensions of a layer that has `full`, largest first."""

@@ -176,7 +176,7 @@ def _redesign(
         module = importlib.import_module("headwise.research.redesign")
         before, after = module.stock(name.removeprefix("timm:")), module.redesign(name, depth, heads, mlp_ratio, "meta")
     except ImportError as error:
-        raise ModelError(f'redesigns need timm ({error}); type: pip install "headwise[vision]"') from None
+        raise ModelError(f'redesigns need timm ({error}); type: pip install "headwise[timm]"') from None
     counts = [sum(parameter.numel() for parameter in model.parameters()) for model in (before, after)]
     found = {
         "model": name,

@@ -38,6 +38,8 @@ def gaussian(tokens: int, heads: int, dim: int) -> float:
 def simulate(tokens: int, heads: int, dim: int, draws: int = 20, seed: int = 0) -> Estimate:
     """Mean and standard error of `sigma_1 / sigma_N` over Gaussian matrices; infinite for `D <= N` (error 0).
 
+    A Gaussian matrix of N rows and D columns has the singular values of Bartlett's triangular factor of N x N, in
+    distribution, which is what is drawn: its diagonal is chi with D, D - 1, ... degrees of freedom.
     At `D = N + 1` the mean exists but its variance does not, so there the standard error means little.
     """
     width = _width(tokens, heads, dim)
@@ -48,7 +50,9 @@ def simulate(tokens: int, heads: int, dim: int, draws: int = 20, seed: int = 0) 
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(draws):
-        singular = np.linalg.svd(rng.standard_normal((tokens, width)), compute_uv=False)
+        factor = np.tril(rng.standard_normal((tokens, tokens)), -1)
+        np.fill_diagonal(factor, np.sqrt(rng.chisquare(width - np.arange(tokens))))
+        singular = np.linalg.svd(factor, compute_uv=False)
         found.append(float(singular[0] / singular[-1]))
     return Estimate(float(np.mean(found)), float(np.std(found, ddof=1) / math.sqrt(draws)))
 

@@ -1,11 +1,9 @@
-"""`headwise train`: its flags, its progress bar and its summary."""
+"""`headwise train`: its flags and its summary."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,9 +30,7 @@ def command(
     """Train a model; `HELP` is the text for users."""
     from headwise.research.train.run import train
 
-    with _bar() as watch:
-        found = train(out=out, overwrite=overwrite, watch=watch, **settings)
-    _answer(found, out, as_json)
+    _answer(train(out=out, overwrite=overwrite, **settings), out, as_json)
 
 
 def _answer(found: dict[str, Any], out: Path, as_json: bool) -> None:
@@ -52,25 +48,3 @@ def _summary(found: dict[str, Any], out: Path) -> str:
         f"training loss {found['train_loss']:.4f}; held out: {', '.join(parts)}\n"
         f"{out / 'model'}"
     )
-
-
-@contextmanager
-def _bar() -> Iterator[Any]:
-    """A progress bar with loss, speed and time left, on standard error."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = ("training", BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    progress = Progress(*columns, console=Console(stderr=True))
-    bar = progress.add_task("", total=None)
-
-    def watch(now: Any) -> None:
-        progress.start()
-        loss = "" if now.loss is None else f"loss {now.loss:.3f}"
-        speed = "" if now.tokens_per_second is None else f"{now.tokens_per_second:,.0f} tokens/s"
-        progress.update(bar, total=now.steps, completed=now.step, description=f"{loss} {speed}")
-
-    try:
-        yield watch
-    finally:
-        progress.stop()

@@ -7,9 +7,8 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -22,8 +21,17 @@ from headwise.research.train._source import TrainingRows
 from headwise.research.train.claim import claim, held
 from headwise.research.train.images import Images
 from headwise.research.train.labelled import LabelledTexts
-from headwise.research.train.settings import TrainSettings, parts_of_step, rows_of_step, steps_of, usual_rate
+from headwise.research.train.settings import (
+    TrainKeywords,
+    TrainSettings,
+    parts_of_step,
+    rows_of_step,
+    steps_of,
+    usual_rate,
+)
+from headwise.research.train.shown import TrainProgress, Watch, watching
 from headwise.research.train.texts import HiddenTokens, NextToken
+from headwise.runs.keywords import with_keywords
 from headwise.training import checkpoint
 from headwise.training.accelerator import accelerator_for
 from headwise.training.logs import Logs
@@ -32,35 +40,31 @@ from headwise.training.order import Order
 from headwise.types import write_atomically
 
 
-class TrainProgress(NamedTuple):
-    """How far a training is."""
-
-    step: int
-    steps: int
-    loss: float | None  # at the last point of the curve
-    tokens_per_second: float | None
-
-
-Watch = Callable[[TrainProgress], None]
-
-
+@with_keywords(TrainSettings)
 def train(
-    config: str, data: str, out: Path | str, overwrite: bool = False, watch: Watch | None = None, **settings: Any
+    config: str,
+    data: str,
+    out: Path | str,
+    overwrite: bool = False,
+    watch: Watch | None = None,
+    progress: bool = True,
+    **settings: Unpack[TrainKeywords],
 ) -> dict[str, Any]:
     """Train a model into a folder and return what training.json says. `settings` are the fields of `TrainSettings`.
 
-    A training that was killed resumes with the same call, and ends as if it had not stopped.
+    A training that was killed resumes with the same call, and ends as if it had not stopped. `watch` is told how far it
+    is; without it that is shown, unless `progress` is False.
     """
     wanted = TrainSettings(config=str(config), data=str(data), **settings)
     if not wanted.fresh:
         model.has_weights(wanted.config)  # what it refuses is refused before the folder is touched
     accelerator = accelerator_for(wanted.device)
     folder = Path(out)
-    with held(folder, wanted):
+    with held(folder, wanted), watching(watch, progress) as told:
         if accelerator.is_main_process:
             claim(folder, wanted, overwrite)
         accelerator.wait_for_everyone()
-        return Training(wanted, folder, accelerator).run(watch)
+        return Training(wanted, folder, accelerator).run(told)
 
 
 class Training:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated
+from typing import Annotated, TypedDict
 
 from headwise.errors import HeadwiseError
 from headwise.runs.flags import Flag, check_smallest
@@ -96,6 +96,37 @@ class TrainSettings(Record):
         """Whether the tokens of a run under other settings can be read again."""
         names = ("data", "eval", "config", "task", "tokenizer", "train_tokenizer", "seed")
         return all(getattr(self, name) == getattr(other, name) for name in names)
+
+
+class TrainKeywords(TypedDict, total=False):
+    """The fields of `TrainSettings` but for configuration and data, for type checkers; a test keeps both equal."""
+
+    eval: str | None
+    task: str | None
+    tokenizer: str | None
+    train_tokenizer: int | None
+    epochs: float
+    steps: int | None
+    tokens: int | None
+    batch_tokens: int | None
+    batch_rows: int | None
+    micro_tokens: int
+    length: int
+    rate: float | None
+    warm_up: float
+    decay: float
+    clip: float
+    augment: bool
+    fresh: bool
+    seed: int
+    device: str
+    bf16: bool | None
+    compile: bool
+    eval_tokens: int
+    eval_every: int
+    save_every: int
+    save_minutes: float
+    point_every: int
 
 
 def usual_rate(width: int, trained: bool) -> float:

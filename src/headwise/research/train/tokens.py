@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from headwise.data import documents
+from headwise.data import documents, text_files
 from headwise.errors import DataError, OutputError
 from headwise.files.disk import explained, write_file
 from headwise.files.json import is_number, read_object, regular
@@ -78,11 +78,9 @@ def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any
 
 
 def _changed(source: str) -> list[int]:
-    """Size and time of a file, so that a training never resumes on another text than it began with."""
-    if not Path(source).is_file():
-        return []
-    found = Path(source).stat()
-    return [found.st_size, found.st_mtime_ns]
+    """Sizes and times of files, so that a training never resumes on another text than it began with."""
+    files = [Path(source)] if Path(source).is_file() else text_files(Path(source))
+    return [number for file in files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
 
 
 def _print_of(tokenizer: Any) -> str:

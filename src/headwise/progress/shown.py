@@ -1,35 +1,54 @@
-"""Progress with the time left, on standard error: bars in a terminal, plain lines elsewhere."""
+"""Progress with the time left, on standard error: bars in a terminal and in notebooks, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from headwise.progress import Label, Track, is_main_process
+from headwise.progress import Label, Track, is_main_process, silently
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 SECONDS = 30.0  # between two lines of one loop
 
 
 @contextmanager
+def following(track: Track | None, shown: bool = True) -> Iterator[Track]:
+    """Give `track` where there is one; otherwise what shows progress, or what is silent if it is not to be shown."""
+    if track is not None or not shown:
+        yield track or silently
+        return
+    with progress_shown() as found:
+        yield found
+
+
+@contextmanager
 def progress_shown() -> Iterator[Track]:
     """Give a function that wraps any loop of the library and shows its progress."""
-    from rich.console import Console
     from rich.progress import Progress, TimeElapsedColumn
 
-    console = Console(stderr=True, quiet=not is_main_process())
-    if not console.is_terminal:
+    console = console_for_bars()
+    if console is None:
         yield lines
         return
     with Progress(*Progress.get_default_columns(), TimeElapsedColumn(), console=console) as progress:
         yield partial(bar, progress)
+
+
+def console_for_bars() -> Console | None:
+    """Standard error, if bars can be drawn there; notebooks need ipywidgets for them. Otherwise None."""
+    from rich.console import Console
+
+    console = Console(stderr=True, quiet=not is_main_process())
+    widgets = console.is_jupyter and find_spec("ipywidgets") is not None
+    return console if console.is_terminal or widgets else None
 
 
 def bar(progress: Progress, items: Sequence[Any], label: Label) -> Iterator[Any]:
@@ -43,15 +62,15 @@ def bar(progress: Progress, items: Sequence[Any], label: Label) -> Iterator[Any]
 def lines(items: Sequence[Any], label: Label) -> Iterator[Any]:
     """The items one by one, with a line at the beginning, at the end, and every `SECONDS` between them."""
     start = last = time.monotonic()
-    _print(_text(label))
+    say(_text(label))
     for done, item in enumerate(items, 1):
         yield item
         now = time.monotonic()
         if now - last >= SECONDS and done < len(items):
             last, left = now, (now - start) * (len(items) - done) / done
-            _print(f"{_text(label)}: {done / len(items):.0%}, about {in_time(left)} left")
+            say(f"{_text(label)}: {done / len(items):.0%}, about {in_time(left)} left")
     if (took := time.monotonic() - start) >= 1:
-        _print(f"{_text(label)}: done in {in_time(took)}")
+        say(f"{_text(label)}: done in {in_time(took)}")
 
 
 def in_time(seconds: float) -> str:
@@ -70,15 +89,7 @@ def _text(label: Label) -> str:
     return label if isinstance(label, str) else label()
 
 
-def _print(text: str) -> None:
+def say(text: str) -> None:
+    """Print a line on standard error at once, in the first process only."""
     if is_main_process():
         print(text, file=sys.stderr, flush=True)
-
-
-def keep_stdout_clean() -> None:
-    """Send what compiled libraries print to standard error, so that standard output holds only our own text."""
-    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        sys.stdout.flush()
-        own = os.dup(1)
-        os.dup2(2, 1)
-        sys.stdout = os.fdopen(own, "w", encoding=sys.stdout.encoding, buffering=1)

@@ -17,7 +17,7 @@ log = logging.getLogger("headwise")
 
 
 def silently(items: Sequence[T], label: Label) -> Iterable[T]:
-    """The default: no progress is shown."""
+    """No progress is shown."""
     return items
 
 

@@ -1,0 +1,129 @@
+"""What a few steps of fine-tuning do to a source and to its cut models: 16 steps of AdamW at 1e-4, all weights.
+
+Every kind of cut is saved twice: balanced, as Headwise saves every model, and as it would be without. Text that no
+step has seen is read before and after. Error bars are paired: the spread over rows of what the steps changed.
+
+    python benchmarks/finetune.py --model embedded --data stdlib --out benchmarks/results/finetune-embedded.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import kinds
+import torch
+import transformers
+from provenance import commit
+from torch import nn
+
+from headwise import families
+from headwise.files.disk import write_atomically
+
+STEPS, RATE, ROWS = 16, 1e-4, 4
+LIMIT = 0.05  # nats that a cut model may lose beyond what its source loses
+
+
+def main() -> None:
+    """Measure one model and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="embedded")
+    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--page", type=Path, help="print the result of --out into this page")
+    asked = parser.parse_args()
+    if asked.page:
+        kinds.print_page(asked.page, "finetune", Path(__file__).name, table(json.loads(asked.out.read_text())))
+        return
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in kinds.KINDS:
+            rows += measured(asked.model, asked.data, kind, Path(folder), source_too=not rows)
+            write_atomically(asked.out, json.dumps(result(asked.model, asked.data, rows), indent=1) + "\n")
+            print("\n".join(map(str, rows[-2:])), flush=True)
+
+
+def result(model: str, data: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Rows with what they are worth."""
+    harm = rows[0]["after"] - rows[0]["before"]
+    worst = max((row["after"] - row["before"] - harm for row in rows[1:] if row["balanced"]), default=0.0)
+    return {
+        "model": Path(model).name,
+        "data": Path(data).name,
+        "steps": STEPS,
+        "rate": RATE,
+        "rows_of_a_step": ROWS,
+        "limit": LIMIT,
+        "worst_beyond_source": worst,
+        "rows": rows,
+        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+    }
+
+
+def table(found: dict[str, Any]) -> list[str]:
+    """One row for the source, and two for every kind of cut."""
+    rows = found["rows"]
+    harm = rows[0]["after"] - rows[0]["before"]
+    lines = ["| model | before | after | change | beyond the source's |", "| --- | --- | --- | --- | --- |"]
+    for row in rows:
+        name = row["kind"] if row is rows[0] else f"{row['kind']}, {'as saved' if row['balanced'] else 'not balanced'}"
+        change = row["after"] - row["before"]
+        beyond = "" if row is rows[0] else f"{change - harm:+.3f}"
+        error = f"{change:+.3f} ± {1.96 * row['change_error']:.3f}"
+        lines.append(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {error} | {beyond} |")
+    worst = f"Worst of the models as saved: {found['worst_beyond_source']:+.3f} nats beyond the source's change"
+    told = f"{worst} (limit {found['limit']})." + (" Below 0 fine-tuning helps a cut model more than its source.")
+    about = f"{found['model']} on {found['data']}, {found['hardware']}, {found['date']}, commit {found['commit']}"
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    note = "Nats per token of held-out text, with the 95% interval of the change, paired by rows."
+    return [*lines, "", note, told, "", f"{about}; {versions}."]
+
+
+def measured(model: str, data: str, kind: str, folder: Path, source_too: bool) -> list[dict[str, Any]]:
+    """A kind of cut, balanced and not; before them the source, where it is asked for."""
+    folders = {True: folder / kind / "balanced", False: folder / kind / "plain"}
+    source = kinds.save(model, kind, folders, data=data)
+    found = []
+    if source_too:
+        stock, _ = families.load(model)
+        found.append({"kind": "source", "balanced": False, **trained(stock, source.calibration, source.evaluation)})
+    for balanced, place in folders.items():
+        loaded, _ = families.load(str(place))
+        told = trained(loaded, source.calibration, source.evaluation)
+        found.append({"kind": kind, "balanced": balanced, **told})
+    return found
+
+
+def trained(model: nn.Module, learned: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:
+    """Nats per token of held-out rows before and after the steps, and the standard error of their difference."""
+    before = nats(model, held_out)
+    optimiser = torch.optim.AdamW(model.parameters(), lr=RATE)
+    model.train()
+    for step in range(STEPS):
+        place = step * ROWS % max(1, len(learned) - ROWS + 1)
+        batch = learned[place : place + ROWS]
+        model(batch, labels=batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+    after = nats(model.eval(), held_out)
+    change = after - before
+    error = float(change.std() / len(change) ** 0.5)
+    return {"before": float(before.mean()), "after": float(after.mean()), "change_error": error}
+
+
+@torch.no_grad()
+def nats(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    """The loss of every row."""
+    return torch.stack([model(row, labels=row).loss for row in rows.split(1)])
+
+
+if __name__ == "__main__":
+    main()

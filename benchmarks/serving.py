@@ -1,0 +1,86 @@
+"""Prints docs/SERVING.md: which engine serves which kind of cut, from every benchmarks/results/serving-*.json.
+
+python benchmarks/serving.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ORDER = ("source", "per-head", "pooled", "coded", "parameters", "portable")  # the first kinds; others follow
+HEAD = """# Serving
+
+Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.json`; do not edit.
+
+Each model was cut in each way and given to each engine. "20/20" means: after 20 of 20 prompts the engine wrote the same
+64 tokens by greedy decoding as transformers did, ties aside. "no" means that the engine does not take such a model; the
+reason stands below the table. An empty cell was not tried.
+"""
+FIGURES = {  # an engine's own numbers -> their column
+    "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
+    "cache_tokens": ("tokens in the cache", "{:,.0f}"),
+    "times_the_tokens_of_the_source": ("times the source's tokens", "{:.2f}"),
+    "times_the_speed_of_the_source": ("times the source's speed", "{:.2f}"),
+    "log_probability_error": ("largest error, nats", "{:.1e}"),
+    "perplexity_ratio": ("perplexity, times ours", "{:.4f}"),
+}
+
+
+def table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    """A table in Markdown."""
+    return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)]
+
+
+def cell(row: dict[str, Any] | None) -> str:
+    """What an engine made of a model, in a word."""
+    if row is None:
+        return ""
+    return f"{row['same_tokens']}/{row['prompts']}" if row["works"] else "no"
+
+
+def overview(results: list[dict[str, Any]]) -> list[str]:
+    """Engine and model down, kinds of cut across."""
+    found = [(result["engine"], row) for result in results for row in result["rows"]]
+    kinds = [*ORDER, *dict.fromkeys(row["kind"] for _, row in found if row["kind"] not in ORDER)]
+    kinds = [kind for kind in kinds if any(row["kind"] == kind for _, row in found)]
+    rows = []
+    for engine, model in dict.fromkeys((engine, row["model"]) for engine, row in found):
+        own = {row["kind"]: row for name, row in found if (name, row["model"]) == (engine, model)}
+        rows.append([engine, model, *(cell(own.get(kind)) for kind in kinds)])
+    return table(["engine", "model", *kinds], rows)
+
+
+def figures(result: dict[str, Any]) -> list[str]:
+    """What one engine reported, where it did, and its notes."""
+    names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
+    shown = [row for row in result["rows"] if any(row.get(name) is not None for name in names)]
+    versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
+    made = f"{versions}; {result['hardware']}; {result['date']}, commit {result['commit']}."
+    lines = [f"## {result['engine']}", "", made, ""]
+    if names:
+        rows = [
+            [row["model"], row["kind"], *("" if row.get(n) is None else FIGURES[n][1].format(row[n]) for n in names)]
+            for row in shown
+        ]
+        lines += [*table(["model", "kind", *(FIGURES[name][0] for name in names)], rows), ""]
+    notes = [f"- {row['model']}, {row['kind']}: {row['note']}" for row in result["rows"] if row.get("note")]
+    return [*lines, *notes, ""] if notes else lines
+
+
+def main() -> None:
+    """Write docs/SERVING.md."""
+    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("serving-*.json"))]
+    pages = sorted((ROOT / "docs" / "serving").glob("*.md"))
+    lines = [HEAD, *overview(results), ""]
+    if pages:
+        lines += [f"How to use them: {', '.join(f'[{page.stem}](serving/{page.name})' for page in pages)}.", ""]
+    for result in results:
+        lines += figures(result)
+    (ROOT / "docs" / "SERVING.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+if __name__ == "__main__":
+    main()

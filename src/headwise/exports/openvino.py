@@ -1,0 +1,42 @@
+"""OpenVINO's own form of the graph that ONNX has, with the same inputs and outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from headwise.exports import _onnx_graph
+from headwise.exports._asked import Asked, Options
+from headwise.progress import stage
+
+MEANING = "a graph for OpenVINO, with the cache as inputs and outputs"
+NEEDS, EXTRA, SUFFIX = ("onnx", "onnxscript", "openvino"), "openvino", ".openvino"
+FILE = "openvino_model.xml"
+
+
+def refuse(options: Options) -> None:
+    """Refuse options that this format has not."""
+    _onnx_graph.refuse(options)
+
+
+def write(asked: Asked, folder: Path) -> dict[str, Any]:
+    """Write the graph by way of ONNX, run it, and say what it holds."""
+    import openvino
+
+    names, facts = _onnx_graph.write(asked, folder)
+    with stage(asked.track, "converting to OpenVINO"):
+        made = openvino.convert_model(folder / _onnx_graph.FILE)
+        openvino.save_model(made, folder / FILE, compress_to_fp16=False)
+        for path in folder.glob(f"{_onnx_graph.FILE}*"):
+            path.unlink()
+    facts["bytes"] = sum((folder / FILE).with_suffix(suffix).stat().st_size for suffix in (".xml", ".bin"))
+    if not asked.options.check:
+        return {**facts, "checked": None}
+    with stage(asked.track, "running it in OpenVINO"):
+        exact = {"INFERENCE_PRECISION_HINT": "f32"}
+        ready = openvino.Core().compile_model(folder / FILE, "CPU", exact)
+
+        def run(feed: dict[str, Any]) -> list[Any]:
+            return [ready(feed)[0]]
+
+        return {**facts, "checked": {"engine": "openvino", **_onnx_graph.compared(asked.model, run, names)}}

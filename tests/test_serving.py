@@ -1,0 +1,178 @@
+"""Engines that own the cache: sizes that they take, rows filled up for them, and what is said where there is none."""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import sys
+import textwrap
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import coded_models
+import pytest
+import tiny_models
+import torch
+from conftest import Invented, invent
+from test_pooled import cut_of
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from typer.testing import CliRunner
+
+from headwise.budgets import parse_all
+from headwise.cli.commands import app
+from headwise.cli.serving import in_words
+from headwise.engines import process
+from headwise.engines.compare import agreement
+from headwise.errors import BudgetError, HeadwiseError, ModelError
+from headwise.families.llama import FAMILY as llama
+from headwise.runs.settings import Settings
+from headwise.runtime import softmax_headwise as softmax
+from headwise.runtime.modeling_headwise import SoftmaxAttention
+from headwise.stages.allocate import plan_for
+from headwise.types import Plan
+from headwise.types.served import Cache, Served
+from headwise.types.shape import ENGINES
+
+WIDE = Invented(layers=4, kv_heads=2, queries_per_group=2, dim=64, mlp_width=512, sizes=17)
+SIZES = {"serve": "vllm"}, {"multiple": 16}, {"same_dims": True}, {"multiple": 32, "same_dims": True}
+
+
+def planned(strategy: str = "exact", **sizes: Any) -> Plan:
+    settings = Settings("x", budgets=("kv=60%", "params=85%"), allow=("qk", "v", "mlp"), strategy=strategy, **sizes)
+    readings = invent(1, WIDE)
+    return plan_for(settings, readings, parse_all(settings.budgets, readings.source))
+
+
+@pytest.mark.parametrize("strategy", ["exact", "uniform"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_a_plan_has_only_the_sizes_that_were_asked_for_and_says_what_that_costs(sizes: dict, strategy: str) -> None:
+    plan = planned(strategy, **sizes)
+    for layer in plan.target.layers:
+        assert "serve" not in sizes or {layer.qk_dim, layer.v_dim} <= set(ENGINES["vllm"])
+        assert layer.qk_dim == layer.v_dim or sizes == {"multiple": 16}
+        assert all(n % sizes.get("multiple", 1) == 0 for n in (layer.qk_dim, layer.v_dim, layer.mlp_width))
+    assert plan.free_damage is not None and plan.predicted_damage >= plan.free_damage - 1e-12
+    assert all(plan.spent[budget.key] <= budget.limit for budget in plan.budgets)
+    assert Plan.from_json(plan.to_json()) == plan
+    assert planned(strategy).free_damage is None
+
+
+def test_sizes_that_no_engine_has_are_refused_with_what_to_type() -> None:
+    settings = Settings("x", budgets=("kv=60%",), allow=("qk", "v"), serve="vllm")
+    readings = invent(3)  # whose heads are smaller than any that the engine takes
+    with pytest.raises(BudgetError, match="leave out --serve"):
+        plan_for(settings, readings, parse_all(settings.budgets, readings.source))
+    with pytest.raises(HeadwiseError, match="--serve takes: vllm"):
+        Settings("x", serve="other")
+    with pytest.raises(HeadwiseError, match="leave out --strategy depth"):
+        Settings("x", serve="vllm", strategy="depth")
+
+
+def test_the_saved_code_takes_every_size_that_is_planned() -> None:
+    assert set(ENGINES["vllm"]) <= set(softmax.PAGED_SIZES)
+    assert all(softmax.paged_size(size, size) == size for size in ENGINES["vllm"])
+    assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 64
+
+
+def _engine(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
+    """As an engine: one head size for queries, keys and values, one text, a row for every token."""
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1] and q.shape[-1] in softmax.PAGED_SIZES
+    z, _ = softmax.eager(module, q, k, v, softmax.added(None, q, k, True), scaling)
+    return z.reshape(q.shape[2], -1), None
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "vllm", _engine)
+
+
+def rebuilt(family: Any, model: Any) -> Any:
+    """The same model, built as an engine builds it: with its attention named first."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "vllm"
+    other = type(model)(config).eval()
+    other.load_state_dict(model.state_dict())
+    return other
+
+
+@pytest.mark.parametrize(("kind", "pool"), [("llama", 1), ("llama", 2), ("olmo2", 1), ("opt", 1)])
+def test_rows_that_are_filled_up_for_an_engine_give_the_same_answers(kind: str, pool: int, engine: None) -> None:
+    family = next(f for f in tiny_models.HERE if kind in f.model_types)
+    source = family.tailor(family.tiny(kind), pool)
+    plan = tiny_models.random_plan(family, source, 3) if pool == 1 else None
+    model = tiny_models.cut(family, source, plan) if plan else cut_of(family, source, 20, 12)
+    ids = torch.randint(3, 60, (1, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want, found = model.eval()(ids).logits, rebuilt(family, model)(ids, use_cache=False).logits
+    assert torch.allclose(want, found, atol=1e-5)
+
+
+def test_a_coded_cache_is_refused_by_an_engine_with_what_to_type(engine: None) -> None:
+    _, _, _, model = coded_models.made("llama")
+    with pytest.raises(ValueError, match="--serve vllm"):
+        rebuilt(llama, model)
+
+
+def test_an_engine_that_reads_the_source_finds_one_call_and_its_scale() -> None:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(SoftmaxAttention.forward)))
+    named = [n.targets[0].id for n in ast.walk(tree) if isinstance(n, ast.Assign) and "ALL_ATTENTION" in ast.dump(n)]
+    calls = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and getattr(n.func, "id", "") in named]
+    assert len(calls) == 1
+    (scale,) = (word.value for word in calls[0].keywords if word.arg == "scaling")
+    assert ast.unparse(scale).startswith("self.")
+
+
+def test_an_engine_is_told_the_sizes_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    stock = llama.tiny()
+    config = tiny_models.cut(llama, stock, tiny_models.random_plan(llama, stock, 3)).config
+    assert not type(config)(**config.to_dict()).is_heterogeneous
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    told = type(config)(**config.to_dict()).per_layer_config
+    for layer, shape in zip(told, llama.shape_of(config).layers, strict=True):
+        assert layer.head_dim == 32 and layer.num_key_value_heads == shape.kv_heads
+        assert layer.num_attention_heads == shape.query_heads
+
+
+def test_without_an_engine_one_line_says_how_to_install_it(tmp_path: Any) -> None:
+    done = CliRunner().invoke(app, ["verify", str(tmp_path), "--engine", "vllm"])
+    assert isinstance(done.exception, HeadwiseError) and "pip install" in str(done.exception)
+    with pytest.raises(HeadwiseError, match="--engine takes: vllm"):
+        process.require("other")
+
+
+def test_an_engine_that_dies_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(process.KNOWN, "json", "")  # a package that is there, and no client for it
+    with pytest.raises(ModelError, match="ended while it served folder: .*No such file"):
+        process.Engine("json", "folder")
+
+
+def test_agreement_counts_ties_and_finds_the_first_other_token() -> None:
+    model, prompts = llama.tiny().eval(), [[5, 6, 7], [8, 9, 10]]
+    with torch.no_grad():
+        rows = torch.tensor(prompts)
+        tokens = model.generate(rows, max_new_tokens=4, do_sample=False)[:, 3:].tolist()
+        logs = [
+            model(torch.tensor([p + t])).logits[0, 2:-1].log_softmax(-1) for p, t in zip(prompts, tokens, strict=True)
+        ]
+    found: list[dict[str, Any]] = [
+        {"tokens": t, "logprobs": row[range(4), t].tolist()} for t, row in zip(tokens, logs, strict=True)
+    ]
+    assert agreement(model, prompts, found)[:2] == (2, None)
+    found[1]["tokens"][2] = int(logs[1][2].argmin())
+    same, first, error = agreement(model, prompts, found)
+    assert (same, first) == (1, 2) and error > 0.01
+
+
+def test_what_an_engine_did_is_told_and_read_again() -> None:
+    found = Served(
+        "vllm", "1.0", 20, 64, 19, 3, 1e-4, 1e-3, Cache(128, 1024, 131_072, 8192.0), Cache(128, 512, 65_536, 16_384.0),
+        1 << 30, (90.0, 120.0, 110.0), (100.0, 100.0, 100.0), "CPU", "2026-01-01",
+    )  # fmt: skip
+    assert not found.passed and found.room == 2.0 and found.speed == 1.1
+    words = in_words(found)
+    assert "19 of 20" in words and "number 4" in words and "2.00 times as many tokens" in words and "1.10" in words
+    assert Served.from_json(found.to_json()) == found
+    alone = replace(found, source_cache=None, source_tokens_per_second=(), not_measured="it cannot")
+    assert "it cannot" in in_words(alone) and alone.room is None and alone.speed is None

@@ -1,0 +1,80 @@
+"""Slips that everybody makes: a mistyped folder, a model without its tokenizer, a folder where a file is usual."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headwise import data, families, preflight
+from headwise.data import overlap
+from headwise.errors import DataError, ModelError
+from headwise.families import _missing
+from headwise.runs.settings import Settings
+
+TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(400))
+
+
+@pytest.fixture(scope="module")
+def model(tiny_folder):
+    return str(tiny_folder)
+
+
+def notes(model, **asked):
+    """What a run would be told before it begins."""
+    small = dict(tokens=1024, eval_tokens=512, swap_tokens=128, length=64, device="cpu", data="stdlib")
+    return preflight.check(Settings(model=model, budgets=("kv=75%",), **{**small, **asked}), "nowhere")
+
+
+def test_a_mistyped_model_is_told_before_a_network_is_asked(model, tmp_path, monkeypatch):
+    """Near names are those of folders that hold a model; a hub id waits for the hub only where that answers."""
+    asked = []
+    monkeypatch.setattr(_missing, "_answers", lambda host: asked.append(host))
+    monkeypatch.chdir(Path(model).parent)
+    (tmp_path / "tiny").mkdir()
+    for wrong, said in (
+        (f"{Path(model).parent}/tinny", f"tinny does not exist. Did you mean {model}?"),
+        ("./tinny", "./tinny does not exist. Did you mean tiny?"),
+        (f"{tmp_path}/tinny", "tinny does not exist. Give a hub id"),
+        ("a b", "a b does not exist. Give a hub id"),
+    ):
+        with pytest.raises(ModelError, match=re.escape(said)):
+            families.locate(wrong)
+    monkeypatch.chdir(Path(model).parent.parent)
+    here = f"{Path(model).parent.name}/tinny"
+    with pytest.raises(ModelError, match=f"{here} does not exist, though the folder .* Did you mean .*tiny"):
+        families.locate(here)
+    assert not asked, "none of these can be a hub id"
+    with pytest.raises(ModelError, match="no folder some/model is here, and huggingface.co cannot be reached"):
+        families.locate("some/model")
+    monkeypatch.setattr(_missing, "_answers", lambda host: True)
+    assert families.locate("some/model") == ("some/model", {})
+
+
+def test_a_missing_tokenizer_is_named(model, tmp_path):
+    bare = Path(shutil.copytree(model, tmp_path / "bare"))
+    (bare / "tokenizer.json").unlink()
+    for read in (notes, families.load):
+        with pytest.raises(ModelError, match="bare holds no tokenizer; save the model's tokenizer beside it"):
+            read(str(bare))
+
+
+def test_a_folder_of_texts_is_read_in_the_order_of_its_names(model, tmp_path):
+    folder = tmp_path / "folder"
+    (folder / "inner").mkdir(parents=True)
+    (folder / "b.txt").write_text("second")
+    (folder / "a.jsonl").write_text('{"text": "first"}')
+    (folder / "inner" / "c.py").write_text("third = 3")
+    (folder / "picture.png").write_bytes(b"\x89PNG\r\n\0\0")
+    (folder / ".hidden.txt").write_text("hidden")
+    assert list(data.documents(str(folder))) == ["first", "second", "third = 3"]
+    (folder / "long.txt").write_text(TEXT)
+    assert notes(model, data=str(folder)) == []
+    (tmp_path / "one.txt").write_text(TEXT)
+    assert overlap.share(str(folder), str(tmp_path / "one.txt"), 65_536, 65_536) == 1.0
+    for file in folder.rglob("*.*"):
+        file.unlink()
+    with pytest.raises(DataError, match="the folder .*folder holds no text file"):
+        notes(model, data=str(folder))
