@@ -24,7 +24,7 @@ import headwise
 
 RESULT = Path(__file__).parent / "results" / "calibration.json"
 BUDGETS = {"kv=12.5%": ("bits",), "kv=75%": ("qk", "v")}
-TOKENS = (2_048, 8_192, 32_768)
+TOKENS = (2_048, 8_192)
 EVALUATION, LENGTH = 16_384, 512
 
 

@@ -83,5 +83,8 @@ def longest() -> str:
                 for one in row["lengths"]
             ]
     notes.append(f"{result['hardware']}, {result['date']}, commit {result['commit']}")
-    table = rows_of(("SmolLM2-135M, cache", "tokens of the text", "perplexity"), sorted(cells))
+    table = rows_of(
+        ("SmolLM2-135M, cache", "tokens of the text", "perplexity"),
+        sorted(cells, key=lambda cell: (cell[0], len(cell[1]), cell[1])),
+    )
     return "\n".join([*table, "", f"- {'; '.join(dict.fromkeys(notes))}."])

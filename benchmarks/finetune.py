@@ -35,14 +35,16 @@ def main() -> None:
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--data", default="stdlib")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), help="measured; rows of others are kept")
     parser.add_argument("--page", type=Path, help="print the result of --out into this page")
     asked = parser.parse_args()
     if asked.page:
         kinds.print_page(asked.page, "finetune", Path(__file__).name, table(json.loads(asked.out.read_text())))
         return
-    rows: list[dict[str, Any]] = []
+    known = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
+    rows: list[dict[str, Any]] = [row for row in known if row["kind"] not in asked.kinds]
     with tempfile.TemporaryDirectory() as folder:
-        for kind in kinds.KINDS:
+        for kind in asked.kinds:
             rows += measured(asked.model, asked.data, kind, Path(folder), source_too=not rows)
             write_atomically(asked.out, json.dumps(result(asked.model, asked.data, rows), indent=1) + "\n")
             print("\n".join(map(str, rows[-2:])), flush=True)

@@ -66,7 +66,23 @@ def quanto(bits: int) -> Any:
     return QuantoConfig(weights=f"int{bits}")
 
 
-ENGINES = {"torchao": torchao, "bitsandbytes": bitsandbytes, "hqq": hqq, "quanto": quanto}
+def compressed_tensors(bits: int) -> Any:
+    """The format of vLLM's compressor, rounded to the nearest."""
+    from transformers import CompressedTensorsConfig
+
+    return CompressedTensorsConfig(config_groups={f"W{bits}A16": ["Linear"]}, ignore=["lm_head"])
+
+
+def gptq(bits: int) -> Any:
+    """GPTQ, calibrated on a few lines."""
+    from transformers import GPTQConfig
+
+    return GPTQConfig(bits=bits, group_size=GROUP, dataset=["def f(x):\n    return x\n" * 8] * 4)
+
+
+ENGINES = {"torchao": torchao, "bitsandbytes": bitsandbytes, "quanto": quanto, "hqq": hqq}
+ENGINES |= {"compressed-tensors": compressed_tensors, "gptq": gptq}
+WORK = ("torchao", "bitsandbytes", "quanto")  # on a CPU, with these versions
 
 
 def main() -> None:
@@ -76,6 +92,7 @@ def main() -> None:
     parser.add_argument("--sources", nargs="+", default=["embedded"])
     parser.add_argument("--data", nargs="+", default=["stdlib"])
     parser.add_argument("--kinds", nargs="+", default=KINDS, help="measured; rows of others are kept")
+    parser.add_argument("--engines", nargs="+", default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
@@ -83,11 +100,12 @@ def main() -> None:
         cut_kinds.print_page(asked.page, "weights", Path(__file__).name, table(json.loads(asked.out.read_text())))
         return
     known = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    anew = {(Path(source).name, kind) for source in asked.sources for kind in asked.kinds}
-    rows: list[dict[str, Any]] = [row for row in known if (row["model"], row["kind"]) not in anew]
+    names, methods = {Path(source).name for source in asked.sources}, ("bfloat16", *asked.engines)
+    wanted = (names, asked.kinds, methods)
+    rows: list[dict[str, Any]] = [row for row in known if not _measured_anew(row, *wanted)]
     for source, text in zip(asked.sources, asked.data, strict=True):
         for name, folder, held_out in models(source, text, asked.models, asked.kinds):
-            for row in measured(name, folder, held_out):
+            for row in measured(folder, held_out, asked.engines):
                 rows.append({"model": Path(source).name, "kind": name, **row})
                 print(rows[-1], flush=True)
                 write_atomically(asked.out, json.dumps(result(rows), indent=1) + "\n")
@@ -131,7 +149,11 @@ def held_out(source: str, text: str) -> torch.Tensor:
     return found.evaluation[:ROWS, :LENGTH]
 
 
-def measured(kind: str, folder: Path, rows: torch.Tensor) -> Iterator[dict[str, Any]]:
+def _measured_anew(row: dict[str, Any], names: set[str], kinds: list[str], methods: tuple[str, ...]) -> bool:
+    return row["model"] in names and row["kind"] in kinds and row["method"] in methods
+
+
+def measured(folder: Path, rows: torch.Tensor, engines: list[str]) -> Iterator[dict[str, Any]]:
     """The model at 16 bits, then by every engine at 8 and 4."""
     from transformers import AutoModelForCausalLM
 
@@ -142,11 +164,11 @@ def measured(kind: str, folder: Path, rows: torch.Tensor) -> Iterator[dict[str, 
     whole = loaded(dtype=torch.bfloat16).float()
     losses, words = nats(whole, rows), written(whole, rows)
     yield {"method": "bfloat16", "bits": 16, "works": True, "same_tokens": PROMPTS, "note": "", **about(losses, losses)}
-    for engine, way in ENGINES.items():
+    for engine in engines:
         for bits in (8, 4):
             told = {"method": engine, "bits": bits, "works": False, "same_tokens": 0, "prompts": PROMPTS}
             try:
-                model = loaded(dtype=torch.float32, quantization_config=way(bits))
+                model = loaded(dtype=torch.float32, quantization_config=ENGINES[engine](bits))
                 same = sum(bool(torch.equal(a, b)) for a, b in zip(words, written(model, rows), strict=True))
                 yield {**told, "works": True, "same_tokens": same, "note": "", **about(nats(model, rows), losses),
                        "left_whole": left_whole(model, whole)}  # fmt: skip

@@ -62,10 +62,21 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     return "".join([*parts, _changed(markdown[last:], source, here)])
 
 
+def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
+    """Tables scroll inside the page, by keyboard too."""
+    wrapped = html.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
+    return wrapped.replace("</table>", "</table></div>") if wrapped.count("</table>") == html.count("<table>") else html
+
+
 def on_post_page(output: str, page: Any, config: Any) -> str:
     """Name the theme's search dialog for screen readers."""
     dialog = 'data-md-component="search" role="dialog"'
     return output.replace(dialog, f'{dialog} aria-label="Search"')
+
+
+def on_post_template(output_content: str, template_name: str, config: Any) -> str:
+    """The same on the page of addresses that do not exist."""
+    return on_post_page(output_content, None, config)
 
 
 def _changed(text: str, source: str, here: str) -> str:

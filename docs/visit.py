@@ -22,6 +22,7 @@ from screenshots import chromium
 
 SITE = Path(__file__).parents[1] / "site"
 WIDTHS = (1280, 360)
+PATIENCE = 300_000  # ms: a machine may have other work
 SERIOUS = ("serious", "critical")
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
@@ -37,6 +38,7 @@ def visited(browser: Browser, address: str, width: int, scheme: str, shot: Path 
     """What is wrong with a page on a screen of this width."""
     size = {"width": width, "height": 900}
     page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+    page.set_default_timeout(PATIENCE)
     wrong: list[str] = []
     page.on("console", lambda said: wrong.append(f"console: {said.text}") if said.type == "error" else None)
     page.on("requestfailed", lambda asked: wrong.append(f"not loaded: {asked.url}"))
@@ -75,7 +77,7 @@ def main() -> None:
                 wrong = visited(browser, address, width, "dark" if asked.dark else "light", shot)
                 bad += bool(wrong)
                 for one in dict.fromkeys(wrong):
-                    print(f"{path} at {width}: {one}")
+                    print(f"{path} at {width}: {one}", flush=True)
         browser.close()
     print(f"{len(pages)} pages at {' and '.join(map(str, WIDTHS))} px; something is wrong with {bad} of these views")
     sys.exit(1 if bad else 0)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments._provenance import used
 from headwise.errors import DataError
 
 VOCABULARY = 4096
@@ -38,15 +39,16 @@ def _path(assets: Path | None, name: str) -> Path:
     path = folder(assets) / name
     if not path.is_file():
         raise DataError(f"{path} is missing; pack the data with: {PACKING}; or give --assets or HEADWISE_DATA.")
-    return path
+    return used(path)
 
 
 class Texts(NamedTuple):
-    """Tokens to train on and tokens held out."""
+    """Tokens to train on and tokens held out: one text, or rows of their own (two dimensions)."""
 
     train: Tensor
     valid: Tensor
     vocabulary: int
+    true_loss: float | None = None  # nats per token that no model can beat, where a model wrote the text
 
 
 def texts(kind: str, size: str, assets: Path | None, device: torch.device) -> Texts:
@@ -60,6 +62,17 @@ def texts(kind: str, size: str, assets: Path | None, device: torch.device) -> Te
         return torch.from_numpy(found.astype(np.int64)).to(device)
 
     return Texts(read("train"), read("valid"), VOCABULARY)
+
+
+def stories(size: str, assets: Path | None, device: torch.device, rows: int, held: int, length: int) -> Texts:
+    """Rows of `length` tokens to predict that stories15M wrote."""
+    if size == "tiny":
+        made = _chain((rows + held) * (length + 1), 64).view(-1, length + 1)
+        return Texts(made[:rows].to(device), made[rows:].to(device), 64)
+    from experiments._stories import rows_of
+
+    train, valid, loss = rows_of(assets, rows, held, length + 1, device)
+    return Texts(train, valid, int(max(train.max(), valid.max())) + 1, loss)
 
 
 def _chain(count: int, symbols: int) -> Tensor:
@@ -143,7 +156,7 @@ def glue(task: str, size: str, assets: Path | None, device: torch.device, length
     if size == "tiny":
         rng = torch.Generator().manual_seed(0)
         tokens = torch.randint(5, 64, (96, length), generator=rng)
-        labels = (tokens[:, 0] > 34).long()
+        labels = tokens[:, 0] // 11 if task == "STS-B" else (tokens[:, 0] > 34).long()
         keep = torch.arange(length) < torch.randint(length // 2, length + 1, (96, 1), generator=rng)
         found = Examples(*(part.to(device) for part in (tokens.where(keep, torch.tensor(PAD)), keep, labels)))
         return found.rows(slice(0, 64)), found.rows(slice(64, 96))

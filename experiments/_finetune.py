@@ -123,6 +123,13 @@ class Reference:
         return divergence(self.predictions[rows], self.predict(model, rows, layer)).mean()
 
     @torch.no_grad()
+    def by_position(self, model: nn.Module, layer: int | None = None) -> torch.Tensor:
+        """KL of such a model at every position, averaged over rows, (T,)."""
+        rows = torch.arange(len(self.tokens), device=self.tokens.device)
+        parts = [divergence(self.predictions[row], self.predict(model, row, layer)) for row in rows.split(1)]
+        return torch.cat(parts).double().mean(0)
+
+    @torch.no_grad()
     def damage(self, model: nn.Module, layer: int | None = None) -> Damage:
         """What such a model costs on all rows."""
         kl, loss = [], []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from experiments._provenance import used
+from headwise import families
 from headwise.runs.folder import Settings
 
 LABELS = {
@@ -32,8 +34,10 @@ def settings_for(name: str, assets: Path | None, device: str, tokens: Tokens, le
     sizes = dict(tokens=tokens[0], eval_tokens=tokens[1], swap_tokens=tokens[2], device=device)
     sizes |= {"allow": ("qk", "v", "mlp"), **more}
     if name == "embedded" or assets is None:
+        used(Path(families.locate(families.EMBEDDED)[0]), "embedded")
         return Settings(model="embedded", length=length, **sizes)
-    text = assets / "text"
+    text = used(assets / "text")
+    used(assets / name)
     if name == "stories15M":
         return Settings(
             model=str(assets / name),

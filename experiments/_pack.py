@@ -2,6 +2,8 @@
 
     python -m experiments._pack --shared ../shared/data --cifar cifar10.npz --corpus carry/corpus --out carry/b
 
+Each of the three may be left out.
+
 Text becomes tokens of two bytes, images become mosaics in JPEG (the same slightly lossy images for every model), GLUE
 becomes token lists. Everything is seeded and compressed; experiments read it through `experiments._data`.
 """
@@ -26,13 +28,13 @@ from headwise.types import write_atomically
 
 VOCABULARY = 4096
 SPECIAL = ("<|end|>", "<|mask|>", "<|sep|>", "<|pad|>", "<|class|>")  # tokens 0 to 4
-TEXT_TOKENS, CODE_TOKENS, VALID_TOKENS = 14_000_000, 8_000_000, 262_144
+TEXT_TOKENS, CODE_TOKENS, VALID_TOKENS = 36_000_000, 8_000_000, 262_144
 TRAIN_IMAGES, TEST_IMAGES = 50_000, 10_000
 SIDE, QUALITY = 20, 95  # images along a mosaic's edge; JPEG quality
 SAMPLE_CHARACTERS = 8_000_000  # that the tokenizer is made from
 LONGEST = 128  # tokens of a GLUE example
 MOST_EXAMPLES = 24_000  # of one task
-COLUMNS = {"CoLA": (3, None, 1), "SST-2": (0, None, 1), "MRPC": (3, 4, 0), "RTE": (1, 2, 3)}
+COLUMNS = {"CoLA": (3, None, 1), "SST-2": (0, None, 1), "MRPC": (3, 4, 0), "RTE": (1, 2, 3), "STS-B": (7, 8, 9)}
 LABELS = {"0": 0, "1": 1, "entailment": 1, "not_entailment": 0}
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9, "lc": 0, "lp": 1, "pb": 1}]  # numbers of two bytes
 
@@ -42,7 +44,7 @@ def english(shared: Path, seed: int = 0) -> tuple[list[str], list[str]]:
     with lzma.open(shared / "text/gutenberg-24-novels.txt.xz", "rt", encoding="utf-8") as file:
         novels = file.read()
     with lzma.open(shared / "text/imdb-reviews.txt.xz", "rt", encoding="utf-8") as file:
-        reviews = file.read(60_000_000)
+        reviews = file.read()
     border = len(novels) * 95 // 100
     prose = [novels[at : at + 20_000] for at in range(0, border, 20_000)]
     said = [text for text in reviews.replace("<br />", " ").split("\n") if text.strip()]
@@ -108,7 +110,8 @@ def glue(shared: Path, tokenizer: Tokenizer, seed: int = 0) -> dict[str, Any]:
                 ids = [4, *tokenizer.encode(row[first].strip()).ids]
                 if second is not None:
                     ids += [2, *tokenizer.encode(row[second].strip()).ids]
-                examples.append([ids[:LONGEST], LABELS[row[label].strip()]])
+                answer = row[label].strip()
+                examples.append([ids[:LONGEST], round(float(answer)) if task == "STS-B" else LABELS[answer]])
             found[task][part] = examples
     return found
 
@@ -156,21 +159,24 @@ def code(corpus: Path, out: Path) -> None:
 def main() -> None:
     """Pack text, code, GLUE and images into the output folder."""
     parser = argparse.ArgumentParser(prog="python -m experiments._pack", description=__doc__)
-    parser.add_argument("--shared", type=Path, required=True, help="folder with text/ and glue/")
-    parser.add_argument("--cifar", type=Path, required=True, help="cifar10.npz with x_train, y_train, x_test, y_test")
-    parser.add_argument("--corpus", type=Path, required=True, help="what embedded/corpus.py wrote")
+    parser.add_argument("--shared", type=Path, help="folder with text/ and glue/: packs English and GLUE")
+    parser.add_argument("--cifar", type=Path, help="cifar10.npz with x_train, y_train, x_test, y_test: packs images")
+    parser.add_argument("--corpus", type=Path, help="what embedded/corpus.py wrote: packs code")
     parser.add_argument("--out", type=Path, default=Path("carry/b"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(options.out / "cifar.npz", cifar(options.cifar))
-    code(options.corpus, options.out)
-    pieces, held = english(options.shared)
-    tokenizer = train_tokenizer(pieces)
-    write_atomically(options.out / "text-tokenizer.json", tokenizer.to_str())
-    write_tokens(options.out, "text-train", encode(tokenizer, pieces, TEXT_TOKENS))
-    write_tokens(options.out, "text-valid", encode(tokenizer, held, VALID_TOKENS))
-    examples = json.dumps(glue(options.shared, tokenizer), separators=(",", ":"))
-    write_atomically(options.out / "glue.json.xz", lzma.compress(examples.encode(), preset=9))
+    if options.cifar is not None:
+        write_atomically(options.out / "cifar.npz", cifar(options.cifar))
+    if options.corpus is not None:
+        code(options.corpus, options.out)
+    if options.shared is not None:
+        pieces, held = english(options.shared)
+        tokenizer = train_tokenizer(pieces)
+        write_atomically(options.out / "text-tokenizer.json", tokenizer.to_str())
+        write_tokens(options.out, "text-train", encode(tokenizer, pieces, TEXT_TOKENS))
+        write_tokens(options.out, "text-valid", encode(tokenizer, held, VALID_TOKENS))
+        examples = json.dumps(glue(options.shared, tokenizer), separators=(",", ":"))
+        write_atomically(options.out / "glue.json.xz", lzma.compress(examples.encode(), preset=9))
     sizes = {path.name: path.stat().st_size for path in sorted(options.out.iterdir())}
     print("\n".join(f"{size / 1e6:7.1f} MB  {name}" for name, size in sizes.items()))
     print(f"{sum(sizes.values()) / 1e6:7.1f} MB  in all")

@@ -152,7 +152,8 @@ def edges(models: Mapping[str, dict[str, Any]]) -> str:
     single = [name for name, rates in tried.items() if len(rates) == 1]
     told = (("at the lowest rate tried", low), ("at the highest", high), ("at the only one", single))
     words = [f"{len(names)} {where} ({'; '.join(names)})" for where, names in told if names]
-    short = any("settled" not in models[name] for name in ends)
+    made = [models[name] for name in ends]
+    short = any("settled" not in m or m.get("tuning_steps", m.get("steps")) != m.get("steps") for m in made)
     text = " Rates were chosen in a shorter training and need not be best for the whole one." if short else ""
     if not words:
         return text

@@ -98,6 +98,6 @@ def conditioning(found: Mapping[str, Any] | None) -> str:
             "in all of "
             "these: nothing here isolates it"
         )
-    if found.get("tilts"):
-        words += f". {b2_conditioning.by_initialisation(result)}"
+    if told := b2_conditioning.by_initialisation(result):
+        words += f". {told}"
     return words + "."

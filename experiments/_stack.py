@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from experiments._nystrom import KERNEL, nystrom
 from experiments._training import settings_of, train_stack
 
 Weights = dict[str, Tensor]
 DECAY, WARM_UP = 0.05, 0.1  # weight decay; share of the steps during which the learning rate rises
-PINV_STEPS, KERNEL = 6, 33  # of Nystrom attention: steps of the pseudo-inverse, reach of its convolution
 ROTARY_BASE = 10000.0
 
 
@@ -59,6 +59,7 @@ class Net(NamedTuple):
     landmarks: int = 0  # of Nystrom attention; 0: exact
     head_dim: int = 0  # that attention is scaled and turned for, where layers differ; 0: each layer's own
     qk_norm: bool = False  # queries and keys are normed, with a learned temperature per head
+    tilt: float | None = None  # initial values' singular values fall as 1 / i ** tilt; None: a normal matrix's
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -114,6 +115,11 @@ def initial(net: Net, seed: int) -> Weights:
         elif name.endswith(".warmth"):
             deviation = 0.0
         found[name] = torch.randn(shape, generator=rng) * deviation
+        if net.tilt is not None and name.endswith(".qkv"):
+            values = found[name][:, -net.layers[int(name.partition(".")[0])].sizes[2] :]
+            u, s, vh = torch.linalg.svd(values, full_matrices=False)
+            wanted = torch.arange(1.0, len(s) + 1) ** -net.tilt
+            values.copy_(u * (wanted * s.norm() / wanted.norm()) @ vh)
     return found
 
 
@@ -216,37 +222,6 @@ def _turns(net: Net, length: int, like: Tensor) -> dict[int, tuple[Tensor, Tenso
         angles = torch.arange(length, device=like.device)[:, None] * torch.cat([rates, rates])
         found[dim] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
     return found
-
-
-def nystrom(q: Tensor, k: Tensor, v: Tensor, landmarks: int, keep: Tensor | None, conv: Tensor | None) -> Tensor:
-    """Nystrom attention as published: segment means as landmarks, an iterated pseudo-inverse, a convolution beside."""
-    scale, length = q.shape[-1] ** -0.25, q.shape[-2]
-    q, k, away = q * scale, k * scale, 0.0
-    if keep is not None:
-        there = keep.flatten(0, 1)[:, None, :, None].to(q.dtype)
-        q, k, v, away = q * there, k * there, v * there, (there.transpose(-1, -2) - 1) * 1e4
-    q_few, k_few = (x.unflatten(2, (landmarks, length // landmarks)).mean(3) for x in (q, k))
-    first = (q @ k_few.transpose(-1, -2)).softmax(-1)
-    middle = (q_few @ k_few.transpose(-1, -2)).float().softmax(-1)
-    last = (q_few @ k.transpose(-1, -2) + away).softmax(-1)
-    z = first @ (_inverse(middle) @ (last @ v).float()).to(v.dtype)  # the inverse has large entries that cancel
-    if conv is None:
-        return z
-    members, heads, dim = len(conv), *v.shape[1::2]
-    channels = v.unflatten(0, (members, -1)).transpose(0, 1).transpose(-1, -2).flatten(1, 3)  # (B, S H K, T)
-    kernel = conv.flatten(0, 1).repeat_interleave(dim, 0)[:, None]  # one for all channels of a head
-    beside = F.conv1d(channels, kernel, padding=KERNEL // 2, groups=len(kernel))
-    return z + beside.unflatten(1, (members, heads, dim)).transpose(0, 1).flatten(0, 1).transpose(-1, -2)
-
-
-def _inverse(a: Tensor) -> Tensor:
-    """Pseudo-inverse of a softmax matrix by a fixed number of steps of third order."""
-    one = torch.eye(a.shape[-1], device=a.device)
-    z = a.transpose(-1, -2) / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
-    for _ in range(PINV_STEPS):
-        az = a @ z
-        z = 0.25 * z @ (13 * one - az @ (15 * one - az @ (7 * one - az)))
-    return z
 
 
 def logits(net: Net, w: Weights, stream: Tensor) -> Tensor:

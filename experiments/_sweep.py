@@ -6,15 +6,29 @@ and intervals come from resampling seeds. Points are resampled together: a seed 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from experiments._judge import (
+    CONFIRMED,
+    INCONCLUSIVE,
+    PARTLY,
+    REFUTED,
+    SHOWN,
+    SMALL,
+    Contest,
+    at_edge,
+    outcomes,
+    sampled,
+)
 from headwise.report.plots import PALETTE
 
 DRAWS = 10_000
+PLATEAU = math.log(1.10)  # errors within 10% of each other are equal: the bound says factors of 2 to 5
 ENDS = (0.025, 0.975)  # of intervals
 Floats = NDArray[np.float64]
 
@@ -59,6 +73,44 @@ def _resampled(values: Floats) -> Floats:
     """Means of so many new samples of the seeds, the same samples for all values of one length."""
     picks = np.random.default_rng(0).integers(len(values), size=(DRAWS, len(values)))
     return values[picks].mean(1)
+
+
+def swept(rows: Sequence[Mapping[str, Any]], expected: int) -> tuple[str, str, Contest, str]:
+    """Verdict on "errors are least at `expected` heads": words, the number, its contest, the reasons.
+
+    Confirmed: every other number of heads is significantly worse. With conditions: both ends of the sweep are, and
+    whatever is not is equal within the margin: a plateau. Refuted: one is better by the margin, or an end is equal.
+    """
+    ours = next(row for row in rows if row["heads"] == expected)
+    failed = [f"{row['heads']} heads: {edge}" for row in rows if (edge := at_edge(row))]
+    others = [row for row in rows if row["heads"] != expected]
+
+    def contest(row: Mapping[str, Any], sign: float, equal: bool) -> Contest:
+        logs = sign * (np.log(row["error"]) - np.log(ours["error"]))
+        return sampled(f"{row['heads']} heads", logs.tolist(), PLATEAU, equal, failed)
+
+    worse = outcomes([contest(row, 1, False) for row in others])  # than expected, by anything
+    better = outcomes([contest(row, -1, False) for row in others])  # than expected
+    no_worse = outcomes([contest(row, 1, True) for row in others])  # for the expected: loses at most the margin
+    no_better = outcomes([contest(row, -1, True) for row in others])
+    lost = [word in (SHOWN, SMALL) for word in worse]
+    level = [a == SHOWN and b == SHOWN for a, b in zip(no_worse, no_better, strict=True)]
+    ends = [place for place, row in enumerate(others) if row["heads"] in (rows[0]["heads"], rows[-1]["heads"])]
+    rival = min(others, key=lambda row: float(np.log(row["error"]).mean()))
+    shown = contest(rival, 1, False)
+    ratio = np.exp(np.array(shown.interval))
+    number = f"{rival['heads']} heads {ratio[0]:.2f} [{ratio[1]:.2f}, {ratio[2]:.2f}] times the error of {expected}"
+    equals = [str(row["heads"]) for row, same, less in zip(others, level, lost, strict=True) if same and not less]
+    below = [str(row["heads"]) for row, less in zip(others, lost, strict=True) if less]
+    why = f"Worse than {expected} heads: {', '.join(below) or 'none'}. Equal within 10%: {', '.join(equals) or 'none'}."
+    if failed:
+        return INCONCLUSIVE, number, shown, f"Void: {'; '.join(failed)}."
+    if all(lost):
+        return CONFIRMED, number, shown, why
+    if SHOWN in better or any(level[place] and not lost[place] for place in ends):
+        return REFUTED, number, shown, why
+    plateau = all(lost[place] for place in ends) and all(a or b for a, b in zip(lost, level, strict=True))
+    return (PARTLY if plateau else INCONCLUSIVE), number, shown, why
 
 
 def at(compared: dict[str, Any], heads: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,7 +83,9 @@ class NextToken(Task):
 
     def __init__(self, texts: _data.Texts, length: int, batch: int, valid_rows: int = 0) -> None:
         self.batch, self.device = batch, texts.train.device
-        self.rows, self.valid = (part.unfold(0, length + 1, length) for part in (texts.train, texts.valid))
+        self.rows, self.valid = (
+            part if part.dim() == 2 else part.unfold(0, length + 1, length) for part in (texts.train, texts.valid)
+        )
         border = valid_rows or len(self.valid)
         self.valid, self.test = self.valid[:border], self.valid[border : 2 * border]
         self.count = len(self.rows)
@@ -180,31 +182,6 @@ class Sentences(Task):
 
     def held(self, part: str) -> int:
         return len(self.parts[part].labels)
-
-
-class Effort(NamedTuple):
-    """How long and how often every model of an experiment is trained: the same rule for all."""
-
-    steps: int
-    tuning_steps: int
-    seeds: tuple[int, ...]
-    rates: tuple[float, ...]
-
-
-def best_rate(net: Net, task: Task, effort: Effort) -> dict[str, Any]:
-    """The rate of least held-out loss in a short training, with a seed that is used for nothing else."""
-    members = [Member(TUNING_SEED, rate) for rate in effort.rates]
-    steps = effort.tuning_steps
-    run = train(net, members, task.loss(net, [TUNING_SEED] * len(members), steps), steps, task.device)
-    tried = [score["loss"] for score in task.score(run)]
-    rate = effort.rates[tried.index(min(tried))]
-    return {"rate": rate, "rates": dict(zip(map(str, effort.rates), tried, strict=True))}
-
-
-def learn(net: Net, task: Task, effort: Effort, rate: float) -> Run:
-    """Every seed at one rate."""
-    members = [Member(seed, rate) for seed in effort.seeds]
-    return train(net, members, task.loss(net, effort.seeds, effort.steps), effort.steps, task.device)
 
 
 def learn_at(net: Net, task: Task, seeds: Sequence[int], steps: int, rates: Sequence[float]) -> list[Run]:

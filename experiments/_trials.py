@@ -53,7 +53,7 @@ def run_all(
 
 
 def _whole(name: str, trial: Trial, parts: Mapping[str, Any]) -> dict[str, Any]:
-    return (_rates.best(name, trial.ladder, parts) or {}) | parts[name]
+    return (_rates.best(name, trial.ladder, parts) or {}) | parts[name] | {"tuning_steps": trial.tuning_steps}
 
 
 def _attempt(net: Net, task: Task, trial: Trial, rates: Sequence[float]) -> list[dict[str, Any]]:

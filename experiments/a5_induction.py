@@ -38,7 +38,7 @@ TASKS = {
     "nonlinear": Task((0.25,) * 4, hidden=64, bend=2.0),
 }
 JUDGED = ("previous token", "nonlinear")
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 6e-2)
+RATES = (1e-3, 3e-3, 1e-2, 3e-2, 6e-2, 0.12, 0.24)
 
 
 class Plan(NamedTuple):

@@ -23,6 +23,7 @@ import torch
 from scipy.stats import kendalltau, spearmanr
 
 from experiments._points import rounded
+from experiments._provenance import used
 from headwise import data, families
 from headwise.data import own_text
 from headwise.errors import HeadwiseError
@@ -93,6 +94,7 @@ def open_subject(name: str, effort: Effort, device: str, assets: Path | None) ->
     if name != "embedded" and assets is not None:
         packed = sorted((assets / name).glob("*.gguf"))
         where = str(packed[0] if packed and not (assets / name / "config.json").exists() else assets / name)
+    used(Path(families.locate(where)[0]), name)
     model, tokenizer = families.load(where, device)
     length = min(effort.longest, int(model.config.max_position_embeddings))
     source = "stdlib" if name == "embedded" else text_of(assets, "stories" if name == "stories15M" else "wikitext")
@@ -106,6 +108,7 @@ def open_encoder(assets: Path, effort: Effort, device: str) -> Subject:
     """MiniLM: a BERT, which reads in both directions."""
     from transformers import AutoModel, AutoTokenizer
 
+    used(assets / "minilm")
     with families.quietly():
         model = AutoModel.from_pretrained(assets / "minilm", dtype=torch.float32).eval().to(device)
         tokenizer = AutoTokenizer.from_pretrained(assets / "minilm")
@@ -118,7 +121,7 @@ def open_encoder(assets: Path, effort: Effort, device: str) -> Subject:
 def text_of(assets: Path | None, word: str) -> str | None:
     """The first text file whose name holds a word."""
     files = sorted((assets / "text").glob(f"*{word}*.txt")) if assets is not None else []
-    return str(files[0]) if files else None
+    return str(used(files[0])) if files else None
 
 
 def random_like(model: torch.nn.Module, seed: int) -> torch.nn.Module:

@@ -2,8 +2,8 @@
 
 Every strategy gets the same budget of attention FLOPs, the same model, text and prices; a taper turned round (later
 layers keep more) is the control. Damage is the increase of the loss on held-out text: as cut, after the closed-form
-refit, and for one budget after a short fine-tuning on the KL to the source. Time is that of reading prompts, source
-and cut model in turns. Strategies cannot always spend alike: what each spends stands beside its damage.
+refit, and for one budget after the package's own distillation, which finds its rate by trial. Time is that of reading
+prompts, source and cut model in turns. Strategies cannot always spend alike: what each spends stands beside its damage.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ import torch
 from torch import nn
 
 from experiments import _first_paper
-from experiments._finetune import finetune
 from experiments._models import LABELS, available, settings_for
-from headwise import pipeline, strategies
+from headwise import heal, pipeline, strategies
 from headwise.budgets import parse, price
 from headwise.checks import quality
 from headwise.cuts import Moments, reshape
@@ -34,10 +33,9 @@ from headwise.types import Plan, Readings
 CLAIM = "A8"
 TITLE = "Fewer and smaller heads in later layers"
 STRATEGIES = ("uniform", "taper", "reversed taper", "bound", "exact")
-STAGES = ("cut", "refit", "fine-tuned")
+STAGES = ("cut", "refit", "distilled", "fine-tuned")  # the last in results of earlier code only
 ALLOW = ("qk", "v", "heads", "kv_heads")
 UNSTEADY = 0.1  # of a time's ratio: more than that between turns, and the machine was not quiet
-SAME = math.log(1.01)  # nats: what counts as the same accuracy
 
 
 @dataclass(frozen=True)
@@ -47,17 +45,17 @@ class Size:
     budgets: tuple[int, ...]  # per cent of attention FLOPs kept
     tokens: tuple[int, int, int]  # calibration, evaluation, measured prices
     length: int
-    tuned: tuple[str, tuple[int, ...]]  # the model and budgets that are fine-tuned too
-    steps: int  # of fine-tuning
-    batch_tokens: int
-    seeds: tuple[int, ...]  # of fine-tuning
+    tuned: tuple[int, ...]  # budgets at which models are distilled too
+    teaching: int  # tokens of distillation
     prompts: int  # read at once when timed
+    turns: int = 8  # of a timing, the first two to warm up
+    strategies: tuple[str, ...] = STRATEGIES
 
 
 SIZES = {
-    "tiny": Size((80,), (128, 128, 0), 32, ("embedded", (80,)), 1, 64, (0,), 1),
-    "small": Size((85, 75), (24_576, 16_384, 1_024), 256, ("embedded", (75,)), 20, 2_048, (0,), 8),
-    "full": Size((85, 80, 75), (262_144, 65_536, 8_192), 512, ("embedded", (75,)), 120, 16_384, (0,), 128),
+    "tiny": Size((80,), (128, 128, 0), 32, (), 0, 1, 3, ("uniform", "taper")),
+    "small": Size((90, 80, 70), (24_576, 16_384, 1_024), 256, (80,), 65_536, 8),
+    "full": Size((95, 90, 85, 80, 75, 70, 65), (262_144, 65_536, 8_192), 512, (80,), 2_000_000, 128),
 }
 
 
@@ -66,7 +64,7 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: dict[s
     sizes = SIZES[size]
     names = ["embedded"] if size == "tiny" else available(assets, ("embedded", "stories15M"))
     models = {name: _model(name, assets, device, sizes, track, parts) for name in names}
-    return {"seeds": list(sizes.seeds), "allow": list(ALLOW), "steps": sizes.steps, "models": models}
+    return {"seeds": [0], "allow": list(ALLOW), "teaching_tokens": sizes.teaching, "models": models}
 
 
 def _model(
@@ -76,15 +74,15 @@ def _model(
     bench = pipeline.load_source(settings, track)
     settings = replace(settings, budgets=tuple(f"attention={b}%@{bench.calibration.shape[1]}" for b in sizes.budgets))
     readings, moments = pipeline.probe(settings, bench, track)
-    jobs = [(budget, strategy) for budget in settings.budgets for strategy in STRATEGIES]
+    jobs = [(budget, strategy) for budget in settings.budgets for strategy in sizes.strategies]
     rows = []
     for budget, strategy in track(jobs, f"{name}: strategies"):
         key, plan = f"{name} {budget} {strategy}", plan_of(strategy, readings, budget, settings)
         if plan is None:
             continue
         if key not in done:
-            tuned = name == sizes.tuned[0] and any(budget.startswith(f"attention={b}%") for b in sizes.tuned[1])
-            done[key] = _measured(plan, moments, bench, sizes, tuned)
+            tuned = any(budget.startswith(f"attention={b}%") for b in sizes.tuned)
+            done[key] = _measured(plan, moments, bench, sizes, settings if tuned else None, track)
         rows.append({"budget": budget, "strategy": strategy, **done[key]})
     return {
         "label": LABELS[name],
@@ -109,27 +107,23 @@ def plan_of(strategy: str, readings: Readings, budget: str, settings: Settings) 
         return None
 
 
-def _measured(plan: Plan, moments: list[Moments], bench: pipeline.Source, sizes: Size, tuned: bool) -> dict[str, Any]:
+def _measured(
+    plan: Plan, moments: list[Moments], bench: pipeline.Source, sizes: Size, tuned: Settings | None, track: Track
+) -> dict[str, Any]:
     """Damage at every stage, with its 95% interval, and time against the source."""
     cut = reshape(bench.family, bench.model, plan, moments)
     healed, _ = refit(bench.family, bench.model, cut, bench.calibration[: max(1, 131_072 // sizes.length)])
-    stages = {"cut": [_damage(bench, cut)], "refit": [_damage(bench, healed)]}
-    trained: dict[str, Any] = {}
-    for seed in sizes.seeds if tuned else ():
-        model = bench.family.tailor(healed)
-        trained = finetune(
-            bench.family, bench.model, model, bench.calibration, sizes.steps, sizes.batch_tokens, seed=seed
-        )
-        stages.setdefault("fine-tuned", []).append(_damage(bench, model))
-    layers = plan.target.layers
+    stages = {"cut": _damage(bench, cut), "refit": _damage(bench, healed)}
+    if tuned is not None:
+        wanted = replace(tuned, heal="distill", heal_options=(f"tokens={sizes.teaching}",))
+        taught, _ = heal.healed("distill", bench.job(wanted, cut, track, None))
+        stages["distilled"] = _damage(bench, taught)
     return {
-        "damage": {stage: _pooled(found) for stage, found in stages.items()},
+        "damage": stages,
         "predicted": plan.predicted_damage,
         "spent": plan.spent["attention"] / price(plan.budgets[0], plan.source),
-        "sizes": [[s.query_heads, s.kv_heads, s.qk_width, s.qk_dim, s.v_dim] for s in layers],
-        "time": prompt_time(bench.model, healed, bench.evaluation, sizes.prompts),
-        "fine_tuning_tokens": trained.get("tokens", 0),
-        "fine_tuning_seconds": trained.get("seconds", 0.0),
+        "sizes": [[s.query_heads, s.kv_heads, s.qk_width, s.qk_dim, s.v_dim] for s in plan.target.layers],
+        "time": prompt_time(bench.model, healed, bench.evaluation, sizes.prompts, sizes.turns),
     }
 
 
@@ -138,22 +132,15 @@ def _damage(bench: pipeline.Source, model: nn.Module) -> dict[str, float]:
     return {**found.damage(), "kl": float(found.kl.mean())}
 
 
-def _pooled(found: list[dict[str, float]]) -> dict[str, Any]:
-    """The mean over seeds; the interval is that over text, which is wider than the seeds' spread (kept beside it)."""
-    mean = {key: statistics.fmean(row[key] for row in found) for key in found[0]}
-    values = [row["measured"] for row in found]
-    return {**mean, "seed_range": max(values) - min(values)}
-
-
 @torch.no_grad()
-def prompt_time(source: nn.Module, cut: nn.Module, tokens: torch.Tensor, prompts: int) -> dict[str, Any]:
+def prompt_time(source: nn.Module, cut: nn.Module, tokens: torch.Tensor, prompts: int, count: int) -> dict[str, Any]:
     """Seconds to read the same prompts, source and cut in turns; in bfloat16 on CUDA. Ratios with their spread."""
     device = source.device
     ids = tokens[torch.arange(prompts) % len(tokens)].to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         turns = [
             [seconds(lambda model=model: model.model(ids, use_cache=False), device) for model in (source, cut)]
-            for _ in range(8)
+            for _ in range(count)
         ][2:]  # the first turns warm up
     ratios = [after / before for before, after in turns]
     return {
@@ -174,14 +161,8 @@ def _rows(result: dict[str, Any]) -> list[tuple[str, str, dict[str, dict[str, An
     return out
 
 
-def _healed(row: dict[str, Any]) -> dict[str, Any]:
-    """Damage after the healing that helped most: nobody would keep a model that training made worse."""
-    healed = [row["damage"][stage] for stage in STAGES[1:] if stage in row["damage"]]
-    return min(healed, key=lambda found: float(found["measured"]))
-
-
-def _at(row: dict[str, Any], stage: str | None = None) -> float:
-    return float((_healed(row) if stage is None else row["damage"][stage])["measured"])
+def _at(row: dict[str, Any], stage: str) -> float:
+    return float(row["damage"][stage]["measured"])
 
 
 def measured(result: dict[str, Any]) -> str:
@@ -195,12 +176,14 @@ def measured(result: dict[str, Any]) -> str:
             half = (ends["measured_high"] - ends["measured_low"]) / 2
             steps = [f"{math.expm1(_at(row, 'cut')) * 100:+.1f}% as cut"]
             steps.append(f"{math.expm1(_at(row, 'refit')) * 100:+.2f}% ± {half * 100:.2f} refitted")
-            if "fine-tuned" in row["damage"]:
-                worse = _at(row, "fine-tuned") > _at(row, "refit")
-                tuned = f"{math.expm1(_at(row, 'fine-tuned')) * 100:+.2f}%"
-                steps.append(f"{tuned} fine-tuned{' (training did harm)' if worse else ''}")
+            for stage in (each for each in STAGES[2:] if each in row["damage"]):
+                harm = " (training did harm)" if _at(row, stage) > _at(row, "refit") else ""
+                steps.append(f"{math.expm1(_at(row, stage)) * 100:+.2f}% {stage}{harm}")
             clock = row["time"]
-            parts.append(f"{strategy} {', '.join(steps)}, time {clock['ratio']:.2f} ± {clock['ratio_spread'] / 2:.2f}")
+            parts.append(
+                f"{strategy} (spends {row['spent']:.1%}) {', '.join(steps)}, time {clock['ratio']:.2f} ± "
+                f"{clock['ratio_spread'] / 2:.2f}"
+            )
         lines.append(f"{LABELS[name]}, {kept} of attention FLOPs: {'; '.join(parts)}.")
     clocks = [row["time"] for _, _, rows in _rows(result) for row in rows.values()]
     unsteady = sum(clock["ratio_spread"] > UNSTEADY * clock["ratio"] for clock in clocks)

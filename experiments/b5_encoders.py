@@ -1,11 +1,11 @@
 """B5: does an encoder of 10 layers with twice the heads match one of 16 layers on GLUE?
 
 A scaled-down Crammed BERT pair (width 256 instead of 768; rotary positions, RMS norms, gated MLP, no biases) learns
-masked text, then each is fine-tuned on CoLA, SST-2, MRPC and RTE from every pretraining seed. Controls: the shorter
+masked text, then each is fine-tuned on SST-2, MRPC and STS-B from every pretraining seed. Controls: the shorter
 model without the extra heads, and a narrow 16-layer model with its parameters. The rate of pretraining is chosen by the
 same rule for all (`_rates`) with a seed that is used for nothing else, those of fine-tuning on examples taken from the
-training sets; scores are those of the development sets (Matthews correlation for CoLA, accuracy otherwise), averaged
-over tasks.
+training sets; scores are those of the development sets (Matthews correlation for CoLA, Spearman's for STS-B, whose
+scores are rounded to six classes, accuracy otherwise), averaged over tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from scipy import stats
 
 from experiments import _data, _points, _rates
 from experiments._stack import Member, Net, Run, even, named, train, working
@@ -33,7 +34,9 @@ TITLE = "Encoders: 10 layers of 8 heads against 16 of 4"
 DEEP, LEAN = "deep", "lean"
 BEGUN = 0.7  # share of the loss of knowing nothing, above which pretraining has hardly begun
 LADDER = _rates.Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (5e-4, 1e-3, 2e-3))
-TUNE_RATES = (1e-4, 3e-4)
+TUNE_RATES = (5e-5, 1e-4, 3e-4, 1e-3)
+CLASSES = {"STS-B": 6}
+SCORES = {"CoLA": "matthews", "STS-B": "spearman"}
 
 
 class Plan(NamedTuple):
@@ -43,6 +46,7 @@ class Plan(NamedTuple):
     length: int
     batch: int
     steps: int
+    tuning_steps: int
     seeds: tuple[int, ...]
     ladder: _rates.Ladder
     valid_rows: int
@@ -61,11 +65,12 @@ PLANS = {
         {DEEP: (2, 2, 16, 32), LEAN: (1, 4, 16, 32)},
         16,
         4,
-        5,
+        3,
+        2,
         (0, 1),
         _rates.Ladder((1e-3,), (1e-3,)),
         8,
-        {"CoLA": (5, 8), "RTE": (5, 16)},
+        {"CoLA": (3, 8), "STS-B": (3, 16)},
         4,
     ),
     "small": Plan(
@@ -73,6 +78,7 @@ PLANS = {
         64,
         16,
         150,
+        50,
         (0, 1, 2),
         LADDER,
         64,
@@ -82,12 +88,13 @@ PLANS = {
     "full": Plan(
         SHAPES,
         128,
-        32,
-        3000,
+        64,
+        7500,  # 61M tokens
+        1200,
         (0, 1, 2),
         LADDER,
         512,
-        {"CoLA": (700, 40), "SST-2": (1000, 56), "MRPC": (400, 128), "RTE": (280, 128)},
+        {"SST-2": (2000, 56), "MRPC": (600, 128), "STS-B": (900, 96)},
         32,
     ),
 }
@@ -110,6 +117,7 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
     return {
         "seeds": list(plan.seeds),
         "tokens": plan.steps * plan.batch * plan.length,
+        "vocabulary": texts.vocabulary,
         "tasks": list(plan.tasks),
         "models": {name: _rates.best(name, plan.ladder, parts) | parts[name] for name in plan.shapes if name in parts},
         "left_out": left,
@@ -125,7 +133,7 @@ def sentences(name: str, size: str, assets: Path | None, device: torch.device, p
 
 def attempt(net: Net, task: Masked, plan: Plan, rates: Sequence[float]) -> list[dict[str, Any]]:
     """Masked losses at some rates, of a seed that only chooses among them."""
-    runs = learn_at(net, task, [TUNING_SEED], plan.steps, rates)
+    runs = learn_at(net, task, [TUNING_SEED], plan.tuning_steps, rates)
     return [{"tried": _points.column(task.score(run), "loss")[0]} for run in runs]
 
 
@@ -134,51 +142,65 @@ def measure(net: Net, pretraining: Masked, tasks: dict[str, Sentences], plan: Pl
     (trained,) = learn_at(net, pretraining, plan.seeds, plan.steps, [rate])
     return {
         "masked_loss": _points.column(pretraining.score(trained), "loss"),
-        "glue": {name: fine_tune(trained, task, plan.tasks[name][0], plan) for name, task in tasks.items()},
+        "glue": {
+            name: fine_tune(trained, task, plan.tasks[name][0], plan, CLASSES.get(name, 2))
+            for name, task in tasks.items()
+        },
         "rate": rate,
         **facts(net, trained, plan.steps, pretraining.batch),
     }
 
 
-def fine_tune(pretrained: Run, task: Sentences, steps: int, plan: Plan) -> dict[str, Any]:
+def fine_tune(pretrained: Run, task: Sentences, steps: int, plan: Plan, classes: int) -> dict[str, Any]:
     """Scores per seed on the development set, at the rate that is best on held-out training examples."""
-    net, seeds = pretrained.net._replace(classes=2), list(plan.seeds)
+    net, seeds = pretrained.net._replace(classes=classes), list(plan.seeds)
     members = [Member(seed, rate) for rate in TUNE_RATES for seed in seeds]
     rng = torch.Generator().manual_seed(0)
-    answer = (torch.randn(1, net.width * 2, generator=rng) * 0.02).to(task.device).expand(len(members), -1)
+    answer = (torch.randn(1, net.width * classes, generator=rng) * 0.02).to(task.device).expand(len(members), -1)
     start = torch.cat([pretrained.flat.repeat(len(TUNE_RATES), 1), answer], 1)
     run = train(net, members, task.loss(net, [m.seed for m in members], steps), steps, task.device, start)
     tried = torch.tensor(_points.column(task.score(run), "loss")).view(len(TUNE_RATES), -1).mean(1)
     best = int(tried.argmin())
     chosen = Run(net, run.flat[best * len(seeds) : (best + 1) * len(seeds)], run.step_seconds, run.curve)
-    scores = task.score(chosen, "test")
+    labels = task.parts["test"].labels
     return {
         "rate": TUNE_RATES[best],
-        "accuracy": _points.column(scores, "accuracy"),
-        "matthews": matthews(chosen, task),
+        "rates": dict(zip(map(str, TUNE_RATES), tried.tolist(), strict=True)),
+        "majority": float(labels.bincount().max() / len(labels)),
+        "accuracy": _points.column(task.score(chosen, "test"), "accuracy"),
+        **correlations(chosen, task),
     }
 
 
 @torch.no_grad()
-def matthews(run: Run, task: Sentences) -> list[float]:
-    """Matthews correlation on the development set, per seed."""
+def correlations(run: Run, task: Sentences) -> dict[str, list[float]]:
+    """Per seed on the development set: Matthews' correlation of two classes, Spearman's of more."""
     w = named(run.net, run.flat.to(working(task.device)))
     pairs = [
         task.answers(run.net, w, slice(at, min(task.held("test"), at + 64)), "test")
         for at in range(0, task.held("test"), 64)
     ]
-    said = torch.cat([answers.argmax(-1) for answers, _ in pairs], 1).cpu().numpy()
+    answers = torch.cat([a.float() for a, _ in pairs], 1).softmax(-1)
     true = torch.cat([targets for _, targets in pairs], 1).cpu().numpy()
+    if run.net.classes == 2:
+        said, name, measure = answers.argmax(-1).cpu().numpy(), "matthews", np.corrcoef
+    else:
+        expected = answers @ torch.arange(float(run.net.classes), device=answers.device)
+        said, name, measure = expected.cpu().numpy(), "spearman", _spearman
     found = []
     for a, b in zip(said, true, strict=True):
         constant = len(set(a.tolist())) < 2 or len(set(b.tolist())) < 2
-        found.append(0.0 if constant else float(np.corrcoef(a, b)[0, 1]))
-    return found
+        found.append(0.0 if constant else float(measure(a, b)[0, 1]))
+    return {name: found}
+
+
+def _spearman(a: np.ndarray[Any, Any], b: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return np.corrcoef(stats.rankdata(a), stats.rankdata(b))
 
 
 def points(model: dict[str, Any], task: str) -> list[float]:
     """A task's score per seed, in points."""
-    return [100 * value for value in model["glue"][task]["matthews" if task == "CoLA" else "accuracy"]]
+    return [100 * value for value in model["glue"][task][SCORES.get(task, "accuracy")]]
 
 
 def average(model: dict[str, Any]) -> list[float]:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from experiments import _listops, _points
+from experiments._rates import Ladder
 from experiments._stack import even
-from experiments._tasks import Effort, Sentences, best_rate, facts, learn
+from experiments._tasks import Sentences
+from experiments._trials import Trial, run_all
 from headwise.progress import Track
 from headwise.report.plots import PALETTE
 
@@ -36,15 +38,16 @@ class Plan(NamedTuple):
     landmarks: int
     counts: tuple[int, int, int]  # lists to train on, to choose rates by, to report
     batch: int
-    effort: Effort
+    trial: Trial
 
 
-RATES = (1e-3, 3e-3)
-SEEDS = (0, 1, 2, 3, 4)
+LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3))
 PLANS = {
-    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Effort(5, 5, (0, 1), RATES)),
-    "small": Plan((1, 2), (2, 4, 8), 64, 64, 16, (2000, 200, 400), 16, Effort(150, 50, (0, 1, 2), RATES)),
-    "full": Plan((1, 2), (2, 4, 8), 64, 256, 32, (20_000, 1_000, 3_000), 64, Effort(2500, 800, SEEDS, RATES)),
+    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Trial(3, 2, (0, 1), Ladder((1e-3,), (1e-3,)))),
+    "small": Plan((1, 2), (2, 4, 8), 64, 64, 16, (2000, 200, 400), 16, Trial(150, 50, (0, 1, 2), LADDER)),
+    "full": Plan(
+        (1, 2), (2, 4, 8), 64, 256, 32, (40_000, 2_000, 5_000), 64, Trial(5000, 2000, tuple(range(10)), LADDER)
+    ),
 }
 
 
@@ -55,40 +58,29 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
         _listops.examples(count, plan.length // 4, plan.length, seed, where) for seed, count in enumerate(plan.counts)
     ]
     task = Sentences(*lists, batch=plan.batch)
-    cells = [(depth, heads) for heads in plan.heads for depth in plan.depths]
-    jobs = {f"{d} x {h}": (lambda d=d, h=h: measure(d, h, task, plan)) for d, h in cells}
-    left = _points.work(jobs, parts, track, "depth x heads", list(jobs)[:3])
+    nets = {
+        f"{depth} x {heads}": even(
+            depth,
+            heads,
+            plan.width,
+            2 * plan.width,
+            length=plan.length,
+            symbols=_listops.SYMBOLS,
+            classes=10,
+            landmarks=plan.landmarks,
+        )
+        for heads in plan.heads
+        for depth in plan.depths
+    }
+    models, left = run_all(nets, task, plan.trial, parts, track)
     labels = task.parts["test"].labels
     return {
-        "seeds": list(plan.effort.seeds),
-        "steps": plan.effort.steps,
+        "seeds": list(plan.trial.seeds),
+        "steps": plan.trial.steps,
         "length": plan.length,
         "chance": float(labels.bincount().max() / len(labels)),  # of always saying the same
-        "models": {name: parts[name] for name in jobs if name in parts},
+        "models": models,
         "left_out": left,
-    }
-
-
-def measure(depth: int, heads: int, task: Sentences, plan: Plan) -> dict[str, Any]:
-    """Choose the rate of one model and train it with every seed."""
-    net = even(
-        depth,
-        heads,
-        plan.width,
-        2 * plan.width,
-        length=plan.length,
-        symbols=_listops.SYMBOLS,
-        classes=10,
-        landmarks=plan.landmarks,
-    )
-    chosen = best_rate(net, task, plan.effort)
-    trained = learn(net, task, plan.effort, chosen["rate"])
-    scores = task.score(trained, "test")
-    return {
-        "accuracy": _points.column(scores, "accuracy"),
-        "loss": _points.column(scores, "loss"),
-        **chosen,
-        **facts(net, trained, plan.effort.steps, task.batch),
     }
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments._provenance import used
 from headwise import data, families, pipeline
 from headwise.checks import quality
 from headwise.progress import Track
@@ -68,7 +69,7 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: dict[s
 def corpus(assets: Path | None) -> tuple[str, str | None]:
     """Text for training and calibration, and for evaluation: the embedded model's corpus, or the standard library."""
     folder = assets / "corpus" if assets is not None else None
-    if folder is not None and folder.is_dir():
+    if folder is not None and used(folder).is_dir():
         return str(folder / "train.txt.xz"), str(folder / "valid.txt.xz")
     return "stdlib", None
 

@@ -43,6 +43,15 @@ def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exactness, "subprocess", subprocess)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _few_points(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Frontiers of a few limits, also in the runs that a module's tests share; those of the report show them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not request.module.__name__.startswith(("test_report", "test_browser")):
+            patch.setattr(frontier, "LEAST", 8)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _few_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A report's frontier of a few limits: forty take seconds, and a test that minds them asks for them."""

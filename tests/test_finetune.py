@@ -11,7 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # experiments/ lies beside the package
 
-from experiments import a7_heads
+from experiments._bench import PARTS
 from experiments._finetune import Narrow, Reference, by_activations, by_weights, finetune, narrowed
 from experiments._training import minimise
 
@@ -133,7 +133,7 @@ def test_a_head_reduced_by_hooks_is_an_explicit_small_head(source, tokens, way):
     torch.testing.assert_close(seen["z"][:, :, head], small @ narrow.z_up[0], atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("part", a7_heads.PARTS)
+@pytest.mark.parametrize("part", PARTS)
 def test_fewer_dimensions_cost_more_down_to_none(source, tokens, part):
     directions = by_activations(llama, source, tokens)
     reference = Reference(llama, source, tokens)
@@ -161,17 +161,3 @@ def test_calibrated_directions_lose_less_than_the_weights_own(source, tokens):
         with narrowed(llama.blocks(source), {1: narrow}):
             costs[way] = reference.damage(source, 1).kl
     assert costs["activations"] < costs["weights"]
-
-
-def test_verdict_follows_the_numbers():
-    def result(below, kept, removed, whole):
-        common = dict(way="activations", part="both", tuned=True, below_tenfold=1.0)
-        single = [dict(common, dim=4, below=below, mean_kl=kept), dict(common, dim=0, below=0.0, mean_kl=removed)]
-        together = [dict(way="activations", dim=4, after={"kl": whole})]
-        model = {"effort": {"dims": [8, 4]}, "single": single, "together": together}
-        return {"models": {"embedded": model}}
-
-    assert a7_heads.verdict(result(0.9, 0.0005, 0.01, 0.002)) == "confirmed"
-    assert a7_heads.verdict(result(0.9, 0.0005, 0.01, 0.3)) == "confirmed with conditions"
-    assert a7_heads.verdict(result(0.9, 0.0005, 0.0006, 0.002)) == "confirmed with conditions"
-    assert a7_heads.verdict(result(0.3, 0.005, 0.01, 0.002)) == "refuted"

@@ -151,6 +151,7 @@ IMPORTS = [
     "import headwise.types, headwise.cost, headwise.budgets.kv, headwise.budgets.params, headwise.budgets.flops",
     "import headwise.strategies.exact, headwise.strategies.uniform, headwise.strategies.portable, headwise.report",
     "import headwise.stages.allocate, headwise.runs.folder",
+    "import headwise; headwise.advise(768, 12, 1024)",
     "import headwise.cli.commands",
     "import runpy, sys; sys.argv = ['headwise', '--help']\n"
     "try: runpy.run_module('headwise', run_name='__main__')\nexcept SystemExit as end: assert not end.code, end.code",

@@ -6,8 +6,10 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
 from experiments import (  # noqa: E402
+    _advice,
     _data,
     _lab,
     _listops,
@@ -24,11 +27,12 @@ from experiments import (  # noqa: E402
     _rates,
     _rules,
     _stack,
+    _stories,
     _tasks,
     _training,
-    b3_grid,
-    b6_decoders,
-    b8_design,
+    _trials,
+    q4_design,
+    q6_scratch,
 )  # fmt: skip
 
 import headwise  # noqa: E402
@@ -86,7 +90,7 @@ def test_a_stack_computes_what_the_design_computes(strategy: str) -> None:
     proposal = headwise.design("llama", "params=700k", [strategy], vocab=64, length=32, depth=4)[0]
     torch.manual_seed(0)
     model = proposal.build().float().eval()
-    net, held = b8_design.net_of(proposal.shape, 32), model.state_dict()
+    net, held = q4_design.net_of(proposal.shape, 32), model.state_dict()
     w = {"embed": held["model.embed_tokens.weight"][None]}
     for i in range(len(net.layers)):
         q, k, v, o, gate, up, down = (
@@ -180,22 +184,19 @@ def test_rates_at_the_edge_are_told() -> None:
     assert "chosen in a shorter training" in _points.edges({"a": inside})
 
 
-def test_rules_without_results_say_what_to_run() -> None:
-    empty = _rules.page({})
-    assert empty.count("Not measured yet") == len(_rules.RULES)
-    assert "run `headwise reproduce b2_conditioning` and `headwise reproduce b3_grid` and" in empty
+def test_rules_are_stated_only_where_comparisons_decide() -> None:
+    def page(wide: float, rate: float) -> str:
+        def model(loss: float, depth: int) -> dict[str, Any]:
+            rates = {"rate": rate, "rates": {"1.0": 1, "2.0": 1, "3.0": 1}}
+            return {"loss": [loss, loss + 0.001, loss], "depth": depth, "width": 8, "parameters": 1, **rates}
 
+        found = {"tokens": 9, "models": {"deep": model(3.0, 12), "wide lean": model(wide, 4)}}
+        return _rules.page({"b6_decoders": SimpleNamespace(found=found)})
 
-def test_rules_follow_the_numbers() -> None:
-    def model(loss: float, depth: int) -> dict[str, Any]:
-        return {"loss": [loss, loss + 0.01], "depth": depth, "width": 8, "parameters": 1, "seconds": 1.0, "rate": 1.0}
-
-    def answer(wide: float) -> str:
-        models = {"deep": model(3.0, 12), "wide lean": model(wide, 4)}
-        return _rules.page({"b6_decoders": {"models": models, "left_out": []}})
-
-    assert "fewer and wider is better. Spend on width before depth." in answer(2.5)
-    assert "more and narrower is better. Spend on depth before width." in answer(3.5)
+    assert "On text, fewer and wider layers are better: shown in 1 of 1 comparisons." in page(2.5, 2.0)
+    assert "On text, it is not so that fewer and wider layers are better" in page(3.5, 2.0)
+    assert "no rule: none of 1 comparisons decides whether fewer and wider" in page(2.5, 1.0), "a rate at the edge"
+    assert _rules.page({}).count("No evidence here") == len(_advice.TOPICS) + 2
 
 
 def test_a_rate_is_found_between_worse_ones_and_added_rates_keep_what_is_done() -> None:
@@ -220,33 +221,60 @@ def test_a_rate_is_found_between_worse_ones_and_added_rates_keep_what_is_done() 
     assert _rates.best("other", long, parts) is None
 
 
-def test_the_grids_rival_is_chosen_without_the_test_set() -> None:
-    def cell(depth: int, held: float, accuracy: float) -> dict[str, Any]:
-        sizes = {"depth": depth, "heads": 3, "mlp": 8, "parameters": depth, "flops": depth, "seconds": depth}
-        return {**sizes, "accuracy": [accuracy, accuracy + 0.001], "rate": 0.1, "rates": {"0.1": held}}
-
-    def judged(chosen: float, other: float) -> str:
-        cells = {"deep": cell(12, 1.0, 0.6), "chosen": cell(8, 0.8, chosen), "lucky": cell(4, 0.9, other)}
-        return b3_grid.verdict({"original": "deep", "cells": cells})
-
-    assert judged(0.7, 0.5) == "confirmed with conditions", "better, but nothing is known of heads and MLP width"
-    assert judged(0.5, 0.7) == "refuted", "what only the test set prefers does not count"
-
-
 def test_designs_are_compared_over_the_seeds_that_both_have() -> None:
-    found = b8_design.paired({"loss": [3.0, 3.5]}, {"loss": [2.0, 2.5, 9.0]})
+    found = q4_design.paired({"loss": [3.0, 3.5]}, {"loss": [2.0, 2.5, 9.0]})
     assert found == _points.Mean(1.0, 1.0, 1.0)
 
 
-def test_a_decoders_lead_counts_only_if_no_other_rate_can_undo_it() -> None:
-    def models(settled_deep: bool, settled_lean: bool) -> dict[str, Any]:
-        deep = {"loss": [3.0, 3.01], "rate": 0.1, "settled": settled_deep}
-        return {"models": {"deep": deep, "lean": {"loss": [2.0, 2.01], "rate": 0.1, "settled": settled_lean}}}
+def test_every_model_is_tuned_by_the_same_rule_and_a_killed_run_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = _trials.Trial(4, 2, (0, 1), _rates.Ladder((1e-3, 1e-2, 1e-1), (1e-2,)))
+    nets = {
+        name: _stack.even(1, heads, 8, 16, length=16, symbols=64, causal=True) for name, heads in (("a", 1), ("b", 2))
+    }
+    parts: dict[str, Any] = {}
+    found, left = _trials.run_all(nets, task(), trial, parts, lambda items, _: items)
+    assert not left and set(found) == {"a", "b"} and all(len(model["loss"]) == 2 for model in found.values())
+    assert all(len(model["rates"]) == 3 for model in found.values()), "while the best is at an edge, others are tried"
+    monkeypatch.setattr(_trials, "learn_at", None)
+    assert _trials.run_all(nets, task(), trial, parts, lambda items, _: items)[0] == found, "nothing is trained again"
 
-    assert b6_decoders.verdict(models(True, False)) == "confirmed", "the better model can only gain"
-    assert b6_decoders.verdict(models(False, True)) == "refuted", "the worse one might catch up"
-    unsure = models(False, True)
-    assert "rates not settled: deep at 0.1" in b6_decoders.in_words(unsure, "lean")
-    unsure["models"]["deep"]["losses"] = {"0.1": [3.0, 3.01], "0.2": [2.5, 2.51]}
-    unsure["models"]["lean"]["losses"] = {"0.2": [2.75, 2.76]}
-    assert "+0.250 [+0.250, +0.250] with both at rate 0.2" in b6_decoders.in_words(unsure, "lean")
+
+def test_normed_queries_and_keys_have_the_length_that_is_learned() -> None:
+    net = _stack.Net(8, (_stack.Layer(2, 4, 16),), 6, 32, causal=True, rotary=True, qk_norm=True)
+    plain = net._replace(qk_norm=False)
+    assert net.parameters == plain.parameters + 2, "a temperature per head"
+    qkv = torch.randn(1, 6, 24)
+    cold, warm = (_stack.attention(net, net.layers[0], qkv, None, warmth=torch.full((1, 2), w)) for w in (-9.0, 9.0))
+    v = qkv[0, :, 16:]
+    means = torch.stack([v[: t + 1].mean(0) for t in range(6)])
+    torch.testing.assert_close(cold[0], means, atol=2e-3, rtol=0)  # cold heads look at all tokens alike
+    unit = torch.nn.functional.normalize
+    q, k = (part.view(6, 2, 4) for part in qkv[0].split((8, 8, 8), -1)[:2])
+    seen = torch.einsum("qhd,khd->hqk", unit(q, dim=-1), unit(k, dim=-1)).masked_fill(torch.ones(6, 6).triu(1) > 0, -9)
+    nearest = torch.stack([v.view(6, 2, 4)[seen[h].argmax(-1), h] for h in range(2)], 1).flatten(1)
+    torch.testing.assert_close(warm[0], nearest, atol=1e-2, rtol=1e-2)  # hot ones at the most similar key
+
+
+def test_initial_values_can_have_another_spectrum_of_the_same_size() -> None:
+    net = _stack.Net(16, (_stack.Layer(2, 8, 16),), 4, 48, classes=3, patches=True)
+    plain, tilted = (_stack.initial(net._replace(tilt=tilt), 0) for tilt in (None, 2.0))
+    values = tilted["0.qkv"][:, -16:]
+    sizes = torch.linalg.svdvals(values)
+    torch.testing.assert_close(sizes[0] / sizes[3], torch.tensor(16.0), rtol=1e-3, atol=0)
+    torch.testing.assert_close(values.norm(), plain["0.qkv"][:, -16:].norm())
+    assert torch.equal(tilted["0.up"], plain["0.up"]) and torch.equal(tilted["0.qkv"][:, :32], plain["0.qkv"][:, :32])
+
+
+def test_arms_spread_the_same_attention() -> None:
+    for width, depth in ((64, 4), (256, 12)):
+        for name, layers in q6_scratch.arms(width, depth).items():
+            assert len(layers) == depth and sum(heads * dim for heads, dim in layers) == width * depth, name
+    taper = [heads * dim for heads, dim in q6_scratch.arms(256, 12)["taper"]]
+    assert taper == sorted(taper, reverse=True) and taper[0] > taper[-1]
+
+
+def test_rows_that_a_model_wrote_are_renumbered_and_predicted_whole() -> None:
+    rows = torch.from_numpy(_stories.compact(np.array([[5, 900, 5], [7, 5, 900]])).astype(np.int64))
+    assert rows.tolist() == [[0, 2, 0], [1, 0, 2]]
+    found = _tasks.NextToken(_data.Texts(rows, rows, 3), 2, 1, 1)
+    assert found.count == 2 and torch.equal(found.rows, rows) and found.held("test") == 1

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from headwise import runtime
+from headwise.cuts._readers import warn_readers
 from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
@@ -53,6 +54,8 @@ def save(
         tokenizer.save_pretrained(target)
         if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
             tokenizer.feature_extractor.save_pretrained(target)
+        if portable:
+            warn_readers(target, leaving.config)
         if beside is not None:
             beside(target)
 

@@ -49,7 +49,7 @@ def decoder(model: Any) -> tuple[Decoder, Family]:
     if model.config.is_encoder_decoder or family.head(model.config) != CAUSAL:
         raise ModelError(f"only decoders are exported as a graph; this is a model of {family.name} with another head.")
     model.config._attn_implementation = "sdpa"
-    return Decoder(model.eval()), family
+    return Decoder(model).eval(), family
 
 
 def example(model: Any, family: Family, sizes: tuple[int, int, int] = TRIED, seed: int = 0) -> dict[str, Any]:

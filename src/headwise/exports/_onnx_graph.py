@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +37,7 @@ def write(asked: Asked, folder: Path) -> tuple[list[str], dict[str, Any]]:
     given = example(asked.model, family)
     count = len(given["past"])
     names = [f"{layer}.{part}" for layer in range(count // 2) for part in ("key", "value")]
-    with stage(asked.track, "tracing the graph"), torch.no_grad(), quietly():
+    with stage(asked.track, "tracing the graph"), torch.no_grad(), quietly(), _silent():
         program = torch.onnx.export(
             graph, (), kwargs=given, dynamic_shapes=moving(count), dynamo=True, verbose=False, optimize=True,
             input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)],
@@ -51,6 +55,18 @@ def write(asked: Asked, folder: Path) -> tuple[list[str], dict[str, Any]]:
         "cache_bytes_per_token": sum(4 * layer.kv_heads * (layer.qk_dim + layer.v_dim) for layer in layers),
     }
     return names, facts
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Silence what the exporter says about packages that it does not find, and about names of axes."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def compared(model: Any, run: Any, names: list[str], tolerance: float = TOLERANCE) -> dict[str, Any]:

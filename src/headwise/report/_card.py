@@ -6,7 +6,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
@@ -26,7 +25,6 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
 
     `facts_of_source` are its licence and its name on the Hub, if it has one, as they were when the model was saved.
     """
-    dossier = replace(dossier, folder="")  # a card is read elsewhere
     start = [
         _front_matter(dossier, facts_of_source),
         f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",
@@ -42,7 +40,7 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
     if dossier.plan is not None:
         start += ["## Before and after", _table(tables.layer_sizes(dossier.plan))]
     for part in (part for part in SECTIONS if part.shown(dossier)):
-        start += [f"## {part.heading}", *map(_block, part.blocks(dossier))]
+        start += [f"## {part.heading}", *map(_block, part.blocks(facts.elsewhere(dossier)))]
     return "\n\n".join(filter(None, start)) + "\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from headwise.cost import kv_bytes_per_token, parameters
@@ -86,6 +87,11 @@ def title(dossier: Dossier) -> str:
     name = model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
     budgets = ", ".join(budget.text for budget in dossier.plan.budgets) if dossier.plan else ""
     return f"{name} at {budgets}" if budgets else name
+
+
+def elsewhere(dossier: Dossier) -> Dossier:
+    """The run as those should read of it who do not have its folder."""
+    return replace(dossier, folder="")
 
 
 def settings_of(dossier: Dossier) -> dict[str, Any]:

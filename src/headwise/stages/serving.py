@@ -18,9 +18,10 @@ def serve(folder: RunFolder, source: Source, engine: str, track: Track = silentl
     prompts = compare.prompts_of(source.evaluation)
     with stage(track, "loading the new model"):
         ours, _ = families.load(str(folder.model), str(source.model.device), dtype=source.model.dtype)
+    numbers = next(ours.parameters()).dtype
     where, extra = families.locate(settings.model)
     with stage(track, f"starting {engine} on the source"):
-        started = compare.start_source(engine, None if extra else where, ours.dtype, settings.trust_remote_code)
+        started = compare.start_source(engine, None if extra else where, numbers, settings.trust_remote_code)
     with started[0] or nullcontext():
         found = compare.serve(engine, str(folder.model), ours.eval(), prompts, *started, not plan.portable, track)
     found.save(folder.serving_file)

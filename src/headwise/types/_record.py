@@ -92,14 +92,15 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
 
 
 @functools.cache
-def _hints(kind: type[Record]) -> dict[str, Any]:
+def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
 def _decode_record(kind: type[Record], data: Any, where: str) -> Record:
     if not isinstance(data, dict):
         raise PlanError(f"{where} must be an object, not {shortened(data)}.")
-    given, hints = data, _hints(kind)
+    known: Any = kind  # a type is hashable, which mypy does not see
+    given, hints = data, _hints(known)
     data = _placed(where, lambda: kind.from_file(given))
     fields = {f.name: f for f in dataclasses.fields(kind)}  # type: ignore[arg-type]
     if unknown := sorted(set(data) - set(fields)):

@@ -1,0 +1,159 @@
+"""Exported models in llama.cpp and onnxruntime: do they run, and do they write what transformers writes?
+
+python benchmarks/serving_exports.py gguf FOLDER    # FOLDER keeps the small models, which are made once
+python benchmarks/serving_exports.py onnx FOLDER
+Writes benchmarks/results/serving-gguf.json or serving-onnx.json: for every model and kind of cut whether it runs, on
+how many of 20 prompts the engine writes the same 64 tokens (a choice between two tokens whose log-probabilities differ
+by less than TIE counts as the same), perplexity there and here, bytes of the file and of the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import tempfile
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import commit
+from serving_kinds import KINDS, made
+
+import headwise
+from headwise import families
+from headwise.errors import HeadwiseError
+from headwise.exports import _llama_cpp
+from headwise.exports._graph import decoder, example
+from headwise.exports._llama_check import compared, letter
+from headwise.exports._onnx_graph import fed
+
+PROMPTS, GIVEN, NEW, SCORED = 20, 16, 64, 96  # prompts, tokens in each, tokens after them, tokens of the scored row
+TIE = 1e-3  # nats between two tokens of which either may be chosen
+PACKAGES = {"gguf": ("gguf", "xllamacpp"), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+RESULTS = Path(__file__).parent / "results"
+
+
+def tokens_of(source: str, text: str | None, reader: Any) -> list[int]:
+    """Tokens of held-out text: a file, or the end of a module of the standard library."""
+    path = Path(text) if text else Path(json.__file__).with_name("decoder.py")
+    found: list[int] = reader(path.read_text()[-60_000:], add_special_tokens=False)["input_ids"]
+    return found
+
+
+def prompts_of(tokens: list[int]) -> list[list[int]]:
+    """Prompts spread over a text."""
+    step = (len(tokens) - GIVEN) // PROMPTS
+    return [tokens[number * step : number * step + GIVEN] for number in range(PROMPTS)]
+
+
+@torch.no_grad()
+def ours(model: Any, prompts: list[list[int]]) -> list[list[int]]:
+    """What transformers writes, greedily."""
+    rows = torch.tensor(prompts)
+    told = dict(do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0)
+    found: list[list[int]] = model.generate(rows, attention_mask=torch.ones_like(rows), **told)[:, GIVEN:].tolist()
+    return found
+
+
+@torch.no_grad()
+def same(model: Any, prompt: list[int], here: list[int], there: list[int]) -> bool:
+    """Whether two continuations agree, up to a choice between two equally likely tokens."""
+    place = next((n for n, pair in enumerate(zip(here, there, strict=False)) if pair[0] != pair[1]), None)
+    if place is None:
+        return len(here) == len(there)
+    scores = model(torch.tensor([prompt + here[:place]])).logits[0, -1].log_softmax(-1)
+    return float(scores[here[place]] - scores[there[place]]) < TIE
+
+
+def in_llama_cpp(folder: str, model: Any, reader: Any, tokens: list[int], at: Path) -> dict[str, Any]:
+    """One model as GGUF in llama.cpp."""
+    try:
+        found = headwise.export(folder, "gguf", out=at, check=False)
+    except HeadwiseError as error:
+        if "--tokenizer ids" not in str(error):
+            raise
+        found = headwise.export(folder, "gguf", out=at, check=False, tokenizer="ids")
+    row, prompts, words = tokens[:SCORED], prompts_of(tokens), len(model.get_input_embeddings().weight)
+    asked: dict[str, Any] = dict(
+        rows=[row], top=20, words=words, letter=letter(reader), prompts=prompts, new=NEW, on=True
+    )
+    answer = _llama_cpp.ask(at, 256, **asked)
+    far, here, there = compared(model, row, answer["scores"][0])
+    halved = _llama_cpp.ask(at, 256, cache="f16")["cache_bytes_per_token"]
+    return {
+        "architecture": found["architecture"], "tokenizer": found["tokenizer"], "file_bytes": found["bytes"],
+        "cache_bytes_per_token": halved, "cache_filling_bytes_per_token": found["cache_filling_bytes_per_token"],
+        "largest_difference": far, "perplexity": math.exp(here), "perplexity_in_engine": math.exp(there),
+        "written": answer["written"],
+    }  # fmt: skip
+
+
+def in_onnxruntime(folder: str, model: Any, reader: Any, tokens: list[int], at: Path) -> dict[str, Any]:
+    """One model as ONNX in onnxruntime, all prompts at once."""
+    import onnxruntime
+
+    found = headwise.export(folder, "onnx", out=at)
+    session = onnxruntime.InferenceSession(str(at / "model.onnx"), providers=["CPUExecutionProvider"])
+    names = [name.removeprefix("present.") for name in (x.name for x in session.get_outputs()) if name != "logits"]
+    _, family = decoder(model)
+    given, rows, written = example(model, family, (PROMPTS, 1, 0)), torch.tensor(prompts_of(tokens)), []
+    for step in range(NEW):
+        every = GIVEN + step
+        given["input_ids"] = rows
+        given["attention_mask"] = torch.ones(PROMPTS, every, dtype=torch.long)
+        given["position_ids"] = torch.arange(every - rows.shape[1], every).expand(PROMPTS, -1)
+        logits, *past = session.run(["logits", *(f"present.{name}" for name in names)], fed(given, names))
+        rows = torch.as_tensor(logits[:, -1]).argmax(-1, keepdim=True)
+        given["past"] = [torch.as_tensor(x) for x in past]
+        written.append(rows)
+    return {
+        "file_bytes": found["bytes"], "cache_bytes_per_token": found["cache_bytes_per_token"],
+        "largest_difference": found["checked"]["largest_difference"], "written": torch.cat(written, 1).tolist(),
+    }  # fmt: skip
+
+
+def tried(engine: str, source: str, kind: str, where: Path, text: str | None) -> dict[str, Any]:
+    """One row of the table."""
+    folder = made(source, kind, where, text)
+    row: dict[str, Any] = {
+        "model": Path(source).name,
+        "kind": kind,
+        "works": False,
+        "same_tokens": 0,
+        "prompts": PROMPTS,
+    }
+    model, reader = families.load(folder)
+    tokens = tokens_of(source, text, reader)
+    with tempfile.TemporaryDirectory() as made_in:
+        try:
+            run = in_llama_cpp if engine == "gguf" else in_onnxruntime
+            found = run(folder, model, reader, tokens, Path(made_in) / f"model.{engine}")
+        except HeadwiseError as error:
+            return {**row, "note": " ".join(str(error).split())}
+    prompts, there = prompts_of(tokens), found.pop("written")
+    pairs = zip(prompts, ours(model, prompts), there, strict=True)
+    agree = sum(same(model, prompt, here, its[:NEW]) for prompt, here, its in pairs)
+    return {**row, "works": True, "same_tokens": agree, "note": "", **found}
+
+
+def main(engine: str, where: Path, *sources: str) -> None:
+    """Try every kind of the sources, 'embedded' or FOLDER=TEXT; rows are written as they come."""
+    path, rows = RESULTS / f"serving-{engine}.json", []
+    for source, _, text in (name.partition("=") for name in sources or ("embedded",)):
+        for kind in ("source", *KINDS):
+            rows.append(tried(engine, source, kind, where, text or None))
+            print(json.dumps(rows[-1]), flush=True)
+            versions = {name: metadata.version(name) for name in ("torch", "transformers", *PACKAGES[engine])}
+            head = {"engine": engine, "hardware": f"{platform.machine()} CPU, 1 thread", "date": str(date.today())}
+            path.write_text(
+                json.dumps({**head, "commit": commit(), "versions": versions, "rows": rows}, indent=1) + "\n"
+            )
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
