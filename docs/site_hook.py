@@ -114,7 +114,9 @@ def _target(link: str, source: str, here: str) -> str | None:
 def _formula(match: re.Match[str]) -> str:
     display = match[1] is not None
     made = convert((match[1] or match[2]).strip(), display="block" if display else "inline")
-    return f"<div>{made}</div>" if display else f"<span>{made}</span>"  # a line must not begin with <math>
+    if display:  # a long one scrolls, by keyboard too
+        return f'<div class="scroll" tabindex="0" role="group" aria-label="Formula">{made}</div>'
+    return f"<span>{made}</span>"  # a line must not begin with <math>
 
 
 def notebook(path: Path) -> str:

@@ -56,14 +56,18 @@ def visited(browser: Browser, address: str, width: int, scheme: str, shot: Path 
     return wrong
 
 
+def _named(path: Path, only: str) -> bool:
+    return any(part in str(path) for part in only.split(","))
+
+
 def main() -> None:
     """Visit every page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--shots", type=Path)
-    parser.add_argument("--only", default="", help="pages whose path contains this")
+    parser.add_argument("--only", default="", help="pages whose path contains one of these, with commas")
     parser.add_argument("--dark", action="store_true")
     asked = parser.parse_args()
-    pages = sorted(path.relative_to(SITE) for path in SITE.rglob("*.html") if asked.only in str(path))
+    pages = sorted(path.relative_to(SITE) for path in SITE.rglob("*.html") if _named(path, asked.only))
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(SITE)))
     threading.Thread(target=server.serve_forever, daemon=True).start()
     bad = 0
