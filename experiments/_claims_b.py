@@ -251,7 +251,7 @@ def b6(found: Found, _: Results) -> Judged:
             )
     why = f"{reasons(contests, 3, ' nats')} Beside the claim: {'; '.join(extra) or 'nothing'}."
     settle = "100M tokens or more, 5 seeds, and the paper's pair of 89M parameters"
-    return Judged(decide(contests), number, strip_of(contests[0]), why, settle=settle)
+    return Judged(decide(contests), number, Strip(*turned), why, settle=settle)
 
 
 def b7(found: Found, _: Results) -> Judged:

@@ -17,13 +17,12 @@ Tokens = tuple[int, int, int]  # calibration, evaluation, measured prices
 
 
 def available(assets: Path | None, wanted: tuple[str, ...] = tuple(LABELS)) -> list[str]:
-    """The wanted models that are here; the embedded one always is."""
-    return [name for name in wanted if name == "embedded" or _folder(assets, name) is not None]
+    """The wanted models that are here with texts to read; the embedded one always is."""
+    return [name for name in wanted if name == "embedded" or _here(assets, name)]
 
 
-def _folder(assets: Path | None, name: str) -> Path | None:
-    folder = assets / name if assets is not None else None
-    return folder if folder is not None and folder.is_dir() else None
+def _here(assets: Path | None, name: str) -> bool:
+    return assets is not None and (assets / name).is_dir() and (assets / "text").is_dir()
 
 
 def settings_for(name: str, assets: Path | None, device: str, tokens: Tokens, length: int, **more: object) -> Settings:

@@ -109,8 +109,8 @@ def _section(entry: Experiment, rules_date: str) -> list[str]:
     if (result := entry.result) is None:
         return [*head, f"{UNMEASURED.capitalize()}: run `headwise reproduce {entry.name}`."]
     judged = entry.judged
-    settled = "confirmed", "refuted", "consistent", "answered"
-    settle = f" What would settle it: {judged.settle}." if judged.settle and judged.verdict not in settled else ""
+    undecided = any(word in entry.verdict for word in ("inconclusive", "open", "not measured"))
+    settle = f" What would settle it: {judged.settle}." if judged.settle and undecided else ""
     after = " The rule was written after this result." if result["date"] < rules_date else ""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return [
