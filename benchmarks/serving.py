@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ FIGURES = {  # an engine's own numbers -> their column
     "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
     "cache_tokens": ("tokens in the cache", "{:,.0f}"),
     "times_the_tokens_of_the_source": ("times the source's tokens", "{:.2f}"),
-    "times_the_speed_of_the_source": ("times the source's speed", "{:.2f}"),
+    "speed": ("times the source's speed, median and range", "{}"),
     "log_probability_error": ("largest error, nats", "{:.1e}"),
     "perplexity_ratio": ("perplexity, times ours", "{:.4f}"),
 }
@@ -53,8 +54,17 @@ def overview(results: list[dict[str, Any]]) -> list[str]:
     return table(["engine", "model", *kinds], rows)
 
 
+def with_speed(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with its speed in words, where it was measured by turns with its source."""
+    pairs = zip(row.get("tokens_per_second", []), row.get("source_tokens_per_second", []), strict=False)
+    if row["kind"] == "source" or not (ratios := sorted(own / other for own, other in pairs)):
+        return row
+    return {**row, "speed": f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"}
+
+
 def figures(result: dict[str, Any]) -> list[str]:
     """What one engine reported, where it did, and its notes."""
+    result = {**result, "rows": [with_speed(row) for row in result["rows"]]}
     names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
     shown = [row for row in result["rows"] if any(row.get(name) is not None for name in names)]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
