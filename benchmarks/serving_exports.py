@@ -77,7 +77,8 @@ def in_llama_cpp(folder: str, model: Any, reader: Any, tokens: list[int], at: Pa
         if "--tokenizer ids" not in str(error):
             raise
         found = headwise.export(folder, "gguf", out=at, check=False, tokenizer="ids")
-    row, prompts, words = tokens[:SCORED], prompts_of(tokens), len(model.get_input_embeddings().weight)
+    prompts, words = prompts_of(tokens), len(model.get_input_embeddings().weight)
+    row = tokens[: SCORED if words < 10_000 else SCORED // 4]  # the engine tells all words' probabilities one by one
     asked: dict[str, Any] = dict(
         rows=[row], top=20, words=words, letter=letter(reader), prompts=prompts, new=NEW, on=True
     )

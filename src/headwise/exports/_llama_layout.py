@@ -93,7 +93,7 @@ def _refuse_settings(model: Any) -> None:
 
 
 def layouts(model: Any, blocks: list[Block], layers: tuple[LayerShape, ...]) -> list[Layout]:
-    """All ways to carry a model, first that which needs the least memory with the model's whole context in its cache."""
+    """All ways to carry a model, first that with the least memory for weights and a cache of the whole context."""
     theta, base = model.model.rotary_emb.inv_freq.double(), float(model.config.rope_parameters["rope_theta"])
     kept = [pairs_of(block) for block in blocks]
     pairs = tuple(sorted({int(pair) for groups in kept for pair in groups.flatten()}))
