@@ -77,7 +77,8 @@ def in_llama_cpp(folder: str, model: Any, reader: Any, tokens: list[int], at: Pa
         if "--tokenizer ids" not in str(error):
             raise
         found = headwise.export(folder, "gguf", out=at, check=False, tokenizer="ids")
-    row, prompts, words = tokens[:SCORED], prompts_of(tokens), len(model.get_input_embeddings().weight)
+    prompts, words = prompts_of(tokens), len(model.get_input_embeddings().weight)
+    row = tokens[: SCORED if words < 10_000 else SCORED // 4]  # the engine tells all words' probabilities one by one
     asked: dict[str, Any] = dict(
         rows=[row], top=20, words=words, letter=letter(reader), prompts=prompts, new=NEW, on=True
     )
@@ -141,17 +142,19 @@ def tried(engine: str, source: str, kind: str, where: Path, text: str | None) ->
 
 
 def main(engine: str, where: Path, *sources: str) -> None:
-    """Try every kind of the sources, 'embedded' or FOLDER=TEXT; rows are written as they come."""
-    path, rows = RESULTS / f"serving-{engine}.json", []
-    for source, _, text in (name.partition("=") for name in sources or ("embedded",)):
-        for kind in ("source", *KINDS):
-            rows.append(tried(engine, source, kind, where, text or None))
-            print(json.dumps(rows[-1]), flush=True)
-            versions = {name: metadata.version(name) for name in ("torch", "transformers", *PACKAGES[engine])}
-            head = {"engine": engine, "hardware": f"{platform.machine()} CPU, 1 thread", "date": str(date.today())}
-            path.write_text(
-                json.dumps({**head, "commit": commit(), "versions": versions, "rows": rows}, indent=1) + "\n"
-            )
+    """Try the kinds of sources, given as SOURCE, SOURCE=TEXT or SOURCE:KIND,KIND=TEXT; other rows of the file stay."""
+    path = RESULTS / f"serving-{engine}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for name, _, text in (name.partition("=") for name in sources or ("embedded",)):
+        source, _, kinds = name.partition(":")
+        for kind in kinds.split(",") if kinds else ("source", *KINDS):
+            new = tried(engine, source, kind, where, text or None) | {"date": str(date.today()), "commit": commit()}
+            print(json.dumps(new), flush=True)
+            rows = [row for row in rows if (row["model"], row["kind"]) != (new["model"], kind)] + [new]
+            versions = {package: metadata.version(package) for package in ("torch", "transformers", *PACKAGES[engine])}
+            head = {"engine": engine, "hardware": f"{platform.machine()} CPU, 1 thread", "versions": versions}
+            head |= {"date": new["date"], "commit": new["commit"], "rows": rows}
+            path.write_text(json.dumps(head, indent=1) + "\n")
 
 
 if __name__ == "__main__":

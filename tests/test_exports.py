@@ -50,7 +50,7 @@ def test_a_gguf_file_holds_the_layers_with_zeros_where_they_are_shorter(tmp_path
     assert read.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 
-def test_shorter_values_alone_choose_the_carrier_with_the_smaller_cache() -> None:
+def test_shorter_values_alone_choose_the_carrier_that_needs_less_memory() -> None:
     model = tiny.tailored((replace(PLAIN, v_dim=8), replace(PLAIN, v_dim=4)))
     family = families.family_of(model.config)
     way = _llama_layout.layouts(model, family.blocks(model), family.shape_of(model.config).layers)[0]

@@ -47,8 +47,8 @@ class Layout:
         """Bytes per token of llama.cpp's cache in 16 bits."""
         return sum(layer.kv_heads for layer in layers) * (self.k_dim + self.v_dim) * BYTES
 
-    def attention_weights(self, layers: tuple[LayerShape, ...], hidden: int) -> int:
-        """Weights of attention and MLPs, filling included."""
+    def layer_weights(self, layers: tuple[LayerShape, ...], hidden: int) -> int:
+        """Weights of attention and MLPs, zeros included."""
         heads = sum((s.query_heads + s.kv_heads) * (self.k_dim + self.v_dim) for s in layers)
         return hidden * (heads + 3 * sum(self.widths))
 
@@ -93,7 +93,7 @@ def _refuse_settings(model: Any) -> None:
 
 
 def layouts(model: Any, blocks: list[Block], layers: tuple[LayerShape, ...]) -> list[Layout]:
-    """All ways to carry a model, the smallest cache first, then the smallest file."""
+    """All ways to carry a model, first that with the least memory for weights and a cache of the whole context."""
     theta, base = model.model.rotary_emb.inv_freq.double(), float(model.config.rope_parameters["rope_theta"])
     kept = [pairs_of(block) for block in blocks]
     pairs = tuple(sorted({int(pair) for groups in kept for pair in groups.flatten()}))
@@ -106,8 +106,14 @@ def layouts(model: Any, blocks: list[Block], layers: tuple[LayerShape, ...]) -> 
     whole, biased = tuple(range(len(theta))), any(_biased(block) for block in blocks)
     if v_dim < 2 * len(theta) and not biased and not _factors(theta, base, whole, 2 * len(theta)):
         found.append(Layout("mimo2", 2 * len(theta), v_dim, (max(widths),) * len(widths), whole, ()))
-    hidden = model.config.hidden_size
-    return sorted(found, key=lambda way: (way.cache_bytes(layers), way.attention_weights(layers, hidden)))
+    table, context = model.get_input_embeddings().weight, model.config.max_position_embeddings
+    tied = table.data_ptr() == model.get_output_embeddings().weight.data_ptr()
+
+    def memory(way: Layout) -> int:
+        again = table.numel() if tied and way.arch == "mimo2" else 0  # which wants the output table of its own
+        return BYTES * (way.layer_weights(layers, table.shape[1]) + again) + way.cache_bytes(layers) * context
+
+    return sorted(found, key=memory)
 
 
 def _biased(block: Block) -> bool:

@@ -1,7 +1,7 @@
 """GGUF, the file format of llama.cpp: one file with weights, sizes and tokenizer.
 
 Portable models are written as plain `llama`, with the frequencies of the kept rotary pairs as `rope_freqs.weight`.
-Layers with sizes of their own are written as `deci` or `mimo2`, whatever holds the smaller cache (`_llama_layout.py`).
+Layers with sizes of their own are written as `deci` or `mimo2`, whatever needs less memory (`_llama_layout.py`).
 """
 
 from __future__ import annotations
