@@ -244,9 +244,8 @@ def _remembered(
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)
     if not whole:
-        new = [coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True)]
-        k, v = new if cache is None else updated(cache, *new, index)
-        return Rows(k, v)
+        k, v = (coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True))
+        return Rows(*((k, v) if cache is None else updated(cache, k, v, index)))
     alone = k.shape[2] == 1
     k, v = (k, v) if cache is None else updated(cache, k, v, index)
     first = _first(k, _padding(mask, k))
