@@ -16,7 +16,7 @@ from headwise.report._bits import GENERATE, is_coded
 from headwise.report._html import Block, Code, Folded, Heading, Items, Words
 from headwise.report._sections import SECTIONS
 from headwise.report._tables import Table
-from headwise.report._text import cell, fence
+from headwise.report._text import cell, fence, for_script
 from headwise.runs.dossier import Dossier
 
 
@@ -82,7 +82,7 @@ def _model_index(dossier: Dossier, use: str) -> list[str]:
     text = {"name": dossier.verdict.evaluation or "held-out text", "type": "held-out"}
     results = [{"task": {"type": use}, "dataset": text, "metrics": metrics}]
     name = PurePath(facts.model_name(dossier)).name
-    return ["model-index:", f"- name: {json.dumps(f'{name} by Headwise')}", f"  results: {json.dumps(results)}"]
+    return ["model-index:", f"- name: {json.dumps(f'{name} by Headwise')}", f"  results: {for_script(results)}"]
 
 
 def _slug(label: str) -> str:
