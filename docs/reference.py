@@ -30,6 +30,23 @@ LAYER = LayerShape(  # an example
     query_heads=8, kv_heads=1, qk_dim=256, v_dim=256, mlp_width=704, qk_width=256, pooled=4, v_width=256,
     k_code=(2, 0, 5, 0, 40, 0, 88, 0), v_code=(0, 0, 0, 12, 0, 61, 0, 70),
 )  # fmt: skip
+WORDS = {  # of fields whose names say it all in the code
+    "model": "the source, as it was named", "source": "sizes before", "target": "sizes after",
+    "keep": "which units of every layer stay", "strategy": "who made the plan", "budgets": "the limits that it meets",
+    "spent": "what it costs, by budget", "seed": "random seed", "portable": "one size for all layers",
+    "frontier": "damage that other limits would have cost", "family": "model family", "hidden_size": "width",
+    "vocab_size": "tokens of the vocabulary", "tied_embeddings": "input and output share one table",
+    "layers": "one shape for each layer", "grain": "which sizes are legal",
+    "qkv_bias": "queries, keys, values have biases",
+    "o_bias": "so has the output projection", "mlp_bias": "so has the MLP", "query_heads": "query heads",
+    "kv_heads": "key/value heads, or rows that heads share", "mlp_width": "channels of the MLP",
+    "mlp_channels": "channels of the MLP", "name": "kv, params, ...", "unit": "what the limit is counted in",
+    "limit": "at most so much", "length": "tokens of context that it is priced at", "text": "as it was typed",
+    "workload": "what is timed", "qk_step": "query/key dimensions are multiples of this",
+    "v_step": "so are value dimensions",
+    "mlp_step": "and MLP widths", "qk_floor": "fewest query/key dimensions", "v_floor": "fewest value dimensions",
+    "mlp_floor": "smallest MLP width",
+}  # fmt: skip
 FAMILY = ROOT / "src" / "headwise" / "families" / "smollm3.py"
 NOTE = "<!-- printed by docs/reference.py: change the code, not this page -->"
 INTRO = """Every command of `headwise`, printed from the code. `headwise COMMAND --help` says the same in the terminal.
@@ -144,7 +161,8 @@ def fields_of(kind: type) -> str:
     rows = []
     for (name, meaning), field in zip(comments(kind), dataclasses.fields(kind), strict=True):
         if field.name != "table":  # a file of its own
-            rows.append((name, f"`{words(str(field.type).replace('|', 'or'))}`", meaning))
+            kind_of = words(str(field.type).replace("|", "or"))
+            rows.append((name, f"`{kind_of}`", meaning or WORDS.get(field.name, "")))
     about = inspect.getdoc(kind) or ""
     return "\n".join([f"### {kind.__name__}", "", about, "", *table(("field", "type", "meaning"), rows)])
 
