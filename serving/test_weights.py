@@ -1,4 +1,4 @@
-"""Weight quantisers, transformers' quantised cache, peft and lm-eval, each on models as Headwise saves them.
+"""Weight quantisers, peft and lm-eval, each on models as Headwise saves them.
 
 Needs the packages of serving/weights.txt. The models are the embedded one, cut without any probing.
 """
@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from serving_weights import ENGINES, WORK
-from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headwise import families
 from headwise.cuts import blind_moments, reshape, save
@@ -30,7 +30,7 @@ TEXT = "def add(a, b):\n    return a + b\n\n\nclass Point:\n    def __init__(sel
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Half of the cache: rows per head, rows that heads share, and stock heads of half the size."""
+    """Half of the cache: rows per head, and rows that heads share."""
     stock, tokenizer = families.load("embedded")
     made = {}
     for kind, pool in (("per-head", 1), ("pooled", 4)):
@@ -65,16 +65,6 @@ def test_weights_in_few_bits_answer_nearly_as_whole_ones(
     folder = folders[kind]
     model = loaded(folder, quantization_config=ENGINES[engine](bits))
     assert loss(model, folder) < loss(loaded(folder), folder) + {8: 0.1, 4: 0.5}[bits]
-
-
-@pytest.mark.parametrize("kind", ["per-head", "pooled"])
-def test_the_quantised_cache_of_transformers_holds_cut_rows(folders: dict[str, Path], kind: str) -> None:
-    model = loaded(folders[kind])
-    ids = torch.arange(40)[None] + 5
-    given = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    cache = QuantizedCache("quanto", model.config, nbits=4, q_group_size=32, residual_length=8)
-    found = model.generate(ids, past_key_values=cache, **given)
-    assert found.shape == model.generate(ids, **given).shape
 
 
 def test_peft_adapts_without_being_told_where_and_merges(folders: dict[str, Path]) -> None:
