@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CLAIM = "A2"
 TITLE = "The best groups of heads for a budget"
-CASES = {"tiny": 60, "small": 500, "full": 2000}
+CASES = {"tiny": 20, "small": 500, "full": 2000}
 PROFILES = ("uniform", "geometric:0.9", "geometric:0.7", "power:0.5", "power:1.5")
 DIM, LAGS, TOKEN_DIM = 8192, 64, 64
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
