@@ -87,10 +87,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/serving"), help="where models are made")
     parser.add_argument("--models", nargs="+", default=["embedded"], help="'embedded' or folders")
     parser.add_argument("--kinds", nargs="+", default=["source", *serving_cuts.KINDS])
-    parser.add_argument("--cache", type=int, help="MiB of cache; few of them limit how many texts are written at once")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
-    compare.CACHE_BYTES = asked.cache << 20 if asked.cache else compare.CACHE_BYTES
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     for model in asked.models:
         prompts = prompts_of(model)
@@ -102,7 +100,6 @@ def main() -> None:
             except HeadwiseError as error:  # no plan has these sizes
                 found = {"model": Path(model).name, "kind": kind, "prompts": 0, "works": False, "same_tokens": 0}
                 found["note"] = f"not made: {error}"
-            found["kind"] += f", {asked.cache} MiB of cache" if asked.cache else ""
             found["commit"], found["date"] = commit(), datetime.now(UTC).strftime("%Y-%m-%d")
             rows = [r for r in rows if (r["model"], r["kind"]) != (found["model"], found["kind"])] + [found]
             print(json.dumps(found), flush=True)
