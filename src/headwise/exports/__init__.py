@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.errors import HeadwiseError, ModelError, OutputError
-from headwise.exports._asked import Asked, Options
+from headwise.exports._asked import ExportOptions, ExportRequest
 from headwise.files import disk
 from headwise.progress import Track, silently, stage
 from headwise.registry import find
@@ -33,7 +33,7 @@ def export(
     only; `check`, whether the file is run where its engine is installed.
     """
     plug_in = find("headwise.exports", to)
-    chosen = Options(**options)
+    chosen = ExportOptions(**options)
     plug_in.refuse(chosen)
     for package in plug_in.NEEDS:
         if find_spec(package) is None:
@@ -45,7 +45,7 @@ def export(
         from headwise import families
 
         loaded, reader = families.load(model)
-    asked = Asked(model, loaded, reader, chosen, track)
+    asked = ExportRequest(model, loaded, reader, chosen, track)
     found: dict[str, Any] = {"out": str(path), "format": to, "source": model}
     with disk.explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from headwise.progress import Track
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ExportOptions:
     """Options of an export; a format refuses those that it does not know."""
 
     type: str = "auto"  # number format of weights
@@ -18,11 +18,11 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ExportRequest:
     """A loaded model with its tokenizer, and how it is to be written."""
 
     name: str  # its folder, or the name that it was asked by
     model: Any
     reader: Any
-    options: Options
+    options: ExportOptions
     track: Track

@@ -19,7 +19,7 @@ class GraphCache(DynamicCache):
     """A cache that only appends: a class of its own, so that the runtime does nothing else for speed."""
 
 
-class Decoder(nn.Module):
+class GraphDecoder(nn.Module):
     """A decoder without objects: everything that it is given and gives back is a tensor."""
 
     def __init__(self, model: Any) -> None:
@@ -43,13 +43,13 @@ class Decoder(nn.Module):
         return found.logits, [x for layer in cache.layers for x in (layer.keys, layer.values)]
 
 
-def decoder(model: Any) -> tuple[Decoder, Family]:
+def decoder(model: Any) -> tuple[GraphDecoder, Family]:
     """A model in the form of a graph; only models that write text have one."""
     family = family_of(model.config)
     if model.config.is_encoder_decoder or family.head(model.config) != CAUSAL:
         raise ModelError(f"only decoders are exported as a graph; this is a model of {family.name} with another head.")
     model.config._attn_implementation = "sdpa"
-    return Decoder(model).eval(), family
+    return GraphDecoder(model).eval(), family
 
 
 def example(model: Any, family: Family, sizes: tuple[int, int, int] = TRIED, seed: int = 0) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 
 from headwise.errors import ModelError
 from headwise.exports import _llama_cpp
-from headwise.exports._asked import Asked
+from headwise.exports._asked import ExportRequest
 from headwise.progress import note, stage
 
 TEXTS = (
@@ -23,7 +23,7 @@ TOP = 20  # most likely tokens that are compared
 TOLERANCE = {"f32": 0.01, "f16": 0.05, "bf16": 0.2}  # of a log-probability; types with fewer bits are only measured
 
 
-def check(asked: Asked, path: Path, kind: str, text: bool) -> dict[str, Any] | None:
+def check(asked: ExportRequest, path: Path, kind: str, text: bool) -> dict[str, Any] | None:
     """How far llama.cpp's answers are from ours; a file that differs in more than rounding is refused."""
     if not _llama_cpp.installed():
         note(f"the file was not run: type pip install {_llama_cpp.ENGINE} to have it checked in llama.cpp.")
@@ -50,7 +50,7 @@ def letter(tokenizer: Any) -> int:
     return int(tokenizer("a", add_special_tokens=False)["input_ids"][-1])
 
 
-def _row(asked: Asked) -> list[int]:
+def _row(asked: ExportRequest) -> list[int]:
     """The first tokens of a text."""
     ids = asked.reader(TEXTS[0] + TEXTS[1])["input_ids"]
     return [int(number) for number in ids[:TOKENS]]

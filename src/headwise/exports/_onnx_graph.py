@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headwise.errors import HeadwiseError, ModelError
-from headwise.exports._asked import Asked, Options
+from headwise.exports._asked import ExportOptions, ExportRequest
 from headwise.exports._graph import decoder, example, moving
 from headwise.families import quietly
 from headwise.progress import stage
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4  # of a log-probability, for a graph in 32 bits
 TRIED = ((2, 3, 5), (1, 70, 0), (2, 1, 9))  # rows, new tokens and those before them: a start, a later part, a step
 
 
-def refuse(options: Options) -> None:
+def refuse(options: ExportOptions) -> None:
     """Refuse options that this format has not."""
     if options.type not in ("auto", "f32"):
         raise HeadwiseError(f"--type is '{options.type}'; this format is written in f32: leave --type out.")
@@ -31,7 +31,7 @@ def refuse(options: Options) -> None:
         raise HeadwiseError("--tokenizer is for GGUF; this format is always given token numbers. Leave it out.")
 
 
-def write(asked: Asked, folder: Path) -> tuple[list[str], dict[str, Any]]:
+def write(asked: ExportRequest, folder: Path) -> tuple[list[str], dict[str, Any]]:
     """Write the graph with its tokenizer: the names of its cached tensors, and what it holds."""
     graph, family = decoder(asked.model)
     given = example(asked.model, family)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from headwise.errors import HeadwiseError, ModelError
-from headwise.exports._asked import Asked, Options
+from headwise.exports._asked import ExportOptions, ExportRequest
 from headwise.exports._llama_check import check
 from headwise.exports._llama_layout import Layout, heads_in, layouts, output_in, refuse_model, values_in
 from headwise.exports._llama_tokens import vocabulary
@@ -28,7 +28,7 @@ STORED = {torch.float16: "f16", torch.bfloat16: "bf16"}
 Tensor = tuple[str, Callable[[], torch.Tensor]]
 
 
-def refuse(options: Options) -> None:
+def refuse(options: ExportOptions) -> None:
     """Refuse options that this format has not."""
     if options.type not in TYPES:
         raise HeadwiseError(
@@ -39,7 +39,7 @@ def refuse(options: Options) -> None:
         raise HeadwiseError(f"--tokenizer is '{options.tokenizer}'; give text or ids.")
 
 
-def write(asked: Asked, path: Path) -> dict[str, Any]:
+def write(asked: ExportRequest, path: Path) -> dict[str, Any]:
     """Write the file, run it where llama.cpp is installed, and say what it holds and what filling costs."""
     import gguf
 

@@ -11,25 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from headwise.exports import _onnx_graph
-from headwise.exports._asked import Asked, Options
+from headwise.exports._asked import ExportOptions, ExportRequest
 from headwise.progress import note, stage
 
 MEANING = "a graph for onnxruntime, with the cache as inputs and outputs"
 NEEDS, EXTRA, SUFFIX = ("onnx", "onnxscript"), "onnx", ".onnx"
 
 
-def refuse(options: Options) -> None:
+def refuse(options: ExportOptions) -> None:
     """Refuse options that this format has not."""
     _onnx_graph.refuse(options)
 
 
-def write(asked: Asked, folder: Path) -> dict[str, Any]:
+def write(asked: ExportRequest, folder: Path) -> dict[str, Any]:
     """Write the graph with its tokenizer, run it where onnxruntime is installed, and say what it holds."""
     names, facts = _onnx_graph.write(asked, folder)
     return {**facts, "checked": _check(asked, folder / _onnx_graph.FILE, names) if asked.options.check else None}
 
 
-def _check(asked: Asked, path: Path, names: list[str]) -> dict[str, Any] | None:
+def _check(asked: ExportRequest, path: Path, names: list[str]) -> dict[str, Any] | None:
     """How far onnxruntime's answers are from ours, with and without a past."""
     try:
         import onnxruntime

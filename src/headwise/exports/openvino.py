@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise.exports import _onnx_graph
-from headwise.exports._asked import Asked, Options
+from headwise.exports._asked import ExportOptions, ExportRequest
 from headwise.progress import stage
 
 MEANING = "a graph for OpenVINO, with the cache as inputs and outputs"
@@ -14,12 +14,12 @@ NEEDS, EXTRA, SUFFIX = ("onnx", "onnxscript", "openvino"), "openvino", ".openvin
 FILE = "openvino_model.xml"
 
 
-def refuse(options: Options) -> None:
+def refuse(options: ExportOptions) -> None:
     """Refuse options that this format has not."""
     _onnx_graph.refuse(options)
 
 
-def write(asked: Asked, folder: Path) -> dict[str, Any]:
+def write(asked: ExportRequest, folder: Path) -> dict[str, Any]:
     """Write the graph by way of ONNX, run it, and say what it holds."""
     import openvino
 
