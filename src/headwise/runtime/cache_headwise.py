@@ -233,7 +233,7 @@ def remembered(
         return _from_bytes(coders, k, v, cache, index, mask, whole)
     if not whole:
         new = [coder.rounded(x) for coder, x in zip(coders, (k, v), strict=True)]
-        k, v = new if cache is None else updated(cache, *new, index)
+        k, v = new if cache is None else updated(cache, new[0], new[1], index)
         return Rows(k, v)
     alone = k.shape[2] == 1
     k, v = (k, v) if cache is None else updated(cache, k, v, index)
