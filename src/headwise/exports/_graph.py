@@ -40,7 +40,8 @@ class GraphDecoder(nn.Module):
         found = self.model(
             input_ids=input_ids, attention_mask=mask, position_ids=position_ids, past_key_values=cache, use_cache=True
         )
-        return found.logits, [x for layer in cache.layers for x in (layer.keys, layer.values)]
+        held: Any = cache.layers
+        return found.logits, [x for layer in held for x in (layer.keys, layer.values)]
 
 
 def decoder(model: Any) -> tuple[GraphDecoder, Family]:

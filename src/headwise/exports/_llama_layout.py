@@ -79,13 +79,14 @@ def refuse_model(model: Any) -> None:
 
 def _refuse_settings(model: Any) -> None:
     config, rotary = model.config, model.model.rotary_emb
+    family: Any = family_of(config)
     if getattr(config, "sliding_window", None):
         raise ModelError("this model has a sliding window, which llama.cpp's carriers have not; export another.")
     if config.hidden_act not in ("silu", "swish"):
         raise ModelError(f"this model's MLP uses {config.hidden_act}; llama.cpp's carriers know silu alone.")
     settings = config.rope_parameters
     moving = settings["rope_type"] == "longrope" and settings["short_factor"] != settings["long_factor"]
-    if moving or settings["rope_type"] == "dynamic" or 2 * len(rotary.inv_freq) != family_of(config).head_dim(config):
+    if moving or settings["rope_type"] == "dynamic" or 2 * len(rotary.inv_freq) != family.head_dim(config):
         raise ModelError(
             f"this model's positions ({settings['rope_type']}) are no fixed frequencies for whole heads, which is all "
             "that a GGUF file can hold; export another."
