@@ -126,7 +126,11 @@ def python_of(page):
     return re.sub(r'(headwise\.probe\("embedded", "[^"]*")', rf"\1, {few}", code)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python") and page.name not in ELSEWHERE],
+    ids=lambda page: page.stem,
+)
 def test_the_python_lines_run(page, home, monkeypatch):
     code = python_of(page)
     for folder in set(re.findall(r'"runs/([\w-]+)/model"', code)) - set(re.findall(r'out="runs/([\w-]+)"', code)):
