@@ -1,5 +1,5 @@
-# make demo: install once, then shrink the embedded model. make test: linters, types and tests; CI runs it after
-# make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
+# make demo: install once, then shrink the embedded model. make test: linters, types, tests and documentation; CI runs
+# it after make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
 # make notebooks: runs the notebooks and keeps their outputs.
 # make dist: wheel and source distribution in dist/, tried in a new environment.
 # make serve-test: the engines that serve models, each in an environment of its own (serving/NAME.txt, serving/test_NAME.py).
@@ -19,6 +19,7 @@ test: $(STAMP) $(VISION)
 	@.venv/bin/mypy
 	@OMP_NUM_THREADS=1 .venv/bin/pytest -q -rs -n 2 --dist worksteal
 	@OMP_NUM_THREADS=1 PYTHONPATH=tests/operators:.venv/vision .venv/bin/pytest -q tests/test_timm.py tests/test_redesign.py tests/test_experiments.py -k "timm or redesign or b4"
+	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
 
 docs: $(STAMP)
 	@NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict
