@@ -171,7 +171,7 @@ def _about(result: dict[str, Any]) -> list[str]:
     ]
 
 
-def named(files: Sequence[str] = ("bits-embedded.json", "bits-smollm2-1024.json"), folder: Path = RESULTS) -> str:
+def named(files: Sequence[str] = ("bits-smollm2-1024.json", "bits-tinyllama.json"), folder: Path = RESULTS) -> str:
     """For the first page: named rivals, each beside our plan in no more bytes."""
     results = [json.loads((folder / file).read_text()) for file in files]
     pairs = [cell for result in results for cell in (f"{result['name'].split(' (')[0]}: theirs", "Headwise")]
@@ -179,16 +179,16 @@ def named(files: Sequence[str] = ("bits-embedded.json", "bits-smollm2-1024.json"
     for name, method in NAMED.items():
         found = []
         for result in results:
-            theirs = next(row for row in result["rows"] if row["method"] == method)
-            found += [_told(theirs), _told(_match(result["rows"], theirs))]
+            theirs = next((row for row in result["rows"] if row["method"] == method), None)
+            found += [_told(theirs), _told(theirs and _match(result["rows"], theirs))]
         cells.append((name, *found))
-    made = [f"{result['hardware']}, {result['date']}, commit {result['commit']}" for result in results]
-    texts = " and ".join(str(result["rows"][0]["texts"]) for result in results)
-    note = (
-        f"- Texts of {results[0]['rows'][0]['length']:,} tokens ({texts} of them), half of the 95% interval; "
-        f"{'; '.join(dict.fromkeys(made))}."
-    )
-    return "\n".join([*_table(("KV cache", *pairs), cells), note])
+    made = [
+        f"{result['name']}: {result['rows'][0]['texts']} texts of {result['rows'][0]['length']:,} tokens; "
+        f"{result['hardware']}, {result['date']}, commit {result['commit']}"
+        for result in results
+    ]
+    notes = ["- Half of the 95% interval. An empty cell was not measured.", *(f"- {text}." for text in made)]
+    return "\n".join([*_table(("KV cache", *pairs), cells), *notes])
 
 
 def summary(folder: Path = RESULTS) -> str:
