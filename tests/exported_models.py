@@ -39,6 +39,8 @@ def tailored(layers: tuple[LayerShape, ...], **changes: Any) -> Any:
     for name, buffer in model.named_buffers():
         if name.endswith("pairs_GP"):
             buffer.copy_(torch.stack([torch.randperm(HEAD // 2)[: buffer.shape[1]].sort()[0] for _ in buffer]))
+        elif name.endswith(("k_gain_GK", "v_gain_GV")):
+            buffer.fill_(1.0)
     model.model.rotary_emb = like.model.rotary_emb
     model.config.architectures = [type(model).__name__]
     return model.eval()

@@ -117,7 +117,7 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
         go(layer=2)  # while it probes
     assert not (out / "readings.json").exists()
     with monkeypatch.context() as patch:  # goes on at layer 2, is killed while it builds
-        patch.setattr(StreamedBuild, "finish", lambda self, tokenizer, folder: (_ for _ in ()).throw(Killed()))
+        patch.setattr(StreamedBuild, "finish", lambda self, *rest: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             go()
     assert seen[0] == 2, "the first two layers are not probed again"

@@ -40,6 +40,9 @@ class RunKeywords(TypedDict, total=False):
     stream: bool | None
     pool: str
     max_loss: str | None
+    serve: str | None
+    multiple: int
+    same_dims: bool
 
 
 def with_keywords(settings: type, leaves_out: tuple[str, ...] = ()) -> Callable[[Function], Function]:

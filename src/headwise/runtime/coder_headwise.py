@@ -66,7 +66,7 @@ class RowCoder:
         x = x[..., : self.kept].float()
         padded = nn.functional.pad(x, (0, -self.kept % self.groups))
         size = padded.unflatten(-1, (self.groups, -1)).abs().amax(-1).clamp_min(2.0**-15)
-        scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
+        scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255).nan_to_num()  # of padding, which is hidden
         parts = (x / self._spread(_factor(scale))).split([size for _, size in self.parts], -1)
         return [_levels(part, bits) for part, (bits, _) in zip(parts, self.parts, strict=True)], scale
 

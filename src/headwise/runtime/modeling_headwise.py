@@ -314,7 +314,7 @@ class TailoredAttention(nn.Module):
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
         if batch == 1 and tokens == 1:  # in few steps
             return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
-        few = tokens < width and not torch.compiler.is_exporting()  # one graph for any number of tokens
+        few = not torch.compiler.is_exporting() and tokens < width  # one graph for any number of tokens
         if few or tokens == 1:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
