@@ -30,8 +30,8 @@ from headwise.files.disk import write_atomically
 RESULT = Path(__file__).parent / "results" / "serving-weights.json"
 KINDS = ("source", "per-head", "pooled", "coded", "parameters", "portable")
 PACKAGES = ("torch", "transformers", "torchao", "bitsandbytes", "hqq", "optimum-quanto", "compressed-tensors")
-ROWS, LENGTH = 16, 256  # of held-out text
-PROMPTS, TOKENS = 10, 32  # beginnings of rows, and tokens that are written after them
+ROWS, LENGTH = 8, 256  # of held-out text
+PROMPTS, TOKENS = 2, 8  # beginnings of rows, and tokens that are written after them
 GROUP = 32  # weights that share a scale, where a format lets one choose
 
 
