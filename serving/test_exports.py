@@ -21,7 +21,7 @@ CODE = (0, 0, 0, 0, 16, 0, 0, 0)
 CARRIED = {
     "llama": (PLAIN, PLAIN),
     "deci": (PLAIN, replace(PLAIN, query_heads=2, kv_heads=1, mlp_width=32), replace(PLAIN, kv_heads=4)),
-    "llama with pairs of each head": (replace(PLAIN, qk_dim=8, qk_width=8, v_dim=12),) * 2,
+    "llama with pairs of each head": (replace(PLAIN, qk_dim=8, qk_width=8),) * 2,
     "mimo2": (replace(PLAIN, v_dim=8), replace(PLAIN, v_dim=4, kv_heads=1)),
 }
 GRAPHS = {

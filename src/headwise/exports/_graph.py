@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,6 +53,19 @@ def decoder(model: Any) -> tuple[GraphDecoder, Family]:
         raise ModelError(f"only decoders are exported as a graph; this is a model of {family.name} with another head.")
     model.config._attn_implementation = "sdpa"
     return GraphDecoder(model).eval(), family
+
+
+@contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Give modules of rotary positions their own tables back: some compute them anew and keep those of the tracing."""
+    tables = [module for module in model.modules() if "inv_freq" in module._buffers]
+    kept = [{**vars(module), "_buffers": dict(module._buffers)} for module in tables]
+    try:
+        yield
+    finally:
+        for module, before in zip(tables, kept, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(before)
 
 
 def example(model: Any, family: Family, sizes: tuple[int, int, int] = TRIED, seed: int = 0) -> dict[str, Any]:

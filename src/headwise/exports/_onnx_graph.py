@@ -14,7 +14,7 @@ import torch
 
 from headwise.errors import HeadwiseError, ModelError
 from headwise.exports._asked import ExportOptions, ExportRequest
-from headwise.exports._graph import decoder, example, moving
+from headwise.exports._graph import decoder, example, moving, unchanged
 from headwise.families import quietly
 from headwise.progress import stage
 
@@ -37,7 +37,7 @@ def write(asked: ExportRequest, folder: Path) -> tuple[list[str], dict[str, Any]
     given = example(asked.model, family)
     count = len(given["past"])
     names = [f"{layer}.{part}" for layer in range(count // 2) for part in ("key", "value")]
-    with stage(asked.track, "tracing the graph"), torch.no_grad(), quietly(), _silent():
+    with stage(asked.track, "tracing the graph"), torch.no_grad(), quietly(), _silent(), unchanged(asked.model):
         program = torch.onnx.export(
             graph, (), kwargs=given, dynamic_shapes=moving(count), dynamo=True, verbose=False, optimize=True,
             input_names=["input_ids", "attention_mask", "position_ids", *(f"past_key_values.{n}" for n in names)],
