@@ -19,14 +19,22 @@ Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.jso
 Each model was cut in each way and given to each engine. "20/20" means: after 20 of 20 prompts the engine wrote the same
 64 tokens by greedy decoding as transformers did, ties aside. "no" means that the engine does not take such a model; the
 reason stands below the table. An empty cell was not tried.
+
+The cuts were made from few calibration tokens and without healing: this page shows that answers are the same, what the
+cache takes and how fast it is, not quality. Rows were measured at several commits of one day; each row of a result file
+names its own, where it has one, and for vLLM the runtime files beside some models were replaced by newer ones before
+they were served. Quantised weights have a page of their own: [quantisers](serving/quantisers.md).
 """
+APART = "quantised weights"  # printed by benchmarks/serving_weights.py
 FIGURES = {  # an engine's own numbers -> their column
     "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
     "cache_tokens": ("tokens in the cache", "{:,.0f}"),
     "times_the_tokens_of_the_source": ("times the source's tokens", "{:.2f}"),
     "speed": ("times the source's speed, median and range", "{}"),
     "log_probability_error": ("largest error, nats", "{:.1e}"),
-    "perplexity_ratio": ("perplexity, times ours", "{:.4f}"),
+    "largest_difference": ("largest difference of log-probabilities", "{:.1e}"),
+    "perplexity": ("perplexity, transformers", "{:.4f}"),
+    "perplexity_in_engine": ("perplexity, engine", "{:.4f}"),
 }
 
 
@@ -83,6 +91,7 @@ def figures(result: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Write docs/SERVING.md."""
     results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("serving-*.json"))]
+    results = [result for result in results if result["engine"] != APART]
     pages = sorted((ROOT / "docs" / "serving").glob("*.md"))
     lines = [HEAD, *overview(results), ""]
     if pages:

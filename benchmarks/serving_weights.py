@@ -229,8 +229,13 @@ def table(found: dict[str, Any]) -> list[str]:
     whole = [row["left_whole"] for row in rows if row.get("left_whole") is not None]
     if whole:
         lines += [f"Engines left at most {max(whole):.1%} of the weights outside the embeddings as they were."]
+    reasons: dict[tuple[str, str], list[str]] = {}
     for row in (row for row in rows if not row["works"]):
-        lines.append(f"- {row['model']}, {row['kind']}, {row['method']} at {row['bits']} bits: {row['note']}")
+        reasons.setdefault((row["method"], row["note"]), []).append(
+            f"{row['model']}, {row['kind']}, {row['bits']} bits"
+        )
+    for (method, note), those in reasons.items():
+        lines.append(f"- {method}: {note} ({len(those)} of them: {'; '.join(those[:2])}{' ...' if those[2:] else ''})")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     lines += ["", f"{found['held_out']}; {found['hardware']}, {found['date']}, commit {found['commit']}; {versions}."]
     return lines
