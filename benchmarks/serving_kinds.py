@@ -40,7 +40,7 @@ def made(source: str, kind: str, where: Path, data: str | None = None) -> str:
         return source
     cut, out = KINDS[kind], where / f"{Path(source).name}-{kind}"
     if not (out / "heal.json").is_file() and not (out / "model").is_dir():
-        asked = dict(budgets=(cut.budget,), allow=cut.allow, pool=cut.pool, portable=cut.portable)
+        asked = dict(budget=cut.budget, allow=cut.allow, pool=cut.pool, portable=cut.portable)
         headwise.probe(source, out, data=data, tokens=TOKENS.get(source, 4_096), **asked, **SMALL)
         headwise.allocate(out, cut.budget, allow=cut.allow, portable=cut.portable)
         headwise.reshape(out, heal="none")
