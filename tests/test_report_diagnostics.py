@@ -61,7 +61,7 @@ def test_topics_hold_the_readings_numbers(probed):
     (lag,) = reach.sets
     assert isinstance(lag, CurveSet) and lag.log and lag.reading.axis == "lag" and lag.curves[0].points[0][0] == 0
     assert {t for t, _ in lag.curves[0].points} >= {0, 1, 2, 3, 63}, "near lags are not thinned away"
-    assert {group.kind for group in condition.sets} == {"conditioning.outputs", "conditioning.jacobian"}
+    assert {group.kind for group in condition.sets} == {"conditioning.outputs"}
     assert "For 64 tokens the condition number of a layer's head outputs is" in condition.answer
     saturates = replace(found["saturation.slope"], values=((-1.1, -0.9, -0.5, 0.0),) * 3)
     (topic,) = diagnostics(replace(probed, curves=(saturates,)), None)

@@ -19,9 +19,14 @@ SHARE = 0.8  # of the memory that is free: what would take more does not fit
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int:
-    """What can be used without swapping, within the limits of a container; of a GPU what is free."""
+    """What can be used without swapping, within the limits of a container; of a GPU what is free.
+
+    A limit that this process set itself (`torch.cuda.set_per_process_memory_fraction`) holds too.
+    """
     if torch.device(device).type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
+        free, whole = torch.cuda.mem_get_info(device)
+        allowed = torch.cuda.get_per_process_memory_fraction(device) * whole - torch.cuda.memory_reserved(device)
+        return max(0, min(int(free), int(allowed)))
     found = [_known_to_system()]
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     try:

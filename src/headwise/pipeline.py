@@ -50,6 +50,7 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
 
 def build(settings: Settings, folder: RunFolder, source: Source, track: Track = silently) -> None:
     """Probe, allocate, reshape, heal and save."""
+    source.expect_judgement(folder)
     fitted = fit(settings, source, folder, track=track)
     with stage(track, "saving the model"):
         processes.by_first(partial(folder.write_plan, fitted.plan, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -36,16 +37,19 @@ ROUNDED = 3e-2  # the same where a large model is computed in its own format bot
 LARGE = 500_000_000  # numbers: a larger model is not loaded in float32 to be proven
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
-import ctypes, os, signal, sys
-folder, proof, out, remote, auto, dtype, device, parent = sys.argv[1:]
+import ctypes, json, os, signal, sys
 try:
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the parent process
 except (AttributeError, OSError):
     pass
 if os.name == "posix":
-    os.kill(int(parent), 0)  # raises where it ended before
+    os.kill(int(sys.argv[1]), 0)  # raises where it ended before
 import torch, transformers
 from safetensors.torch import load_file, save_file
+line = sys.stdin.readline()
+if not line:
+    sys.exit("nothing to load")
+folder, proof, out, remote, auto, dtype, device = json.loads(line)
 auto = getattr(transformers, auto)
 place = {"device_map": {"": device}} if device != "cpu" and torch.cuda.is_available() else {}
 model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=remote == "yes", **place).eval()
@@ -113,8 +117,8 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         return Check(RELOADS, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
     how, before = _read_proof(proof)
     try:
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{UNFINISHED}reload-") as scratch:
-            return _reloaded(folder, proof, portable, Path(scratch), how, before)
+        with _Fresh.of(folder.parent) as fresh:
+            return _reloaded(fresh, folder, proof, portable, how, before)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise OutputError(
@@ -123,20 +127,53 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         ) from None
 
 
+class _Fresh:
+    """A new process without headwise that waits for a model to load, and its folder for temporary files."""
+
+    ready: _Fresh | None = None  # begun before it was needed: to import its libraries takes seconds
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.scratch = tempfile.TemporaryDirectory(dir=place, prefix=f"{UNFINISHED}reload-")
+        places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), self.scratch.name)
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        command = [sys.executable, "-c", RELOAD, str(os.getpid())]
+        environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
+        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
+
+    @classmethod
+    def of(cls, place: Path) -> _Fresh:
+        """The process that waits beside the model's folder, or a new one."""
+        waiting, cls.ready = cls.ready, None
+        if waiting and waiting.place == place and waiting.process.poll() is None:
+            return waiting
+        return cls(place)
+
+    def __enter__(self) -> _Fresh:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+        self.scratch.cleanup()
+
+
+def expect_reload(place: Path) -> None:
+    """Begin the process that `reload_check` of a model in this folder will need."""
+    _Fresh.ready = _Fresh(place)
+
+
 def _reloaded(
-    folder: Path, proof: Path, portable: bool, scratch: Path, how: tuple[str, str, str], before: torch.Tensor
+    fresh: _Fresh, folder: Path, proof: Path, portable: bool, how: tuple[str, str, str], before: torch.Tensor
 ) -> Check:
     if how[2] == "cuda":
         torch.cuda.empty_cache()  # the other process needs room on the device
-    out = scratch / "logits.safetensors"
-    places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), str(scratch))
-    arguments = [str(folder), str(proof), str(out), "no" if portable else "yes", *how, str(os.getpid())]
-    command = [sys.executable, "-c", RELOAD, *arguments]
-    environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        if any(os.strerror(code) in done.stderr for code in NO_ROOM):
+    out = Path(fresh.scratch.name) / "logits.safetensors"
+    told = [str(folder), str(proof), str(out), "no" if portable else "yes", *how]
+    errors = fresh.process.communicate(json.dumps(told) + "\n")[1]
+    if fresh.process.returncode:
+        reason = (errors.strip().splitlines() or ["no message"])[-1]
+        if any(os.strerror(code) in errors for code in NO_ROOM):
             raise OSError(reason)
         return Check(RELOADS, False, reason[:200], "loads")
     after = tensors.read(out)["logits"]

@@ -21,6 +21,9 @@ class _Wide(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As `nn.Linear`."""
         bias = None if self.bias is None else self.bias.float()
+        if x.is_cuda and x.dtype == self.weight.dtype and not torch.is_grad_enabled():  # no copy of a large table
+            found = torch.mm(x.flatten(0, -2), self.weight.mT, out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+            return found if bias is None else found + bias
         return nn.functional.linear(x.float(), self.weight.float(), bias)
 
 

@@ -7,7 +7,8 @@ method that it starts from, or None), OPTIONS (the names of the options that it 
 
 which returns a healed copy of `job.cut` and a record with at least `tokens`. A method that divides its tokens among
 several methods also defines `stages(options)`: their names in order, each with its own options. A method in which all
-processes work together, and keep work in the job's folder, says TOGETHER = True.
+processes work together, and keep work in the job's folder, says TOGETHER = True. A method with WORTHWHILE is left
+out where the damage is below that already.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ def healed(method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None
     records: list[Healing] = []
     before = first = judge(job.cut) if judge else None
     for module, options in stages(method, job.options):
+        least = getattr(module, "WORTHWHILE", None)
+        if before and least and method == module.NAME and processes.agrees(before.expected_damage() < least):
+            reason = f"healing by {module.NAME} was left out: the damage is below {least:g} nats per token without it."
+            records.append(Healing(module.NAME, 0, kept=False, reason=reason))
+            continue
         start = time.perf_counter()
         keeps = processes.index() == 0 or getattr(module, "TOGETHER", False)  # work in the folder
         model, record = module.heal(replace(job, options=options, folder=job.folder if keeps else None))

@@ -40,10 +40,10 @@ def weights_of(
 
 def head_grams(v_BGTV: torch.Tensor, o_weight: torch.Tensor, heads: int) -> torch.Tensor:
     """Inner products (B, S, H, H) of what every two query heads would add to the output from each position."""
-    v_BSHV = v_BGTV.repeat_interleave(heads // v_BGTV.shape[1], dim=1).transpose(1, 2)
-    overlap = (o_weight.mT @ o_weight).view(heads, v_BSHV.shape[-1], -1)  # of the heads' output projections
-    rows = [((v_BSHV[:, :, h] @ overlap[h]).view_as(v_BSHV) * v_BSHV).sum(-1) for h in range(heads)]
-    return torch.stack(rows, dim=2)
+    w_HVD = o_weight.view(len(o_weight), heads, -1).permute(1, 2, 0)
+    share = heads // v_BGTV.shape[1]
+    added = ((v_GTV.repeat_interleave(share, dim=0) @ w_HVD).transpose(0, 1) for v_GTV in v_BGTV)  # (S, H, D) each
+    return torch.stack([a_SHD @ a_SHD.mT for a_SHD in added])
 
 
 def squares_by_lag(weights_BHTS: torch.Tensor, grams_BSHH: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from headwise.report._text import as_number
 from headwise.types import CUTS, DAMAGE, UNIT_OF, LayerShape, Plan, Reading, Readings
 
 LOG_AXES = {"length", "lag"}  # what matters there is the ratio
-LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution", "conditioning.outputs", "conditioning.jacobian"}
+LOG_KINDS = {"saturation.jacobian_norm", "lags.contribution", "conditioning.outputs"}
 
 
 class DamageRow(NamedTuple):

@@ -50,7 +50,6 @@ HEADINGS = {  # of readings that are no damage
     "spectrum.output_energy_lost": "Outputs lost by value dimension",
     "lags.contribution": "Contribution by lag",
     "conditioning.outputs": "Condition number of head outputs by tokens",
-    "conditioning.jacobian": "Condition number of the Jacobian, at least",
 }
 
 

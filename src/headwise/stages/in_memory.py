@@ -43,6 +43,11 @@ class InMemory(Source):
         """See `Source`."""
         return probe_in(folder, settings, self, track, diagnose)
 
+    def expect_judgement(self, folder: RunFolder) -> None:
+        """See `Source`. A CPU's cores have other work until then."""
+        if self.model.device.type == "cuda" and processes.index() == 0:
+            exactness.expect_reload(folder.path)
+
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`."""
         blind = strategies.blind(plan.strategy)
@@ -87,12 +92,6 @@ class InMemory(Source):
         reloaded = aside(lambda: exactness.reload_check(folder.model, folder.proof_file, plan.portable))
         found, known = self._quality(cut, track)
         checks = exactness.count_checks(cut, plan, shape)
-        with stage(track, "reloading in a fresh process"):
-            checks.append(reloaded())
-        with stage(track, "timing both models"):
-            took, kept = speed.latencies(model, cut, plan)
-            runtime = speed.runtime(model, cut)
-            times = {**speed.measure(model, cut, runtime=runtime), **took}
         lengths = certificate.Found()
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
@@ -101,6 +100,12 @@ class InMemory(Source):
         if self.task.generates:
             with stage(track, "writing samples"):
                 samples = quality.samples(model, cut, self.tokenizer, rows)
+        with stage(track, "reloading in a fresh process"):
+            checks.append(reloaded())
+        with stage(track, "timing both models"):
+            took, kept = speed.latencies(model, cut, plan)
+            runtime = speed.runtime(model, cut)
+            times = {**speed.measure(model, cut, runtime=runtime), **took}
         return Judged(
             quality=found,
             lengths=lengths,

@@ -34,7 +34,7 @@ from headwise.types import GONE, LayerShape, Reading, Readings
 T = TypeVar("T")
 MOMENTS = "moments.safetensors"
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
-SPECTRUM_TOKENS = 8_192  # where only a reader of the report wants to know
+SPECTRUM_TOKENS = 4_096  # where only a reader of the report wants to know
 NARROW = 256  # numbers of a row whose spectrum takes no time
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 

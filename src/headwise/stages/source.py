@@ -128,6 +128,10 @@ class Source(ABC):
         `diagnose` also measures what only a reader of the report wants to know.
         """
 
+    def expect_judgement(self, folder: RunFolder) -> None:
+        """Begin, while the model is made, what its judgement would wait for."""
+        return None
+
     @abstractmethod
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """Reshape the current model by a plan and heal it; long work is kept in the folder."""

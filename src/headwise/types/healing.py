@@ -48,7 +48,7 @@ class HealingStage(_Sparse):
     method: str
     tokens: int  # that it read
     seconds: float
-    kept: bool | None = None  # False: it did harm on held-out text, and the next stage started from the model before it
+    kept: bool | None = None  # False: it did harm on held-out text, or was left out
 
 
 @dataclass(frozen=True, slots=True)
