@@ -24,8 +24,10 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
     A limit that this process set itself (`torch.cuda.set_per_process_memory_fraction`) holds too.
     """
     if torch.device(device).type == "cuda":
-        free, whole = torch.cuda.mem_get_info(device)
-        allowed = torch.cuda.get_per_process_memory_fraction(device) * whole - torch.cuda.memory_reserved(device)
+        index = torch.device(device).index
+        index = torch.cuda.current_device() if index is None else index
+        free, whole = torch.cuda.mem_get_info(index)
+        allowed = torch.cuda.get_per_process_memory_fraction(index) * whole - torch.cuda.memory_reserved(index)
         return max(0, min(int(free), int(allowed)))
     found = [_known_to_system()]
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
