@@ -123,8 +123,8 @@ def table(results: dict[str, Any]) -> str:
             continue
         passed = f"{sum(row['checks'].values())} of {len(row['checks'])} passed"
         moved = sum(stage["seconds"] for stage in row["stages"] if stage["stage"] in MOVING)
-        cells = f"{row['seconds']:.0f} | {row['seconds'] - moved:.0f} | {row['device_gib']:.1f} | {row['host_gib']:.1f} | {passed}"
-        lines.append(f"| {row['name']} | {cells} |")
+        seconds = f"{row['seconds']:.0f} | {row['seconds'] - moved:.0f}"
+        lines.append(f"| {row['name']} | {seconds} | {row['device_gib']:.1f} | {row['host_gib']:.1f} | {passed} |")
     for row in results["rows"]:
         if "why" in row:
             continue

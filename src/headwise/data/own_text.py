@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from transformers import StaticCache
 
 from headwise.errors import DataError
 
@@ -87,7 +86,6 @@ def _written(model: Any, drawn: torch.Tensor, start: int) -> list[torch.Tensor]:
             max_new_tokens=drawn.shape[1] - 1,
             pad_token_id=start,
             logits_processor=[_Draw(drawn.to(model.device))],
-            **_fixed_cache(model, drawn.shape[1]),
         )
         return [made.cpu()]
     except torch.OutOfMemoryError:
@@ -95,14 +93,6 @@ def _written(model: Any, drawn: torch.Tensor, start: int) -> list[torch.Tensor]:
             raise
     half = len(drawn) // 2
     return [*_written(model, drawn[:half], start), *_written(model, drawn[half:], start)]
-
-
-def _fixed_cache(model: Any, length: int) -> dict[str, Any]:
-    """On a GPU, a cache of its full size from the start: one that grows asks for new memory at every step."""
-    if model.device.type != "cuda" or not getattr(model, "_can_compile_fullgraph", False):
-        return {}
-    cache = StaticCache(config=model.config, max_cache_len=length)
-    return {"past_key_values": cache, "disable_compile": True}
 
 
 class _Draw:
