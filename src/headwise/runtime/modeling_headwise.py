@@ -120,6 +120,7 @@ class SoftmaxAttention(nn.Module):
         self.attention_dropout = float(part("dropout"))
         self.scales_queries = scales_queries
         self.num_key_value_groups = sharing  # query heads that share one key/value head
+        self.pooled = False  # whether that is a row of several heads: the fused CPU kernel reads it anew for every query
         self.softcap, self.sliding_window = part("softcap"), part("sliding_window")
 
     def forward(
@@ -136,7 +137,8 @@ class SoftmaxAttention(nn.Module):
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
             name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         # No fused CPU kernel takes unequal dimensions, and on CUDA the fast one with a gradient does not either.
-        if name == "sdpa" and qk_dim != v_dim and (q_BHTK.device.type == "cpu" or q_BHTK.requires_grad):
+        cpu = q_BHTK.device.type == "cpu"
+        if name == "sdpa" and (qk_dim != v_dim or self.pooled) and (cpu or q_BHTK.requires_grad):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
@@ -214,6 +216,7 @@ class TailoredAttention(nn.Module):
         self._set_projections(part)
         sharing = self.query_heads // self.kv_heads
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
+        self.attend.pooled = self.pooled > 1
         if self.pooled > 1 and not self.by_rows:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
         turning = part("rotary")  # coordinates that turn with the position
@@ -357,7 +360,7 @@ class TailoredAttention(nn.Module):
             return self.own_values(z), weights
         keys = self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT if self.projects else None
         values = self.v_up_NVO.unflatten(0, (self.kv_heads, -1)) if self.v_projects else None
-        rows = rows.changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
+        rows = rows.plain().changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
         z, weights = rows.read(self.attend_apart, q, mask, **kwargs)
         return z.flatten(2), weights
 
