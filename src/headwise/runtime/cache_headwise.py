@@ -180,8 +180,8 @@ class Rows(NamedTuple):
         """What the heads' queries (B, H, T, K) find: values (B, T, H, V), and weights if the kernel gives them."""
         if self.gains is not None:  # dividing queries and results instead says the same: gains are powers of two
             k_gain, v_gain = (gain.repeat_interleave(q.shape[1] // len(gain), 0) for gain in self.gains)
-            z, weights = self._replace(gains=None).read(attend, q / k_gain.unsqueeze(1), mask, **kwargs)
-            return z / v_gain, weights
+            read = self._replace(gains=None).read(attend, q / k_gain.unsqueeze(1), mask, **kwargs)
+            return read[0] / v_gain, read[1]
         if not self.near:
             found: tuple[torch.Tensor, torch.Tensor | None] = attend(q, self.k, self.v, mask, **kwargs)
             return found

@@ -120,7 +120,7 @@ class SoftmaxAttention(nn.Module):
         self.attention_dropout = float(part("dropout"))
         self.scales_queries = scales_queries
         self.num_key_value_groups = sharing  # query heads that share one key/value head
-        self.pooled = False  # whether that is a row of several heads: the fused CPU kernel reads it anew for every query
+        self.pooled = False  # whether that is a row of several heads, which the fused CPU kernel reads for every query
         self.softcap, self.sliding_window = part("softcap"), part("sliding_window")
 
     def forward(
@@ -315,10 +315,12 @@ class TailoredAttention(nn.Module):
         k_BGTK = self._project_keys(k_BGTW)
         batch, heads, tokens, width = q_BHTW.shape
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
-        if batch == 1 and tokens == 1:  # in few steps
-            return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
+        if tokens == 1:  # one product for each group: a plain one would copy the matrices for every text
+            q_GhW = q_BHTW.reshape(batch, groups, -1, width).transpose(0, 1).reshape(groups, -1, width)
+            q_GBhK = torch.bmm(q_GhW, q_down).view(groups, batch, -1, self.qk_dim)
+            return q_GBhK.transpose(0, 1).reshape(batch, heads, 1, self.qk_dim), k_BGTK
         few = not torch.compiler.is_exporting() and tokens < width  # one graph for any number of tokens
-        if few or tokens == 1:  # one product for all queries of a group
+        if few:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
@@ -327,8 +329,8 @@ class TailoredAttention(nn.Module):
     def _project_keys(self, k_BGTW: torch.Tensor) -> torch.Tensor:
         if not self.projects:
             return k_BGTW
-        if k_BGTW.shape[0] == 1 and k_BGTW.shape[2] == 1:  # in few steps
-            k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
+        if k_BGTW.shape[2] == 1:
+            k_BGTK = torch.bmm(k_BGTW.squeeze(2).transpose(0, 1), self.k_down_GWK).transpose(0, 1).unsqueeze(2)
         else:
             k_BGTK = k_BGTW @ self.k_down_GWK
         mean_GK = self._parameters.get("k_mean_GK")
