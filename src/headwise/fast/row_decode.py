@@ -141,4 +141,4 @@ def row_decode(
     return out
 
 
-ROW_TILE = Tile(places=32, warps=4, stages=3, programs=8)
+ROW_TILE = Tile(places=32, warps=4, stages=2, programs=8)
