@@ -25,6 +25,7 @@ import torch
 import transformers
 from attention import ideal
 from generate_models import DEVICE, MODELS, cut_model, pooled_model, stock_model
+from provenance import commit
 from torch import nn
 from transformers import CompileConfig, StaticCache
 
@@ -207,7 +208,7 @@ def section(result: dict[str, Any]) -> str:
             f"{row['peak_bytes'] / 2**30:.1f} |"
         )
     told = [
-        f"`python benchmarks/generate.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
+        f"`python benchmarks/generate.py`, {result['hardware']}, {_when(result)}, {made}; bfloat16,",
         "random weights, random keys and values for a context. Stock: an eager loop over a static cache; compiled:",
         'the same with `mode="reduce-overhead"`, the rival where it was measured. Others: our',
         "runtime with `optimise=True`, greedy. Low and high over all repeats, models alternating. The ideal moves",
@@ -216,6 +217,15 @@ def section(result: dict[str, Any]) -> str:
     head = "model | batch x context | | ms per step | tokens/s | times stock's speed | times uncut's | times ideal time"
     table = [f"| {head} | peak GiB |", "| " + " | ".join(["---"] * 9) + " |", *lines]
     return "\n".join(["## Decode steps", "", *told, "", *table, *_texts_told(result.get("texts", []))]) + "\n"
+
+
+def _when(result: dict[str, Any]) -> str:
+    """Days and commits of all rows."""
+    every = [*result["rows"], *result.get("texts", [])]
+    days = sorted({row.get("date", result["date"]) for row in every})
+    return ", ".join(days) + "".join(
+        f", commit {name}" for name in sorted({r["commit"] for r in every if "commit" in r})
+    )
 
 
 def _texts_told(rows: list[dict[str, Any]]) -> list[str]:
@@ -278,8 +288,11 @@ def main() -> None:
         for row in measure(name, grid, asked.rounds, asked.rivals) if grid else ():
             least = row["moved_bytes"] / result["ideal"]["copy_bytes_per_s"] * 1e3
             row["ideal_ms"] = least
-            told = ("model", "rival", "batch", "context")
-            result["rows"] = [r for r in result["rows"] if any(r[k] != row[k] for k in told)] + [row]
+            row |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+            size, ran = ("model", "batch", "context"), ("date", "commit")  # rows of a size are of one run
+            others = [r for r in result["rows"] if any(r[k] != row[k] for k in size)]
+            same = [r for r in result["rows"] if all(r.get(k) == row[k] for k in (*size, *ran))]
+            result["rows"] = others + [r for r in same if r["rival"] != row["rival"]] + [row]
             asked.out.write_text(json.dumps(result, indent=1) + "\n")
             print(
                 f"{name} {row['rival']} {row['batch']}x{row['context']}: {row['ms']:.2f} ms ({row['low']:.2f} to "
@@ -288,6 +301,7 @@ def main() -> None:
             )
         if asked.texts:
             for row in texts(name, sizes(asked.texts), asked.tokens, asked.rivals):
+                row |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
                 told = ("model", "rival", "batch", "prompt", "tokens")
                 kept = [r for r in result.get("texts", []) if any(r.get(k, 1) != row[k] for k in told)]
                 result["texts"] = [*kept, row]
