@@ -107,6 +107,9 @@ class CodedLayer(DynamicLayer):
 
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
+        if self.begun == WHOLE <= found.shape[2]:  # no padding
+            found[:, :, :WHOLE] = start
+            return found
         padding, tokens = self.padding.unsqueeze(1), found.shape[2]
         last = (tokens - 1 - padding).clamp_min(0)
         slot = torch.arange(WHOLE, device=found.device).minimum(last)  # of shorter texts the last one, repeatedly

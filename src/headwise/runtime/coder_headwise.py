@@ -79,6 +79,7 @@ class RowCoder:
         for bits, size in self.parts:
             count, span = 1 << bits, _span(bits)
             codes += [(count - 1.0, count / 2 / span, 2.0 / count * span, (1.0 / count - 1) * span)] * size
+        codes += [(0.0,) * 4] * (self.size - self.kept)
         for plane, at, _ in self.planes:
             first = 0
             for bits, size in self.parts:
@@ -105,7 +106,7 @@ class RowCoder:
     def _coded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes of all coefficients, and the bytes of scales, as numbers."""
         x = x[..., : self.kept].float().nan_to_num()  # of padding, which is hidden
-        most, slope, _, _ = self._tables(x.device)[0]
+        most, slope = self._tables(x.device)[0][:2, : self.kept]
         padded = nn.functional.pad(x, (0, -self.kept % self.groups)) if self.kept % self.groups else x
         size = padded.unflatten(-1, (self.groups, -1)).abs().amax(-1).clamp_min(2.0**-15)
         scale = (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
@@ -114,34 +115,37 @@ class RowCoder:
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Coefficients of such rows."""
-        codes = rows.new_empty((*rows.shape[:-1], self.kept))
+        codes = rows.new_empty((*rows.shape[:-1], self.size))
+        if self.kept < self.size:
+            codes.narrow(-1, self.kept, self.size - self.kept).zero_()
         for (plane, start, count), runs in zip(self.planes, self._runs, strict=True):
             end = -(-(start + count * plane) // 8)
             fields, at = _unpacked(rows[..., start // 8 : end], plane), start % 8 // plane
             for first, size, more in runs:
                 those, new = codes.narrow(-1, first, size), fields.narrow(-1, at, size)
-                if more:
-                    those.mul_(1 << plane).bitwise_or_(new)
+                if more:  # below what larger fields hold
+                    torch.add(new, those, alpha=1 << plane, out=those)
                 else:
                     those.copy_(new)
                 at += size
         return self._read(codes.float(), rows.narrow(-1, self.codes, self.groups).float(), dtype)
 
     def _read(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """What codes and scales stand for."""
+        """What codes and scales stand for; coefficients beyond the kept ones are zeros."""
         _, _, step, middle = self._tables(codes.device)[0]
-        found = torch.addcmul(middle, codes, step)
-        if self.kept % self.groups:
-            found.mul_(self._spread(_factor(scale)))
-        else:
-            found.unflatten(-1, (self.groups, -1)).mul_(_factor(scale).unsqueeze(-1))
-        found = found.to(dtype)
-        return found if self.kept == self.size else nn.functional.pad(found, (0, self.size - self.kept))
+        found, factor = torch.addcmul(middle, codes, step), _factor(scale)
+        each = -(-self.kept // self.groups)
+        full = self.kept // each  # groups; the last one may be smaller
+        found.narrow(-1, 0, full * each).unflatten(-1, (full, each)).mul_(factor[..., :full, None])
+        if full < self.groups and full * each < self.kept:
+            found.narrow(-1, full * each, self.kept - full * each).mul_(factor[..., full : full + 1])
+        return found.to(dtype)
 
     def rounded(self, x: torch.Tensor) -> torch.Tensor:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
         with torch.no_grad():
-            found = self._read(*self._coded(x), x.dtype)  # packing into bytes loses nothing
+            codes, scale = self._coded(x)  # packing into bytes loses nothing
+            found = self._read(nn.functional.pad(codes, (0, self.size - self.kept)), scale, x.dtype)
         return as_if_kept(found, x)
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
