@@ -29,6 +29,7 @@ RESULT = Path(__file__).parent / "results" / "rows.json"
 SIZES = ((32, 32768), (16, 32768), (8, 8192), (1, 2048))  # texts, places
 CODES = {"coded 25%": (128, 512, 384), "coded 12.5%": (64, 192, 256)}  # coefficients of 8, 4 and 2 bits, either side
 POOLED, SCALING = 512, 128**-0.5
+KINDS = {"": True, ", by warps": False}  # of coded rows' kernels
 CALLS, ROUNDS = 5, 5
 UNCUT = 8 * 128 * 2 * 2  # bytes of a place
 made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -83,10 +84,7 @@ def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor,
 
 
 def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    error = ((found.double() - wanted).norm() / wanted.norm()).item()
-    if not error < 0.01:
-        raise AssertionError(f"a kernel is wrong by {error:.2g}")
-    return error
+    return float((found.double() - wanted).norm() / wanted.norm())
 
 
 def drawn(layout: Layout, texts: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,9 +108,11 @@ def checks() -> dict[str, float]:
         keys, values = drawn(layout, texts, places), drawn(layout, texts, places)
         rows = [*layout.packed(*keys, keys=True), *layout.packed(*values, keys=False)]
         q = made(texts, HEADS, layout.size) * 0.3
-        work = CodedDecode(layout, layout, texts, places)
         wanted = plain(q, layout.numbers(*keys), layout.numbers(*values), ends, starts)
-        found[name] = off(work.run(q, rows, ends, starts, SCALING), wanted)
+        for told, grouped in KINDS.items():
+            work = CodedDecode(layout, layout, texts, places, grouped)
+            work.out.fill_(math.nan)
+            found[name + told] = off(work.run(q, rows, ends, starts, SCALING), wanted)
     return found
 
 
@@ -140,7 +140,7 @@ def uncut_ways(texts: int, places: int) -> dict[str, Callable[[], Any]]:
     return found
 
 
-def measure(texts: int, places: int) -> list[dict[str, Any]]:
+def measure(texts: int, places: int, wrong: set[str]) -> list[dict[str, Any]]:
     """Rows of the result, one per way."""
     from headwise.fast.row_decode import row_decode
 
@@ -156,13 +156,15 @@ def measure(texts: int, places: int) -> list[dict[str, Any]]:
         scale = (256 * (0.5 + torch.rand(texts, places // 64, layout.groups, 64, device="cuda"))).half()
         rows = [words[0].short(), scale, words[1].short(), scale.clone()]
         del words
-        work, wide = CodedDecode(layout, layout, texts, places), made(texts, HEADS, layout.size) * 0.3
-        ways[name] = partial(work.run, wide, rows, *limits(texts, places), SCALING)
-        sizes[name] = sum(x.nbytes for x in rows)
+        wide = made(texts, HEADS, layout.size) * 0.3
+        for told, grouped in KINDS.items():
+            work = CodedDecode(layout, layout, texts, places, grouped)
+            ways[name + told] = partial(work.run, wide, rows, *limits(texts, places), SCALING)
+            sizes[name + told] = sum(x.nbytes for x in rows)
     for name, size in {"uncut": whole, **sizes}.items():
         x = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
         ways[f"copy of {name}"] = partial(torch.empty_like(x).copy_, x)
-    times = in_turns(ways)
+    times = in_turns({name: way for name, way in ways.items() if name not in wrong})
     best = min(found["ms"] for name, found in times.items() if name.startswith("uncut"))
     rows_told = []
     for name, found in times.items():
@@ -216,8 +218,9 @@ def main() -> None:
         "rows": [],
     }
     print(result["errors"], flush=True)
+    wrong = {name for name, error in result["errors"].items() if not error < 0.01}
     for texts, places in SIZES:
-        result["rows"] += measure(texts, places)
+        result["rows"] += measure(texts, places, wrong)
         asked.out.write_text(json.dumps(result, indent=1) + "\n")
         torch.cuda.empty_cache()
     print(section(result))
