@@ -1,4 +1,4 @@
-"""Whether a cut model is ever slower than its source on a CPU: time per token of the embedded model, uncut and cut.
+"""Whether a cut model is slower than its source on a CPU: time per token of the embedded model, uncut and cut.
 
     python benchmarks/cpu_decode.py
 
@@ -15,12 +15,14 @@ import itertools
 import json
 import platform
 import statistics
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from provenance import commit
 from solve import hardware
 
 from headwise import cuts, families, pipeline, strategies
@@ -30,20 +32,28 @@ from headwise.runs.settings import Settings
 from headwise.types import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "cpu_decode.json"
-BUDGETS = ("kv=75%", "kv=50%", "kv=25%", "params=80%")
+ALONE: dict[str, Any] = {"pool": "none", "allow": ("qk", "v", "mlp")}
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # what is told -> budget, and settings that differ
+    "kv=75%, every head by itself": ("kv=75%", ALONE),
+    "kv=25%, every head by itself": ("kv=25%", ALONE),
+    "params=80%": ("params=80%", ALONE),
+    "kv=50%, heads pooled": ("kv=50%", {"pool": "all", "allow": ("qk", "v")}),
+    "kv=50%, in bits": ("kv=50%", {"pool": "auto"}),
+    "kv=25%, in bits": ("kv=25%", {"pool": "auto"}),
+}
 PROMPTS, STEPS = (256, 896), 24  # short, and nearly as long as the model takes
 SETTINGS = Settings("embedded", budgets=("params=80%",), tokens=4096, eval_tokens=512, swap_tokens=0, heal="none")
 
 
 def cut_models() -> dict[str, Any]:
     """The embedded model, cut to every budget by plans from predicted prices: quality is not what is measured."""
-    bench = pipeline.load_source(SETTINGS)
-    readings, moments = pipeline.probe(SETTINGS, bench, diagnose=False)
-    shape = bench.family.shape_of(bench.model.config)
     found: dict[str, Any] = {}
-    for text in BUDGETS:
-        plan = strategies.allocate(readings, (parse(text, shape),))
-        found[text] = cuts.reshape(bench.family, bench.model, plan, moments).eval()
+    for told, (text, more) in WAYS.items():
+        settings = replace(SETTINGS, budgets=(text,), **more)
+        bench = pipeline.load_source(settings)
+        readings, moments = pipeline.probe(settings, bench, diagnose=False)
+        plan = strategies.allocate(readings, (parse(text, bench.family.shape_of(bench.model.config)),))
+        found[told] = cuts.reshape(bench.family, bench.model, plan, moments).eval()
     return found
 
 
@@ -84,6 +94,10 @@ def compare(source: Any, cut: Any, ids: torch.Tensor, repeats: int) -> dict[str,
     }
 
 
+def _of(result: dict[str, Any]) -> str:
+    return f", commit {result['commit']}" if "commit" in result else ""
+
+
 def section(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     lines = [
@@ -91,7 +105,8 @@ def section(result: dict[str, Any]) -> str:
         "",
         "`python benchmarks/cpu_decode.py`. Time per token of the embedded model, cut, over that of its source (stock"
         f" transformers), a prompt read and {result['steps']} tokens written, float32,"
-        f" {result['hardware']['processor']}; medians with quartiles of {result['repeats']} repeats in turns. Below 1"
+        f" {result['hardware']['processor']}, {result['date']}{_of(result)}; medians with quartiles of"
+        f" {result['repeats']} repeats in turns. Below 1"
         " is faster.",
         "",
         "| threads | prompt | budget | prefill | decode |",
@@ -128,6 +143,7 @@ def main() -> None:
     result = {
         "benchmark": "time per token of the embedded model, cut, over that of its source",
         "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit(),
         "hardware": hardware(),
         "clock": "CPU time of one thread, wall clock of more",
         "versions": {

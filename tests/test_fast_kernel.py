@@ -40,6 +40,17 @@ def check_decode():
         agrees(flash_decode, (1, 2, 4, 5, 8)[at % 5], qk_dim, v_dim, tile, **kinds[(at + at // 3) % 4])
 
 
+def check_rows():
+    """The same for wide rows of pooled heads; more than 32 query heads take several programs."""
+    from headwise.fast.flash_decode import Tile
+    from headwise.fast.row_decode import row_decode
+
+    tiles = [Tile(places=32, programs=4), Tile(places=16, cut=False, programs=1)]
+    agrees(row_decode, 5, 136, 120, tiles[0])
+    agrees(row_decode, 40, 48, 200, tiles[1], window=19)
+    agrees(row_decode, 8, 264, 72, tiles[0], cap=5.0, start=31)
+
+
 def nothing(*size):
     return torch.full(size, float("nan"))
 
@@ -64,7 +75,7 @@ def agrees(flash_decode, share, qk_dim, v_dim, tile, window=None, cap=None, star
 
 
 def check_heads():
-    """Normed and turned heads go to their place beside values, and nowhere else."""
+    """Normed and turned heads go to their place beside values, and nowhere else; pooled ones have fewer values."""
     from headwise.fast.small import place_heads
 
     H, G, W, V, L = 6, 2, 12, 10, 8
@@ -79,6 +90,10 @@ def check_heads():
     want = torch.zeros_like(both)
     want[:, :, 5] = torch.cat((x[:, H:], qkv[:, 0, (H + G) * W :].view(3, G, V)), -1)
     assert torch.allclose(got[:, :, 0], x[:, :H], atol=1e-5) and torch.allclose(both, want, atol=1e-5)
+    aside, row = torch.zeros(3, G, 1, W), torch.zeros(3, 1, L, G * V)
+    place_heads(qkv, cos, sin, None, norms, aside, row, place, 1e-6, False, W, True, H, W)
+    assert torch.allclose(aside[:, :, 0], x[:, H:], atol=1e-5)
+    assert torch.equal(row[:, 0, 5], qkv[:, 0, (H + G) * W :]) and row.count_nonzero() == 3 * G * V
 
 
 def as_numbers():
@@ -97,4 +112,5 @@ def as_numbers():
 if __name__ == "__main__":
     as_numbers()
     check_decode()
+    check_rows()
     check_heads()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from headwise.cuts import reshape
 from headwise.cuts.balance import balance
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families.llama import FAMILY as llama
+from headwise.fast.model import optimise
 from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram
@@ -58,10 +60,28 @@ def test_heads_that_share_rows_compute_and_write_what_they_did(kind: str) -> Non
         assert torch.allclose(plain(rows).logits, pooled(rows).logits, atol=1e-5)
     given = dict(max_new_tokens=6, do_sample=False)
     assert torch.equal(plain.generate(rows[:, :7], **given), pooled.generate(rows[:, :7], **given))
+
     shapes = [family.shape_of(model.config) for model in (plain, pooled)]
     assert cost.parameters(shapes[0]) == cost.parameters(shapes[1]) == sum(p.numel() for p in pooled.parameters())
     assert cost.kv_bytes_per_token(shapes[0]) == cost.kv_bytes_per_token(shapes[1])
     assert cost.prefill_flops(shapes[0], 64) == cost.prefill_flops(shapes[1], 64)
+
+
+@pytest.mark.usefixtures("own_table")
+@pytest.mark.parametrize("kind", ("llama", "qwen3", "gemma2", "gpt2"))
+def test_fast_pooled_models_write_the_same_text(kind: str) -> None:
+    family, _, pooled = pooled_of(kind)
+    ids = family.example(pooled.config, 3, 24)[:, :20]
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0
+    for model in (pooled, cut_of(family, pooled, 12, 8)):
+        model.config._attn_implementation = "sdpa"
+        model.generation_config.eos_token_id = model.generation_config.pad_token_id = None
+        fast = optimise(copy.deepcopy(model.eval()))
+        for seen in (mask, torch.ones_like(ids)):
+            given = dict(max_new_tokens=9, do_sample=False, pad_token_id=0, attention_mask=seen)
+            assert torch.equal(fast.generate(ids, **given), model.generate(ids, **given))
+        assert fast.headwise_fast.pool is not None and fast.headwise_fast.ordinary == 0, "the fast way was gone"
 
 
 @pytest.mark.parametrize("kind", ("llama", "gpt2"))

@@ -94,10 +94,11 @@ class FusedAttention(TailoredAttention):
         self.switch, self.joint = switch, joined(parts) if plain else None
         self.joint_bias = torch.cat([bias.detach() for bias in biases]) if plain and biases[0] is not None else None
         norms = [self.q_norm, self.k_norm]
-        per_head = all(norm is None or norm.weight.numel() == self.qk_width for norm in norms)
-        self.placed = per_head and (norms[0] is None) == (norms[1] is None) and small
+        per_head = all(norm is None or norm.weight.numel() == self.head_width for norm in norms)
+        pairs = self.pooled > 1 and self.head_width < self.head_dim  # rotary pairs of pooled heads: the ordinary code
+        self.placed = per_head and (norms[0] is None) == (norms[1] is None) and small and not pairs
         self.norms = self.columns_HW = None
-        if self.rotary and self.qk_width < self.head_dim:
+        if self.rotary and self.qk_width < self.head_dim and self.pooled == 1:
             pairs = self.pairs_GP.repeat_interleave(self.query_heads // self.kv_heads, 0)
             self.columns_HW = torch.cat((pairs, self.pairs_GP)).repeat(1, 2)
         if per_head and norms[0] is not None:
@@ -109,7 +110,8 @@ class FusedAttention(TailoredAttention):
 
     def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """Queries, keys and values; queries and keys are turned together."""
-        if self.switch.cache is None or memory is not None or self.q_norm is not None or not self._whole():
+        ordinary = self.switch.cache is None or memory is not None or self.q_norm is not None or self.pooled > 1
+        if ordinary or not self._whole():
             return super().heads(hidden, position_embeddings, memory)
         H, G = self.query_heads, self.kv_heads
         both, v = linear(hidden, self.joint, self.joint_bias).split([(H + G) * self.qk_width, G * self.v_dim], -1)
@@ -132,7 +134,7 @@ class FusedAttention(TailoredAttention):
         if layer is None or not layer.is_initialized or not self.placed or args[1:] or not self._whole():
             return super().forward(hidden_states, *args, **kwargs)
         q, keys, values = self._to_places(hidden_states, kwargs.get("position_embeddings"), layer)
-        z = self.attend(q, keys, values, None)[0].flatten(2)
+        z = self.own_values(self.attend(q, keys, values, None)[0])
         z = self.o_proj(z) if hasattr(self, "o_proj") else z
         return (z if self.resid_dropout is None else self.resid_dropout(z)), None
 
@@ -140,20 +142,21 @@ class FusedAttention(TailoredAttention):
         """Queries, and the buffers of keys and values with the new ones written into them."""
         from headwise.fast.small import place_heads
 
-        place, aside = self.switch.cache.place, self.qk_dim < self.qk_width
+        place, aside = self.switch.cache.place, self.projects or self.pooled > 1
         qkv = linear(hidden, self.joint, self.joint_bias)
         turning = bool(self.rotary) and positions is not None
         cos, sin = positions if turning else (qkv, qkv)
-        pairs = self.pairs_GP if turning and self.qk_width < self.head_dim else None
+        pairs = self.pairs_GP if turning and self.head_width < self.head_dim else None
         turned = 0 if not turning else cos.shape[-1] if pairs is None else 2 * pairs.shape[1]
-        keys = layer.keys if not aside else layer.keys.new_empty(len(qkv), self.kv_heads, 1, self.qk_width)
+        heads = self.kv_heads * self.pooled
+        keys = layer.keys if not aside else layer.keys.new_empty(len(qkv), heads, 1, self.head_width)
         eps, plus = _norm_kind(self.q_norm)
         q = place_heads(
             qkv, cos, sin, pairs, self.norms, keys, layer.values, place, eps, plus, turned, aside,
-            self.query_heads, self.qk_width,
+            self.query_heads, self.head_width,
         )  # fmt: skip
         if aside:
-            q, k = self.project(q, keys)
+            q, k = self.project(q, keys.view(len(qkv), self.kv_heads, 1, self.qk_width))
             layer.keys.index_copy_(2, place, k)
         return q, layer.keys, layer.values
 
@@ -231,7 +234,8 @@ def fuse(model: Any, switch: Switch) -> None:
     for module in modules:
         name = type(module).__name__
         if name == "TailoredAttention":
-            module.attend.__class__, module.attend.switch = FastAttend, switch
+            for attend in filter(None, (module.attend, getattr(module, "attend_apart", None))):
+                attend.__class__, attend.switch = FastAttend, switch
             module.__class__ = FusedAttention
             module.fuse(switch, small)
         elif name.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "act_fn")):

@@ -88,10 +88,10 @@ def _writes(model: Any) -> bool:
 def covers(model: Any) -> bool:
     """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
 
-    Cache rows that heads share are excluded, as they are wider than the kernels allow, and so are rows in bits.
+    Rows in bits are excluded.
     """
-    others = any(layer.pooled > 1 or layer.coders is not None for layer in attentions(model))
-    return _writes(model) and not others and not getattr(model.config, "use_bidirectional_attention", None)
+    coded = any(layer.coders is not None for layer in attentions(model))
+    return _writes(model) and not coded and not getattr(model.config, "use_bidirectional_attention", None)
 
 
 def optimise(model: Any) -> Any:

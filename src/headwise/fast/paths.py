@@ -131,6 +131,20 @@ def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile
     return flash_decode(q[:, :, 0], k, v, *how, Tile(**tile))[:, None]
 
 
+def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile: Any) -> torch.Tensor:
+    """Our kernel for rows of pooled heads."""
+    from headwise.fast.flash_decode import Tile
+    from headwise.fast.row_decode import row_decode
+
+    how = (seen.ends_B, seen.starts_B, seen.scaling, seen.softcap, seen.window)
+    return row_decode(q[:, :, 0], k, v, *how, Tile(**tile))[:, None]
+
+
+WIDE = 512  # numbers of a place that our kernel for single heads reads at once, at most
+ROW_TILES: dict[str, dict[str, Any]] = {  # of our kernel for wide rows
+    "split-rows": dict(places=32, warps=4, stages=2, programs=8),
+    "split-rows-64": dict(places=64, warps=8, stages=2, programs=8),
+}
 TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split": dict(places=64, warps=4, stages=3, programs=16),
     "split-128": dict(places=128, warps=4, stages=3),
@@ -142,7 +156,9 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
     """Paths for one token per row; the first works everywhere."""
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
-        if find_spec("triton"):
+        if find_spec("triton") and qk_dim + v_dim > WIDE:
+            found |= {name: partial(_rows, **tile) for name, tile in ROW_TILES.items()}
+        elif find_spec("triton"):
             found |= {name: partial(_split, **tile) for name, tile in TILES.items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}
     if qk_dim == v_dim:

@@ -124,12 +124,13 @@ def place_heads(
 ) -> torch.Tensor:  # fmt: skip
     """Queries (B, H, 1, W), normed and turned; keys likewise and values go to their place in the cache.
 
-    `qkv` (B, 1, ...) holds all heads; `keys` with `aside` has one place, for keys that are still to be projected.
+    `qkv` (B, 1, ...) holds all heads; `keys` with `aside` has one place, for keys that are still to be projected. Of
+    pooled heads there are more keys than values: a row of values is that of several heads.
     """
-    (rows, groups), V = keys.shape[:2], values.shape[3]
+    (rows, groups), (value_heads, V) = keys.shape[:2], values.shape[1::2]
     queries = torch.empty(rows, query_heads, 1, width, dtype=qkv.dtype, device=qkv.device)
     some: Any = qkv
-    _heads[(rows, query_heads + 2 * groups)](
+    _heads[(rows, query_heads + groups + value_heads)](
         qkv, cos, sin, some if pairs is None else pairs, some if norms is None else norms, queries, keys, values, place,
         eps, qkv.stride(0), cos.stride(0) if len(cos) > 1 else 0,
         keys.stride(0), keys.stride(1), 0 if aside else keys.stride(2), *values.stride()[:3],

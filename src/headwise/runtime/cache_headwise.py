@@ -107,6 +107,9 @@ class CodedLayer(DynamicLayer):
 
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
+        if self.begun == WHOLE <= found.shape[2]:  # no padding
+            found[:, :, :WHOLE] = start
+            return found
         padding, tokens = self.padding.unsqueeze(1), found.shape[2]
         last = (tokens - 1 - padding).clamp_min(0)
         slot = torch.arange(WHOLE, device=found.device).minimum(last)  # of shorter texts the last one, repeatedly
@@ -162,6 +165,14 @@ class Rows(NamedTuple):
     near: tuple[torch.Tensor, ...] = ()  # keys and values of the newest places
     start: int = 0  # the place of the first of them
     past: Any = 0  # the place of the first query
+    gains: tuple[Any, Any] | None = None  # what keys and values are still to be divided by (G, K) and (G, V)
+
+    def plain(self) -> Rows:
+        """The same with keys and values divided by their gains."""
+        if self.gains is None:
+            return self
+        k_gain, v_gain = (gain.unsqueeze(1) for gain in self.gains)
+        return self._replace(gains=None).changed(lambda keys: keys / k_gain, lambda values: values / v_gain)
 
     def changed(self, keys: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Rows:
         """The same after a linear map of all keys and one of all values."""
@@ -170,6 +181,10 @@ class Rows(NamedTuple):
 
     def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the heads' queries (B, H, T, K) find: values (B, T, H, V), and weights if the kernel gives them."""
+        if self.gains is not None:  # dividing queries and results instead says the same: gains are powers of two
+            k_gain, v_gain = (gain.repeat_interleave(q.shape[1] // len(gain), 0) for gain in self.gains)
+            read = self._replace(gains=None).read(attend, q / k_gain.unsqueeze(1), mask, **kwargs)
+            return read[0] / v_gain, read[1]
         if not self.near:
             found: tuple[torch.Tensor, torch.Tensor | None] = attend(q, self.k, self.v, mask, **kwargs)
             return found
@@ -232,8 +247,7 @@ def remembered(
     if gains[0] is None:
         return _remembered(coders, k, v, cache, index, mask, whole)
     k_gain, v_gain = (gain.unsqueeze(1) for gain in gains)
-    rows = _remembered(coders, k * k_gain, v * v_gain, cache, index, mask, whole)
-    return rows.changed(lambda keys: keys / k_gain, lambda values: values / v_gain)
+    return _remembered(coders, k * k_gain, v * v_gain, cache, index, mask, whole)._replace(gains=gains)
 
 
 def _remembered(

@@ -120,6 +120,7 @@ class SoftmaxAttention(nn.Module):
         self.attention_dropout = float(part("dropout"))
         self.scales_queries = scales_queries
         self.num_key_value_groups = sharing  # query heads that share one key/value head
+        self.pooled = False  # whether that is a row of several heads, which the fused CPU kernel reads for every query
         self.softcap, self.sliding_window = part("softcap"), part("sliding_window")
 
     def forward(
@@ -136,7 +137,8 @@ class SoftmaxAttention(nn.Module):
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
             name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         # No fused CPU kernel takes unequal dimensions, and on CUDA the fast one with a gradient does not either.
-        if name == "sdpa" and qk_dim != v_dim and (q_BHTK.device.type == "cpu" or q_BHTK.requires_grad):
+        cpu = q_BHTK.device.type == "cpu"
+        if name == "sdpa" and (qk_dim != v_dim or self.pooled) and (cpu or q_BHTK.requires_grad):
             if q_BHTK.shape[2] == 1 and not self.training:
                 return self._one_token(q_BHTK, k_BGTK, v_BGTV, attention_mask), None
             # Zeros at the end of the smaller dimension change nothing.
@@ -214,6 +216,7 @@ class TailoredAttention(nn.Module):
         self._set_projections(part)
         sharing = self.query_heads // self.kv_heads
         self.attend = SoftmaxAttention(part, sharing, anatomy.scales_queries)
+        self.attend.pooled = self.pooled > 1
         if self.pooled > 1 and not self.by_rows:
             self.attend_apart = SoftmaxAttention(part, sharing // self.pooled, anatomy.scales_queries)
         turning = part("rotary")  # coordinates that turn with the position
@@ -312,10 +315,12 @@ class TailoredAttention(nn.Module):
         k_BGTK = self._project_keys(k_BGTW)
         batch, heads, tokens, width = q_BHTW.shape
         q_down, groups = self.q_down_GWK.view(-1, width, self.qk_dim), self.kv_heads * self.pooled
-        if batch == 1 and tokens == 1:  # in few steps
-            return torch.bmm(q_BHTW.view(groups, -1, width), q_down).view(1, heads, 1, -1), k_BGTK
+        if tokens == 1:  # one product for each group: a plain one would copy the matrices for every text
+            q_GhW = q_BHTW.reshape(batch, groups, -1, width).transpose(0, 1).reshape(groups, -1, width)
+            q_GBhK = torch.bmm(q_GhW, q_down).view(groups, batch, -1, self.qk_dim)
+            return q_GBhK.transpose(0, 1).reshape(batch, heads, 1, self.qk_dim), k_BGTK
         few = not torch.compiler.is_exporting() and tokens < width  # one graph for any number of tokens
-        if few or tokens == 1:  # one product for all queries of a group
+        if few:  # one product for all queries of a group
             q_BHTK = q_BHTW.reshape(batch, groups, -1, width) @ q_down
         else:
             q_BHTK = q_BHTW.view(batch, groups, -1, tokens, width) @ q_down.unsqueeze(1)
@@ -324,8 +329,8 @@ class TailoredAttention(nn.Module):
     def _project_keys(self, k_BGTW: torch.Tensor) -> torch.Tensor:
         if not self.projects:
             return k_BGTW
-        if k_BGTW.shape[0] == 1 and k_BGTW.shape[2] == 1:  # in few steps
-            k_BGTK = torch.bmm(k_BGTW.squeeze(0), self.k_down_GWK).unsqueeze(0)
+        if k_BGTW.shape[2] == 1:
+            k_BGTK = torch.bmm(k_BGTW.squeeze(2).transpose(0, 1), self.k_down_GWK).transpose(0, 1).unsqueeze(2)
         else:
             k_BGTK = k_BGTW @ self.k_down_GWK
         mean_GK = self._parameters.get("k_mean_GK")
@@ -357,7 +362,7 @@ class TailoredAttention(nn.Module):
             return self.own_values(z), weights
         keys = self.q_down_GWK.unflatten(1, (self.pooled, -1)).mT if self.projects else None
         values = self.v_up_NVO.unflatten(0, (self.kv_heads, -1)) if self.v_projects else None
-        rows = rows.changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
+        rows = rows.plain().changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
         z, weights = rows.read(self.attend_apart, q, mask, **kwargs)
         return z.flatten(2), weights
 

@@ -1,0 +1,230 @@
+"""Decode attention over rows that query heads share, against uncut attention and against copying the bytes.
+
+python benchmarks/rows.py     # on a CUDA device; writes benchmarks/results/rows.json
+
+32 query heads; uncut: 8 key/value heads of 128, bfloat16, by PyTorch's kernels and ours. Pooled: rows of 512 keys and
+512 values of 16 bits for all heads, by the kernel that `optimise=True` uses. Coded: rows of codes of 8, 4 and 2 bits,
+by a prototype (coded_rows.py). All are timed in turns; every kernel is checked against plain attention first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from coded_rows import GROUP, HEADS, CodedDecode, Layout
+from provenance import commit
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+RESULT = Path(__file__).parent / "results" / "rows.json"
+SIZES = ((32, 32768), (16, 32768), (8, 8192), (1, 2048))  # texts, places
+CODES = {"coded 25%": (128, 512, 384), "coded 12.5%": (64, 192, 256)}  # coefficients of 8, 4 and 2 bits, either side
+POOLED, SCALING = 512, 128**-0.5
+KINDS = {"": True, ", by warps": False}  # of coded rows' kernels
+CALLS, ROUNDS = 5, 5
+UNCUT = 8 * 128 * 2 * 2  # bytes of a place
+made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+
+
+def captured(work: Callable[[], Any]) -> Any:
+    """A graph of some calls, as a decode step runs them."""
+    aside = torch.cuda.Stream()
+    with torch.cuda.stream(aside):
+        work()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(CALLS):
+            work()
+    graph.replay()
+    return graph
+
+
+def in_turns(ways: dict[str, Callable[[], Any]]) -> dict[str, dict[str, float]]:
+    """Milliseconds per call by the device's own clock: median, low and high; one that fails is left out."""
+    graphs: dict[str, Any] = {}
+    for name, work in ways.items():
+        try:
+            graphs[name] = captured(work)
+        except Exception as error:  # what compiling may raise is not listed anywhere
+            print(f"  {name}: {type(error).__name__}: {str(error)[:200]}", flush=True)
+            torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(ROUNDS):
+        for name, graph in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(start.elapsed_time(end) / CALLS)
+    return {name: {"ms": statistics.median(x), "low": min(x), "high": max(x)} for name, x in times.items()}
+
+
+def limits(texts: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ends = torch.full((texts,), places, dtype=torch.int32, device="cuda")
+    return ends, torch.zeros_like(ends)
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Attention (P, H, V) of rows (P, L, K) in double precision."""
+    place = torch.arange(k.shape[1], device=k.device)
+    seen = (place >= starts[:, None]) & (place < ends[:, None])
+    logits = (q.double() @ k.double().mT) * SCALING
+    return logits.masked_fill(~seen[:, None], -math.inf).softmax(-1) @ v.double()
+
+
+def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def drawn(layout: Layout, texts: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales."""
+    tops = (2**layout.bits).cuda()
+    codes = (torch.rand(texts, places, layout.size, device="cuda", dtype=torch.double) * tops).floor().byte()
+    scales = (256 * (0.5 + 2 * torch.rand(texts, places, layout.size // GROUP, device="cuda"))).half()
+    return codes, scales
+
+
+def checks() -> dict[str, float]:
+    """How far kernels are off plain attention, relatively, at odd lengths and starts."""
+    from headwise.fast.row_decode import row_decode
+
+    texts, places, found = 3, 1024, {}
+    ends, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ((1024, 700, 321), (0, 5, 70)))
+    q, k, v = made(texts, HEADS, POOLED), made(texts, 1, places, POOLED), made(texts, 1, places, POOLED)
+    found["pooled 50%"] = off(row_decode(q, k, v, ends, starts, SCALING), plain(q, k[:, 0], v[:, 0], ends, starts))
+    for name, counts in CODES.items():
+        layout = Layout(counts)
+        keys, values = drawn(layout, texts, places), drawn(layout, texts, places)
+        rows = [*layout.packed(*keys, keys=True), *layout.packed(*values, keys=False)]
+        q = made(texts, HEADS, layout.size) * 0.3
+        wanted = plain(q, layout.numbers(*keys), layout.numbers(*values), ends, starts)
+        for told, grouped in KINDS.items():
+            work = CodedDecode(layout, layout, texts, places, grouped)
+            work.out.fill_(math.nan)
+            found[name + told] = off(work.run(q, rows, ends, starts, SCALING), wanted)
+    return found
+
+
+def uncut_ways(texts: int, places: int) -> dict[str, Callable[[], Any]]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from headwise.fast.flash_decode import Tile, flash_decode
+    from headwise.fast.paths import side_by_side
+
+    q, (k, v) = made(texts, HEADS, 128), side_by_side(made, texts, 8, places, 128, 128)
+    tile = Tile(places=128, warps=4, stages=3)
+    found: dict[str, Callable[[], Any]] = {
+        "uncut, ours": partial(flash_decode, q, k, v, *limits(texts, places), SCALING, tile=tile)
+    }
+    k, v = made(2, texts, 8, places, 128).unbind()
+
+    def fused(backend: SDPBackend) -> torch.Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=True)
+
+    found["uncut, cuDNN"] = partial(fused, SDPBackend.CUDNN_ATTENTION)
+    found["uncut, flash"] = partial(fused, SDPBackend.FLASH_ATTENTION)
+    flex = torch.compile(flex_attention, dynamic=False)
+    found["uncut, flex"] = lambda: flex(q[:, :, None], k, v, enable_gqa=True)
+    return found
+
+
+def measure(texts: int, places: int, wrong: set[str]) -> list[dict[str, Any]]:
+    """Rows of the result, one per way."""
+    from headwise.fast.row_decode import row_decode
+
+    whole = texts * places * UNCUT
+    ways, sizes = uncut_ways(texts, places), {}
+    k, v = made(texts, 1, places, 2 * POOLED).split(POOLED, -1)
+    q = made(texts, HEADS, POOLED)
+    ways["pooled 50%"] = partial(row_decode, q, k, v, *limits(texts, places), SCALING)
+    sizes["pooled 50%"] = texts * places * POOLED * 4
+    for name, counts in CODES.items():
+        layout = Layout(counts)
+        words = [torch.randint(-(2**15), 2**15, (texts, places // 64, layout.bytes * 32), device="cuda") for _ in "kv"]
+        scale = (256 * (0.5 + torch.rand(texts, places // 64, layout.groups, 64, device="cuda"))).half()
+        rows = [words[0].short(), scale, words[1].short(), scale.clone()]
+        del words
+        wide = made(texts, HEADS, layout.size) * 0.3
+        for told, grouped in KINDS.items():
+            work = CodedDecode(layout, layout, texts, places, grouped)
+            ways[name + told] = partial(work.run, wide, rows, *limits(texts, places), SCALING)
+            sizes[name + told] = sum(x.nbytes for x in rows)
+    for name, size in {"uncut": whole, **sizes}.items():
+        x = torch.empty(size // 2, dtype=torch.uint8, device="cuda")
+        ways[f"copy of {name}"] = partial(torch.empty_like(x).copy_, x)
+    times = in_turns({name: way for name, way in ways.items() if name not in wrong})
+    best = min(found["ms"] for name, found in times.items() if name.startswith("uncut"))
+    rows_told = []
+    for name, found in times.items():
+        size = sizes.get(name.removeprefix("copy of "), whole)
+        copy = times[f"copy of {name if name in sizes else 'uncut'}"]["ms"] if "copy" not in name else found["ms"]
+        told = {"way": name, "texts": texts, "places": places, "bytes": size, **found}
+        rows_told.append({**told, "times_uncut": best / found["ms"], "of_copy": copy / found["ms"]})
+    return rows_told
+
+
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    lines = []
+    for row in result["rows"]:
+        if "copy" not in row["way"]:
+            share = row["bytes"] / (row["texts"] * row["places"] * UNCUT)
+            lines.append(
+                f"| {row['texts']} x {row['places'] // 1024}k | {row['way']} | {share:.1%} | {row['ms']:.3f} "
+                f"({row['low']:.3f} to {row['high']:.3f}) | {row['times_uncut']:.2f} | {row['of_copy']:.0%} |"
+            )
+    errors = ", ".join(f"{name} {error:.2%}" for name, error in result["errors"].items())
+    told = [
+        f"`python benchmarks/rows.py`, {result['hardware']}, {result['date']}, commit {result['commit']}, torch",
+        f"{result['versions']['torch']}. One token of 32 query heads. Uncut: 8 key/value heads of 128 in bfloat16.",
+        "Pooled: rows of 512 keys and 512 values for all heads, as `optimise=True` reads them. Coded: rows of codes",
+        "of 8, 4 and 2 bits and their scales, by a prototype that `optimise=True` does not use yet: it takes neither",
+        f"other widths nor first and newest tokens apart. Low and high over {result['rounds']} rounds, all ways in",
+        "turns; the fastest uncut way is the one compared with. The last column is the time of a device-to-device copy",
+        "that moves as many bytes, over the kernel's.",
+        f"Off plain attention in double precision: {errors}.",
+    ]
+    head = "| texts x places | | bytes | ms | times uncut's speed | of the speed of a copy |"
+    return (
+        "\n".join(["## Rows that heads share", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines])
+        + "\n"
+    )
+
+
+def main() -> None:
+    """Measure, print and record after every size."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=RESULT)
+    asked = parser.parse_args()
+    result: dict[str, Any] = {
+        "hardware": torch.cuda.get_device_name(),
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "versions": {"torch": torch.__version__},
+        "rounds": ROUNDS,
+        "errors": checks(),
+        "rows": [],
+    }
+    print(result["errors"], flush=True)
+    wrong = {name for name, error in result["errors"].items() if not error < 0.01}
+    for texts, places in SIZES:
+        result["rows"] += measure(texts, places, wrong)
+        asked.out.write_text(json.dumps(result, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    print(section(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""One new token per text against a long cache of wide rows that many query heads share, on CUDA.
+
+As `flash_decode`, for rows of pooled heads: too wide for one product over a whole place, so keys and values are read
+apart, each in two blocks. The places are split over programs; a second kernel combines what they found. Lengths lie on
+the device, so that one captured graph serves all of them. Imported only where Triton is.
+Shape suffixes: B texts, H query heads, G rows per token, L places, K and V widths, S splits.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from headwise.fast.flash_decode import Tile, _capped, blocks, splits_for
+
+HEADS = 32  # query heads of a program, at most: more share a row by reading it again
+COUNTS = ["S"]  # numbers of splits: kernels are not built anew for each
+
+
+@triton.jit
+def _block(rows, at, d, seen, ROW: tl.constexpr, W: tl.constexpr):
+    """Some columns of some places, zeros where there are none: what nobody filled is never read."""
+    return tl.load(rows + at[:, None] * ROW + d[None, :], mask=seen[:, None] & (d < W)[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _attend_rows(
+    q, k, v, part, top, lengths, starts, scaling, cap, S, q_row, q_head, row, group,
+    G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr,
+    K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    split = tl.program_id(1)
+    b = (tl.program_id(0) // (G * PARTS)).to(tl.int64)
+    g = (tl.program_id(0) // PARTS % G).to(tl.int64)
+    head = tl.program_id(0) % PARTS * M + tl.arange(0, M)
+    real = head < SHARE
+    end = tl.load(lengths + b)
+    begin = tl.load(starts + b)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, end - WINDOW)
+    first = begin // N
+    each = tl.cdiv(tl.maximum(tl.cdiv(end, N) - first, 0), S)
+    low = first + split * each
+    high = tl.minimum(low + each, tl.cdiv(end, N))
+    k += b * row + g * group
+    v += b * row + g * group
+    i1, j1 = tl.arange(0, K1), tl.arange(0, V1)
+    i2, j2 = K1 + tl.arange(0, K2 if K2 > 0 else 16), V1 + tl.arange(0, V2 if V2 > 0 else 16)
+    queries = (q + b * q_row + (g * SHARE + head) * q_head)[:, None]
+    q1 = tl.load(queries + i1[None, :], mask=real[:, None] & (i1 < K)[None, :], other=0.0)
+    if K2 > 0:
+        q2 = tl.load(queries + i2[None, :], mask=real[:, None] & (i2 < K)[None, :], other=0.0)
+    z1 = tl.zeros([M, V1], tl.float32)
+    z2 = tl.zeros([M, V2 if V2 > 0 else 16], tl.float32)
+    most = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    for t in range(low, high):
+        at = t * N + tl.arange(0, N)
+        seen = (at >= begin) & (at < end)
+        x1, y1 = _block(k, at, i1, seen, ROW, K), _block(v, at, j1, seen, ROW, V)
+        s = tl.dot(q1, tl.trans(x1), input_precision=PRECISION)
+        if K2 > 0:
+            s = tl.dot(q2, tl.trans(_block(k, at, i2, seen, ROW, K)), s, input_precision=PRECISION)
+        s = s * scaling
+        if CAPPED:
+            s = _capped(s, cap)
+        s = tl.where(seen[None, :], s * 1.4426950408889634, float("-inf"))
+        higher = tl.maximum(most, tl.max(s, 1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+        fade = tl.exp2(most - safe)
+        p = tl.exp2(s - safe[:, None])
+        total = total * fade + tl.sum(p, 1)
+        most = higher
+        z1 = tl.dot(p.to(y1.dtype), y1, z1 * fade[:, None], input_precision=PRECISION)
+        if V2 > 0:
+            y2 = _block(v, at, j2, seen, ROW, V)
+            z2 = tl.dot(p.to(y2.dtype), y2, z2 * fade[:, None], input_precision=PRECISION)
+    some = tl.where(total > 0, total, 1.0)
+    target = ((b * G + g) * SHARE + head) * S + split
+    tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")), mask=real)
+    sums = part + (target * V)[:, None]
+    tl.store(sums + j1[None, :], z1 / some[:, None], mask=real[:, None] & (j1 < V)[None, :])
+    if V2 > 0:
+        tl.store(sums + j2[None, :], z2 / some[:, None], mask=real[:, None] & (j2 < V)[None, :])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _combine_rows(part, top, out, S, V: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split, d = tl.arange(0, SPLITS), tl.program_id(1) * D + tl.arange(0, D)
+    x = tl.load(top + row * S + split, mask=split < S, other=float("-inf"))
+    most = tl.max(x, 0)
+    weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
+    total = tl.sum(weight, 0)
+    there = (weight > 0)[:, None] & (d < V)[None, :]
+    z = tl.load(part + ((row * S + split) * V)[:, None] + d[None, :], mask=there, other=0.0)
+    mixed = tl.sum(z * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
+
+
+def row_decode(
+    q_BHK: torch.Tensor,
+    k_BGLK: torch.Tensor,
+    v_BGLV: torch.Tensor,
+    lengths_B: torch.Tensor,
+    starts_B: torch.Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    window: int | None = None,
+    tile: Tile | None = None,
+) -> torch.Tensor:
+    """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a text are seen, its last `window` where given.
+
+    Keys and values may be views of one buffer, side by side or one behind the other; both have the same strides.
+    """
+    tile = tile or ROW_TILE
+    (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
+    if k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride(3) != 1 or q_BHK.stride(2) != 1:
+        raise ValueError("keys and values of a place must have the same strides, and numbers of a row lie side by side")
+    M = max(16, min(HEADS, triton.next_power_of_2(H // G)))
+    parts = -(-(H // G) // M)
+    S = splits_for(B * G * parts, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
+    out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
+    part = torch.empty(B, H, S, V, dtype=torch.float32, device=q_BHK.device)
+    top = torch.empty(B, H, S, dtype=torch.float32, device=q_BHK.device)
+    (K1, K2), (V1, V2) = (blocks(width, tile.cut, 2 * M) for width in (K, V))
+    precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
+    _attend_rows[(B * G * parts, S)](
+        q_BHK, k_BGLK, v_BGLV, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
+        q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
+        G=G, SHARE=H // G, PARTS=parts, K=K, V=V, ROW=k_BGLK.stride(2), K1=K1, K2=K2, V1=V1, V2=V2, M=M, N=tile.places,
+        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    splits = triton.next_power_of_2(S)
+    _combine_rows[(B * H, -(-V // 128))](part, top, out, S, V=V, SPLITS=splits, D=128)
+    return out
+
+
+ROW_TILE = Tile(places=32, warps=4, stages=2, programs=8)
