@@ -238,9 +238,9 @@ class Command:
 
     def wait(self, seconds: float = 60, strike: float | None = None, blow: int = signal.SIGKILL) -> Outcome:
         """Until it ends, or for so long; `strike` seconds from its start it is sent the signal `blow`."""
-        watched = os.pidfd_open(self.pid)
+        watched, patience = _watched(self.pid)
         poll = select.poll()
-        for number in (watched, *self.pipes):
+        for number in (*watched, *self.pipes):
             poll.register(number, select.POLLIN)
         ended = False
         while not ended:
@@ -253,12 +253,13 @@ class Command:
                 os.killpg(self.pid, signal.SIGKILL)
                 break
             until = min(seconds, strike if strike is not None else seconds)
-            ready = poll.poll(max(1, (until - now) * 1000))
-            ended = any(number == watched for number, _ in ready)
+            ready = poll.poll(max(1, min(patience, until - now) * 1000))
+            ended = any(number in watched for number, _ in ready) or (not watched and _ended(self.pid))
             for number, _ in ready:
                 if number in self.pipes and not self._read(number):
                     poll.unregister(number)
-        os.close(watched)
+        for number in watched:
+            os.close(number)
         return self._outcome(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
 
     def stopped(self, seconds: float = 60) -> bool:
@@ -298,6 +299,18 @@ class Command:
         return Outcome(code, text, time.monotonic() - self.start, changes, outside, self.hung)
 
 
+def _watched(pid: int) -> tuple[list[int], float]:
+    """What becomes readable when a process ends, and how long to wait for it; systems without it are asked often."""
+    try:
+        return [os.pidfd_open(pid)], float("inf")
+    except OSError:
+        return [], 0.01
+
+
+def _ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def call(arguments: Sequence[str], folder: Path, seconds: float = 60, fault: Fault = Fault()) -> Outcome:  # noqa: B008
     """Run a command to its end."""
     return Command(arguments, folder, fault).wait(seconds)
@@ -319,7 +332,7 @@ def prepare(place: Path) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_HOME=str(place / "hub"),
         PYTHONDONTWRITEBYTECODE="1", MPLCONFIGDIR=str(place / "plots"), NO_COLOR="1", COLUMNS="200",
-        CUDA_VISIBLE_DEVICES="",
+        CUDA_VISIBLE_DEVICES="", HEADWISE_CACHE="out",
     )  # fmt: skip
     if "headwise" in sys.modules:
         raise SystemExit("headwise was imported too early; interpreters that commands start must not have it.")
@@ -330,6 +343,8 @@ def prepare(place: Path) -> None:
         importlib.import_module(name)
     for name in ("transformers.models.llama.modeling_llama", "transformers.generation.utils"):
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # which lists the fonts of the machine once
+        importlib.import_module("matplotlib.font_manager")
     interpreters.start(str(place / "python"))
     _announce_writers()
     importlib.import_module("headwise.cli.commands")
@@ -350,7 +365,7 @@ def import_all(names: Iterable[str]) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
-        raise SystemExit("an import started threads; a process with threads must not be forked.")
+        print("an import started threads: forked processes may hang; set OPENBLAS_NUM_THREADS=1.", flush=True)
     gc.freeze()
 
 

@@ -21,7 +21,7 @@ from headwise.report._healing import healing_parts
 from headwise.report._tables import SIZE_LABELS
 from headwise.report.plots import PALETTE, SUFFIXES, encoded, new_figure
 from headwise.runs.dossier import Dossier
-from headwise.runs.lock import output
+from headwise.runs.lock import locked
 from headwise.types import BITS, CUTS, UNITS, Plan, write_atomically
 from headwise.types.unit import LABELS
 
@@ -39,7 +39,7 @@ Picture = Plan | Chart | RowChart
 def save_figures(dossier: Dossier, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write every picture that the dossier has data for; files that are there already are refused or replaced."""
     drawn = {folder / f"{n}{s}": encoded(f, s) for n, f in _all_drawn(dossier) for s in SUFFIXES}
-    with output(folder, "report"):
+    with disk.explained(folder), locked(folder, "report"):
         for path, content in drawn.items():
             disk.recover_one(path)
             if not overwrite and path.exists() and not (path.is_file() and path.read_bytes() == content):

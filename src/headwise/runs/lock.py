@@ -60,7 +60,7 @@ def output(path: Path, command: str) -> Iterator[None]:
     Errors of the disk end in one line. Parents that were made for it go again if nothing is written.
     """
     where = Path(os.path.abspath(path))
-    if not where.name:
+    if not where.name or (where.exists() and not where.is_file() and not where.is_dir()):  # such as /dev/null
         raise OutputError(f"{path} cannot be replaced; choose another --out.")
     made = [parent for parent in where.parents if not parent.exists()]
     own = where.with_name(f"{disk.UNFINISHED}{where.name}.lock")
