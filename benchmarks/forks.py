@@ -338,7 +338,7 @@ def prepare(place: Path) -> None:
         raise SystemExit("headwise was imported too early; interpreters that commands start must not have it.")
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(SOURCES))
-    os.environ["PYTHONPATH"] = str(SOURCES)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
     for name in ("torch", "transformers", "safetensors.torch", "safetensors.numpy", "transformers.modeling_utils"):
         importlib.import_module(name)
     for name in ("transformers.models.llama.modeling_llama", "transformers.generation.utils"):
