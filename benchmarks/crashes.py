@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from folders import NOTES, OUT, Reference, compared, lost, tree
-from forks import SCRATCH, Command, Fault, Outcome, call, typed, warm
+from forks import Command, Outcome, call, typed, warm
 from scenarios import REPORT, Scenario
+from watched import SCRATCH, Fault
 
 LIMIT = 120.0  # seconds that a command may take
 

@@ -28,9 +28,10 @@ import arguments
 import tiny_inputs
 from crashes import LIMIT, Lab
 from folders import OUT, SOURCE, TEXT
-from forks import SCRATCH, Fault, apart, call, typed
+from forks import apart, call, typed
 from mutations import PLACES, kind_of, mutations, put
 from scenarios import ALLOCATE, GGUF, ONNX, PROBE, REPORT, RUN, SEARCH, TRAIN, VALUES, VERIFY
+from watched import SCRATCH, Fault
 
 NO_FAULT = Fault()
 UNFINISHED, WHOLE = ".headwise-tmp-", ".headwise-new-"  # see headwise/files/disk.py

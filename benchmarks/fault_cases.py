@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any
 
 from folders import Reference
-from forks import Change
+from watched import Change
 
 SHARES = {"point": 0.7, "twice": 0.1, "timed": 0.18, "real": 0.02}  # of --crashes
 BESIDE = {"term": 1 / 20, "file_size": 1 / 20, "disk": 1 / 20, "memory": 1 / 40, "pair": 1 / 40}  # more, per crash

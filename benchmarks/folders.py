@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forks import SCRATCH, Change
+from watched import SCRATCH, Change
 
 OUT, SOURCE, TEXT, NOTES = "out", "source", "text.txt", "notes.txt"  # run folder, model, text, a file of the user's
 PRECIOUS = ("readings.json", "moments.safetensors", "plan.json")

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import fault_cases  # noqa: E402
 import folders  # noqa: E402
 import reliability  # noqa: E402
-from forks import Change  # noqa: E402
+from watched import Change  # noqa: E402
 
 SLICE = [
     "--crashes",
