@@ -52,7 +52,7 @@ def vocabulary(tokenizer: Any, size: int, form: str = "text") -> dict[str, Any]:
     if rule is None:
         raise _unknown("it splits text in a way of its own before words are merged")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return found | {"tokenizer_model": "gpt2", "tokenizer_pre": rule, "token_merges": merges}
+    return found | {"tokenizer_model": "gpt2", "tokenizer_pre": rule, "token_merges": merges or NO_MERGES}
 
 
 def _unknown(why: str) -> ModelError:
