@@ -22,6 +22,10 @@ from headwise.files import disk
 from headwise.research.designs import configs
 from headwise.runs.lock import output
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import tiny_inputs  # noqa: E402
+
 HOLD = """
 import sys
 from pathlib import Path
@@ -93,6 +97,11 @@ def test_a_model_whose_name_has_a_dot_keeps_its_name(tmp_path: Path, monkeypatch
 def test_a_token_beyond_the_table_is_refused() -> None:
     with pytest.raises(ModelError, match="token 9, and the model's table 4 rows"):
         _llama_tokens._words({"model": {"vocab": {"a": 0, "b": 9}}}, 4)
+
+
+def test_a_tokenizer_without_merges_has_one_in_the_file() -> None:
+    found = _llama_tokens.vocabulary(tiny_inputs.tokenizer(), 258)
+    assert found["tokenizer_pre"] == "gpt-2" and found["token_merges"], "llama.cpp loads no file without"
 
 
 def test_a_design_that_was_killed_is_designed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
