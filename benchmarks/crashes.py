@@ -20,70 +20,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from folders import NOTES, OUT, SOURCE, TEXT, Reference, compared, lost, tree
-from forks import SCRATCH, Command, Fault, Outcome, call, typed, warm
+from folders import NOTES, OUT, Reference, compared, lost, tree
+from forks import Command, Outcome, call, typed, warm
+from scenarios import REPORT, Scenario
+from watched import SCRATCH, Fault
 
 LIMIT = 120.0  # seconds that a command may take
-SMALL = ["--data", TEXT, "--tokens", "128", "--swap-tokens", "16", "--length", "16", "--device", "cpu"]
-RUN = ["run", SOURCE, "--budget", "kv=75%", *SMALL, "--eval-tokens", "64", "--out", OUT]
-PROBE = ["probe", SOURCE, "--budget", "kv=75%", *SMALL, "--out", OUT]
-TRAIN = [
-    *("train", SOURCE, "--data", TEXT, "--steps", "6", "--save-every", "2", "--eval-every", "3", "--batch-rows", "2"),
-    *("--length", "16", "--eval-tokens", "64", "--device", "cpu", "--out", OUT),
-]
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Commands, what is run before them, and files that lie in the folder."""
-
-    name: str
-    steps: tuple[list[str], ...]
-    before: tuple[list[str], ...] = ()
-    foreign: bool = False  # a file of the user's lies in the run folder
-
-    @property
-    def replaces(self) -> bool:
-        """Whether it replaces a whole run, which must be kept until the new one is finished."""
-        return "--overwrite" in self.steps[0]
-
-    @property
-    def over(self) -> bool:
-        """Whether it works on a finished run that stays readable throughout."""
-        return bool(self.before) and not self.replaces and self.before[0][0] == "run"
-
-
-def _run(*more: str) -> list[str]:
-    return [*RUN, *more]
-
-
-ALLOCATE = ["allocate", OUT, "--budget", "kv=75%"]
-HEAL, VERIFY, REPORT = ["heal", OUT], ["verify", OUT], ["report", OUT]
-THINNER = ["allocate", OUT, "--budget", "kv=50%"]
-OTHER = ["run", SOURCE, "--budget", "kv=50%", *SMALL, "--eval-tokens", "64", "--out", OUT, "--overwrite"]
-SCENARIOS = (
-    Scenario("run", (RUN,)),
-    Scenario("run, pooled", (_run("--allow", "qk,v", "--pool", "all"),)),
-    Scenario("run, two rounds", (_run("--allow", "qk,v", "--rounds", "2"),)),
-    Scenario("run, blockwise", (_run("--heal", "blockwise", "--heal-option", "steps=2"),)),
-    Scenario("run, distilled", (_run("--heal", "distill", "--heal-option", "tokens=256"),)),
-    Scenario("run, streamed", (_run("--stream"),)),
-    Scenario("probe", (PROBE,)),
-    Scenario("allocate", (ALLOCATE,), (PROBE,)),
-    Scenario("heal", (HEAL,), (PROBE, ALLOCATE)),
-    Scenario("verify", (VERIFY,), (PROBE, ALLOCATE, HEAL)),
-    Scenario("report", (REPORT,), (PROBE, ALLOCATE, HEAL, VERIFY)),
-    Scenario("heal a finished run", (HEAL,), (RUN,), foreign=True),
-    Scenario("reshape a finished run", (["reshape", OUT],), (RUN,)),
-    Scenario("plan, heal and verify again", (THINNER, HEAL, VERIFY), (RUN,), foreign=True),
-    Scenario("run --overwrite", (OTHER,), (RUN,), foreign=True),
-    Scenario("train", (TRAIN,)),
-    Scenario("train --overwrite", ([*TRAIN, "--seed", "1", "--overwrite"],), (TRAIN,), foreign=True),
-)
 
 
 class Lab:
@@ -144,6 +89,7 @@ class Lab:
             tree(case),
             tuple(sorted({name for command in commands for name in command.modules})),
             scenario.replaces,
+            scenario.loose,
         )
 
 
@@ -152,11 +98,12 @@ class Lab:
 
 def model_gone(case: Path, reference: Reference) -> list[str]:
     """A finished run has a whole model, the old or the new one, as soon as anything reads the folder again."""
-    pages = [page for page in (case / OUT / "report.html", case / OUT / "report.md") if not page.exists()]
+    files = [case / OUT / name for name in ("report.html", "report.md", "frontier.json")]
+    kept = {file: file.read_bytes() if file.exists() else None for file in files}
     done = call(REPORT, case, LIMIT)
     found = ["stuck: report ends in a traceback"] if done.traced else []
-    for page in pages:  # which only this question wrote
-        page.unlink(missing_ok=True)
+    for file, content in kept.items():  # what only this question wrote
+        file.unlink(missing_ok=True) if content is None else file.write_bytes(content)
     now, name = tree(case), f"{OUT}/model/model.safetensors"
     if now.get(name) not in (reference.before[name], reference.after[name]):
         found.append(f"lost: {name}, after {typed(REPORT)}")
@@ -337,7 +284,10 @@ def real(case: Path, scenario: Scenario, reference: Reference, asked: dict[str, 
     late = done and (len(scenario.steps) > 1 or not compared(case, reference))  # finished: the interpreter was ending
     if number == signal.SIGTERM and not (early or late) and (process.returncode != 143 or "Traceback" in text):
         found.append(f"end: SIGTERM ends with {process.returncode}: {(text.strip().splitlines() or [''])[-1]}")
-    again = subprocess.run(command, cwd=case, env=environment, stdout=-1, stderr=-2, text=True, timeout=LIMIT)
+    try:
+        again = subprocess.run(command, cwd=case, env=environment, stdout=-1, stderr=-2, text=True, timeout=3 * LIMIT)
+    except subprocess.TimeoutExpired:
+        return [*found, "stuck: the second process hangs"]
     if again.returncode != reference.codes[0] and compared(case, reference):
         found.append(f"stuck: the second process ends with {again.returncode}: {again.stdout.strip()[-200:]}")
     return [*found, *resumed(case, scenario, reference, 1)]

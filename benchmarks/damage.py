@@ -1,5 +1,7 @@
 """Mutated inputs: every kind of file that Headwise reads, damaged in seeded ways, and a command that reads it.
 
+Some are command lines with one odd value (arguments.py).
+
 The command may succeed or refuse the file in one line (exit code 0, 2 or 3). Anything else is a problem:
 
 traceback  a traceback was printed
@@ -11,28 +13,36 @@ crash      another exit code, or a signal
 from __future__ import annotations
 
 import fnmatch
+import json
 import random
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import arguments
 import tiny_inputs
-from crashes import ALLOCATE, LIMIT, PROBE, REPORT, RUN, TRAIN, VERIFY, Lab
+from crashes import LIMIT, Lab
 from folders import OUT, SOURCE, TEXT
-from forks import SCRATCH, Fault, apart, call, typed
+from forks import apart, call, typed
 from mutations import PLACES, kind_of, mutations, put
+from scenarios import ALLOCATE, GGUF, ONNX, PROBE, REPORT, RUN, SEARCH, TRAIN, VALUES, VERIFY
+from watched import SCRATCH, Fault
 
 NO_FAULT = Fault()
+UNFINISHED, WHOLE = ".headwise-tmp-", ".headwise-new-"  # see headwise/files/disk.py
 LONGEST = 30.0  # seconds
 PLACED = 0.04  # share of cases in which something else stands where the file was
 MEMORY = 6 * 2**30  # beyond what a command has at its start: a mutated size must not take the machine down
 FEW = ["--tokens", "32", "--swap-tokens", "0", "--length", "16", "--device", "cpu", "--out", OUT]
 TIMED = "decode,16,b1"
+OURS = (OUT, f".{OUT}", f"{UNFINISHED}{OUT}", f"{WHOLE}{OUT}")  # where a command may write
 RANDOM = re.compile(r"(^|/)\.[^/]+\.[a-z0-9_]{8}(/|$)")  # names that tempfile makes
+SAID = 0.1  # share of cases that are command lines
 SHOWN = ("readings.json", "plan.json", "verdict.json")
 
 
@@ -69,6 +79,23 @@ READERS: dict[str, list[list[str]]] = {  # file of a finished run -> commands th
     "latency-*": [["allocate", OUT, "--budget", f"latency=95%@{TIMED}"], REPORT],
     "*.json": [REPORT, RUN],
 }
+EXPORTED = {  # file of a run whose model other engines can compute -> commands
+    "model/*": [
+        [*GGUF, "--out", f"{OUT}/new.gguf"],
+        [*ONNX, "--out", f"{OUT}/new.onnx"],
+        [*VERIFY, "--engine", "vllm"],
+    ],
+    "model.gguf": [["probe", f"{OUT}/model.gguf", "--budget", "params=97%", "--data", TEXT, *FEW[:-1], f"{OUT}/probe"]],
+}
+TIMING = ["probe", SOURCE, "--latency", TIMED, *PROBE[2:]]
+FOLDERS: dict[str, tuple[tuple[list[str], ...], dict[str, list[list[str]]]]] = {  # base -> how it is made, readers
+    "finished": ((RUN,), READERS),
+    "timed": ((TIMING,), {name: READERS[name] for name in ("latency-*",)}),
+    "exported": ((VALUES, GGUF) if find_spec("gguf") else (VALUES,), EXPORTED),
+    "searched": ((SEARCH,) if find_spec("optuna") else (), {"journal.log": [SEARCH], "pareto.json": [SEARCH]}),
+    "kernels": ((), {"kernels.json": [["kernels"], ["kernels", "--json"]]}),
+}
+KERNELS = {"version": 2, "rows": {f"decode {n} cpu": {"path": "sdpa", "ms": {"sdpa": 0.5, "own": 0.7}} for n in (1, 2)}}
 INPUTS = {  # base -> model, data, files that are damaged
     "model": (SOURCE, TEXT, f"{SOURCE}/*"),
     "shards": ("shards", TEXT, "shards/*"),
@@ -77,6 +104,13 @@ INPUTS = {  # base -> model, data, files that are damaged
     "speech": (SOURCE, "wavs", "*"),
     **{f"text {n}": (SOURCE, f"texts/{n}", f"texts/{n}") for n in ("plain.txt", "lines.jsonl")},
     **{f"text {n}": (SOURCE, f"texts/{n}", f"texts/{n}") for n in ("packed.txt.xz", "packed.txt.gz", "packed.txt.bz2")},
+}
+ALSO = {  # base -> more commands that read its files
+    "model": [
+        TRAIN,
+        ["design", "--like", SOURCE, "--budget", "params=90%", "--device", "cpu", "--out", OUT],
+        ["export", SOURCE, "--to", "gguf", "--out", f"{OUT}.gguf"],
+    ],
 }
 BROKEN = {  # base -> a command that is killed on the way, and resumed on a damaged file
     "unfinished run": RUN,
@@ -99,8 +133,12 @@ def _plain_run(inputs: Path, base: Path, step: list[str], fault: Fault = NO_FAUL
     return len(done.changes)
 
 
-def _copied(lab: Lab, base: Path) -> None:
-    shutil.copytree(lab.after((RUN,)), base)
+def _folder(lab: Lab, base: Path) -> None:
+    """The folder of finished commands, or of measured kernels."""
+    shutil.copytree(lab.after(FOLDERS[base.name][0]), base)
+    if base.name == "kernels":
+        (base / OUT).mkdir()
+        (base / OUT / "kernels.json").write_text(json.dumps(KERNELS))
 
 
 def _killed(inputs: Path, folder: Path, name: str, step: list[str]) -> None:
@@ -139,17 +177,16 @@ def _sound(inputs: Path, base: Path) -> None:
     shutil.rmtree(control)
 
 
-BASES = (*INPUTS, "finished", "timed", *BROKEN)
+BASES = (*INPUTS, *FOLDERS, *BROKEN)
 
 
 def makers(lab: Lab, folder: Path, chosen: Sequence[str]) -> list[Callable[[], Any]]:
     """What makes the folders that inputs are damaged in."""
-    inputs, timing = lab.inputs, ["probe", SOURCE, "--latency", TIMED, *PROBE[2:]]
+    inputs = lab.inputs
     found: dict[str, Callable[[], Any]] = {base: partial(_sound, inputs, folder / base) for base in INPUTS}
-    found["finished"] = partial(_copied, lab, folder / "finished")
-    found["timed"] = partial(_plain_run, inputs, folder / "timed", timing)
+    found |= {base: partial(_folder, lab, folder / base) for base in FOLDERS}
     found |= {name: partial(_killed, inputs, folder, name, step) for name, step in BROKEN.items()}
-    return [found[name] for name in chosen]
+    return [found[name] for name in chosen if name != "GGUF" or find_spec("gguf")]
 
 
 def _files(base: Path, pattern: str) -> list[str]:
@@ -159,10 +196,10 @@ def _files(base: Path, pattern: str) -> list[str]:
     return [name for name in known if fnmatch.fnmatch(name, pattern)]
 
 
-def _readers(name: str) -> list[list[str]]:
-    """Commands that read a file of a finished run."""
-    found = next((commands for pattern, commands in READERS.items() if fnmatch.fnmatch(name, pattern)), [])
-    return [*found, ["show", f"{OUT}/{name}"]] if name in SHOWN else found
+def _readers(base: str, name: str) -> list[list[str]]:
+    """Commands that read a file of a folder."""
+    found = next((commands for pattern, commands in FOLDERS[base][1].items() if fnmatch.fnmatch(name, pattern)), [])
+    return [*found, ["show", f"{OUT}/{name}"]] if found and name in SHOWN else found
 
 
 def targets(folder: Path) -> list[tuple[float, list[Target]]]:
@@ -170,13 +207,13 @@ def targets(folder: Path) -> list[tuple[float, list[Target]]]:
     groups: list[tuple[float, list[Target]]] = []
     for base, (model, data, pattern) in INPUTS.items():
         files, weight = _files(folder / base, pattern), 2.0 if base.startswith("text ") else 3.0
-        groups.append((weight, [Target(base, file, tuple(_probe(model, data))) for file in files]))
-    for base in ("finished", "timed"):
+        commands = [_probe(model, data), *ALSO.get(base, [])]
+        groups.append((weight, [Target(base, file, tuple(command)) for file in files for command in commands]))
+    for base in FOLDERS:
         for file in _files(folder / base, f"{OUT}/*"):
             name = file.removeprefix(f"{OUT}/")
-            if base == "finished" or name.startswith("latency-"):
-                weight = 5.0 if name.endswith(".json") and "/" not in name else 1.0
-                groups.append((weight, [Target(base, file, tuple(command)) for command in _readers(name)]))
+            weight = 5.0 if base == "finished" and name.endswith(".json") and "/" not in name else 1.0
+            groups.append((weight, [Target(base, file, tuple(command)) for command in _readers(base, name)]))
     for name, step in BROKEN.items():
         bases = [f"{name} {share:.0%}" for share in SHARES]
         groups.append((1.0, [Target(b, file, tuple(step)) for b in bases for file in _files(folder / b, f"{OUT}/*")]))
@@ -186,7 +223,12 @@ def targets(folder: Path) -> list[tuple[float, list[Target]]]:
 def cases(folder: Path, seed: int, count: int) -> Iterator[dict[str, Any]]:
     """So many damaged inputs, all drawn: group, file and command, and damage."""
     draw, groups = random.Random(seed), targets(folder)
-    for number, (_, group) in enumerate(draw.choices(groups, [weight for weight, _ in groups], k=count)):
+    said = round(SAID * count) if (folder / "exported").exists() else 0
+    for number, (command, how) in zip(range(said), arguments.cases(random.Random(f"{seed} arguments")), strict=False):
+        row = f"{arguments.ROW}: {command[0]}"
+        asked = {"id": f"said/{number}", "kind": "damage", "base": "exported", "command": command, "row": row}
+        yield {**asked, "file": "", "how": how}
+    for number, (_, group) in enumerate(draw.choices(groups, [weight for weight, _ in groups], k=count - said)):
         target = draw.choice(group)
         yield {
             "id": f"damage/{number}",
@@ -221,7 +263,9 @@ def damaged(path: Path, seed: int) -> str:
 def run_case(lab: Lab, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
     """Damage one file and run one command."""
     case = lab.fresh(folder / asked["base"], asked["id"].replace("/", "-"))
-    how = damaged(case / asked["file"], asked["seed"])
+    if not (case / asked["file"]).exists():  # drawn on another machine
+        return {"row": asked["row"], "ended": "impossible", "problems": []}
+    how = damaged(case / asked["file"], asked["seed"]) if asked["file"] else asked["how"]
     done = call(asked["command"], case, LONGEST, Fault(memory=MEMORY))
     found = []
     if done.hung:
@@ -230,7 +274,7 @@ def run_case(lab: Lab, folder: Path, asked: dict[str, Any]) -> dict[str, Any]:
         found.append(f"traceback: {done.last_line}")
     elif done.code not in (0, 2, 3):
         found.append(f"crash: ends with {done.code}: {done.last_line}")
-    written = [c.path for c in done.changes if not c.path.startswith((f"{OUT}", f".{OUT}"))]
+    written = [c.path for c in done.changes if asked["file"] and not c.path.startswith(OURS)]
     found += [f"outside: {what}" for what in (*done.outside, *written)][:3]
     shutil.rmtree(case, ignore_errors=True)
     ended = "accepted" if done.code in (0, 3) else "refused" if done.code == 2 else "failed"

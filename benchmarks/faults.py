@@ -40,10 +40,11 @@ import damage
 import folders
 import forks
 import tiny_inputs
-from crashes import SCENARIOS, Lab, Scenario
+from crashes import Lab
 from fault_cases import Case, beside_cases, crash_cases, kinds_of, named, summary, words_of
 from folders import SOURCE, TEXT, Reference
 from provenance import commit
+from scenarios import LEFT_OUT, RUN, SCENARIOS, Scenario
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
 STOP = 0.5  # seconds between looks at the clock
@@ -123,11 +124,20 @@ class Journal:
                 kept.append(json.loads(line))
             except ValueError:  # the line that was being written
                 break
-        if kept and kept[0] == about:
+        self.resumed = bool(kept) and kept[0] == about
+        if self.resumed:
             self.done = {row["id"]: row for row in kept[1:]}
         rows = [about, *self.done.values()]
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def cases(self, draw: Callable[[], list[Case]]) -> list[Case]:
+        """What is to be done: as it was drawn at the first start, which may have been on another machine."""
+        kept = self.path.with_name("cases.json")
+        if not (self.resumed and kept.exists()):
+            kept.write_text(json.dumps(draw()))
+        found: list[Case] = json.loads(kept.read_text())
+        return found
 
     def add(self, row: Case) -> None:
         """Keep a result."""
@@ -154,9 +164,9 @@ def prepared(root: Path, chosen: list[Scenario], jobs: int, damaged: list[str]) 
     lab.inputs.mkdir()
     tiny_inputs.text(lab.inputs / TEXT)
     forks.apart(tiny_inputs.model, lab.inputs / SOURCE)
-    lab.after((crashes.RUN,))
-    for scenario in chosen:
-        lab.after(scenario.before)
+    lab.after((RUN,))
+    for steps in [*(s.before for s in chosen), *(damage.FOLDERS[n][0] for n in damaged if n in damage.FOLDERS)]:
+        lab.after(steps)
     tasks: list[tuple[str, Callable[[], Any]]] = [(s.name, partial(lab.prepare, s)) for s in chosen]
     tasks += [("inputs", work) for work in damage.makers(lab, root / "bases", damaged)]
     found = {}
@@ -175,15 +185,11 @@ def campaign(asked: argparse.Namespace) -> Case:
     root = workplace(asked.out)
     references = prepared(root, chosen, asked.jobs, asked.inputs if asked.mutations else [])
     lab, bases = Lab(root), root / "bases"
-    cases = crash_cases(asked.seed, asked.crashes, references)
-    cases += beside_cases(asked.seed, asked.crashes, references)
-    cases = [named(case) for case in cases]
-    cases += damage.cases(bases, asked.seed, asked.mutations) if asked.mutations else []
-    random.Random(asked.seed).shuffle(cases)
     about = {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "scenario", "inputs")} | {
         "commit": commit()
     }
     journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", about)
+    cases = journal.cases(lambda: drawn(asked, references, bases))
     todo = [case for case in cases if case["id"] not in journal.done]
     by_name = {s.name: s for s in chosen}
 
@@ -207,6 +213,16 @@ def campaign(asked: argparse.Namespace) -> Case:
     if len(rows) == len(cases):
         shutil.rmtree(journal.path.parent)
     return result
+
+
+def drawn(asked: argparse.Namespace, references: dict[str, Reference], bases: Path) -> list[Case]:
+    """All cases, in a random order that follows from the seed."""
+    cases = crash_cases(asked.seed, asked.crashes, references)
+    cases += beside_cases(asked.seed, asked.crashes, references)
+    cases = [named(case) for case in cases]
+    cases += damage.cases(bases, asked.seed, asked.mutations) if asked.mutations else []
+    random.Random(asked.seed).shuffle(cases)
+    return cases
 
 
 def progress(journal: Journal, count: int, seconds: float, row: Case | None) -> str:
@@ -247,6 +263,7 @@ def main() -> None:
         **machine(),
         "settings": {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "jobs", "scenario")},
         "normalised": list(folders.NORMALISED),
+        "left_out": LEFT_OUT,
     }
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     asked.out.write_text(json.dumps(about | found, indent=1) + "\n")

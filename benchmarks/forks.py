@@ -11,60 +11,21 @@ import contextlib
 import gc
 import importlib
 import os
-import resource
 import select
 import shlex
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import interpreters
 from interpreters import finish, settle
+from watched import NATIVE, SCRATCH, Change, Fault, Watch
 
 SOURCES = Path(__file__).resolve().parents[1] / "src"  # the tree that is tested is the one that this file lies in
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-NATIVE = "native.write"  # a file that compiled code opens and writes
-MOST = 20_000  # changes that are reported
-SCRATCH = "tmp"  # TMPDIR of a command, in its folder; changes there are not counted
-
-
-def _bytes_of(path: str) -> int:
-    """The size of a file; 0 where another thread renamed it meanwhile."""
-    try:
-        return os.path.getsize(path)
-    except OSError:
-        return 0
-
-
-class Fault(NamedTuple):
-    """What happens to a process: an action just before its change of a file number `point`, or limits."""
-
-    action: str = ""  # kill; tear: leave half of the last file, then kill; term: SIGTERM; stop: SIGSTOP
-    point: int = 0
-    file_bytes: int | None = None  # that a file may have
-    memory: int | None = None  # bytes, beyond what the process has at its start
-
-    def limit(self) -> None:
-        """Set the limits of this process."""
-        if self.file_bytes is not None:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.file_bytes, self.file_bytes))
-        if self.memory is not None:
-            used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(resource.RLIMIT_AS, (used + self.memory, used + self.memory))
-
-
-class Change(NamedTuple):
-    """A change of a file: the audit event, the path in the folder, and whether the file before it can be torn."""
-
-    event: str
-    path: str
-    tears: bool
 
 
 class Outcome(NamedTuple):
@@ -86,78 +47,6 @@ class Outcome(NamedTuple):
     def last_line(self) -> str:
         """The last line that was printed."""
         return ([line for line in self.text.splitlines() if line.strip()] or [""])[-1].strip()
-
-
-def _at(path: Any, folder: int = -1) -> str:
-    """The absolute path of an audited one; empty for an open file."""
-    if isinstance(path, int) or path is None:
-        return ""
-    name = os.fsdecode(path)
-    start = os.readlink(f"/proc/self/fd/{folder}") if folder is not None and folder >= 0 else os.getcwd()
-    return os.path.normpath(os.path.join(start, name))
-
-
-CHANGES: dict[str, Callable[..., list[str]]] = {  # audit event -> the paths that it changes
-    "open": lambda path, mode, flags: [_at(path)] if flags & WRITES else [],
-    "os.rename": lambda old, new, a, b: [_at(old, a), _at(new, b)],
-    "os.remove": lambda path, folder: [_at(path, folder)],
-    "os.rmdir": lambda path, folder: [_at(path, folder)],
-    "os.mkdir": lambda path, mode, folder: [_at(path, folder)],
-    "os.link": lambda old, new, a, b: [_at(new, b)],
-    "os.symlink": lambda old, new, folder: [_at(new, folder)],
-    "os.truncate": lambda path, length: [_at(path)],
-    "os.chmod": lambda path, mode, folder: [_at(path, folder)],
-    NATIVE: lambda path: [_at(path)],
-}
-
-
-@dataclass
-class Watch:
-    """The audit hook of a child: numbers changes inside `root`, acts before one, reports to a pipe."""
-
-    root: str
-    fault: Fault
-    pipe: int
-    count: int = 0
-    last: str = ""  # the file that was opened for writing last
-    own: threading.local = field(default_factory=threading.local)
-
-    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in CHANGES or getattr(self.own, "busy", False):
-            return
-        self.own.busy = True
-        try:
-            for path in [path for path in CHANGES[event](*arguments) if path][-1:]:
-                self.changed(event, path)
-        finally:
-            self.own.busy = False
-
-    def changed(self, event: str, path: str) -> None:
-        """A change is about to happen."""
-        if path.startswith(f"{self.root}/{SCRATCH}") or path.startswith(("/dev/", "/proc/")):
-            return
-        if event == "os.mkdir" and os.path.isdir(path):
-            return
-        if not path.startswith(f"{self.root}/"):
-            os.write(self.pipe, f"outside\t{event} {path}\n".encode(errors="replace"))
-            return
-        self.count += 1
-        tears = bool(self.last) and _bytes_of(self.last) > 1
-        if self.count > MOST:  # a loop that tries again and again
-            return
-        name = os.path.relpath(path, self.root)
-        os.write(self.pipe, f"change\t{event}\t{name}\t{int(tears)}\n".encode(errors="replace"))
-        if self.count == self.fault.point:
-            self.act(tears)
-        if event in ("open", NATIVE):
-            self.last = path
-
-    def act(self, tears: bool) -> None:
-        """The fault."""
-        if self.fault.action == "tear" and tears:
-            os.truncate(self.last, os.path.getsize(self.last) // 2)
-        names = {"term": signal.SIGTERM, "stop": signal.SIGSTOP}
-        os.kill(os.getpid(), names.get(self.fault.action, signal.SIGKILL))
 
 
 _watch: Watch | None = None
@@ -238,9 +127,9 @@ class Command:
 
     def wait(self, seconds: float = 60, strike: float | None = None, blow: int = signal.SIGKILL) -> Outcome:
         """Until it ends, or for so long; `strike` seconds from its start it is sent the signal `blow`."""
-        watched = os.pidfd_open(self.pid)
+        watched, patience = _watched(self.pid)
         poll = select.poll()
-        for number in (watched, *self.pipes):
+        for number in (*watched, *self.pipes):
             poll.register(number, select.POLLIN)
         ended = False
         while not ended:
@@ -253,12 +142,13 @@ class Command:
                 os.killpg(self.pid, signal.SIGKILL)
                 break
             until = min(seconds, strike if strike is not None else seconds)
-            ready = poll.poll(max(1, (until - now) * 1000))
-            ended = any(number == watched for number, _ in ready)
+            ready = poll.poll(max(1, min(patience, until - now) * 1000))
+            ended = any(number in watched for number, _ in ready) or (not watched and _ended(self.pid))
             for number, _ in ready:
                 if number in self.pipes and not self._read(number):
                     poll.unregister(number)
-        os.close(watched)
+        for number in watched:
+            os.close(number)
         return self._outcome(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
 
     def stopped(self, seconds: float = 60) -> bool:
@@ -298,6 +188,18 @@ class Command:
         return Outcome(code, text, time.monotonic() - self.start, changes, outside, self.hung)
 
 
+def _watched(pid: int) -> tuple[list[int], float]:
+    """What becomes readable when a process ends, and how long to wait for it; systems without it are asked often."""
+    try:
+        return [os.pidfd_open(pid)], float("inf")
+    except OSError:
+        return [], 0.01
+
+
+def _ended(pid: int) -> bool:
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def call(arguments: Sequence[str], folder: Path, seconds: float = 60, fault: Fault = Fault()) -> Outcome:  # noqa: B008
     """Run a command to its end."""
     return Command(arguments, folder, fault).wait(seconds)
@@ -319,17 +221,19 @@ def prepare(place: Path) -> None:
     os.environ.update(
         OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_HOME=str(place / "hub"),
         PYTHONDONTWRITEBYTECODE="1", MPLCONFIGDIR=str(place / "plots"), NO_COLOR="1", COLUMNS="200",
-        CUDA_VISIBLE_DEVICES="",
+        CUDA_VISIBLE_DEVICES="", HEADWISE_CACHE="out",
     )  # fmt: skip
     if "headwise" in sys.modules:
         raise SystemExit("headwise was imported too early; interpreters that commands start must not have it.")
     sys.dont_write_bytecode = True
     sys.path.insert(0, str(SOURCES))
-    os.environ["PYTHONPATH"] = str(SOURCES)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
     for name in ("torch", "transformers", "safetensors.torch", "safetensors.numpy", "transformers.modeling_utils"):
         importlib.import_module(name)
     for name in ("transformers.models.llama.modeling_llama", "transformers.generation.utils"):
         importlib.import_module(name)
+    with contextlib.suppress(ImportError):  # which lists the fonts of the machine once
+        importlib.import_module("matplotlib.font_manager")
     interpreters.start(str(place / "python"))
     _announce_writers()
     importlib.import_module("headwise.cli.commands")
@@ -350,7 +254,7 @@ def import_all(names: Iterable[str]) -> None:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
-        raise SystemExit("an import started threads; a process with threads must not be forked.")
+        print("an import started threads: forked processes may hang; set OPENBLAS_NUM_THREADS=1.", flush=True)
     gc.freeze()
 
 

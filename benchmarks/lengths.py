@@ -4,14 +4,16 @@
     python benchmarks/lengths.py --print   # rewrite docs/LENGTHS.md from the committed results
     python benchmarks/lengths.py --check   # exit 1 if the page is not what the results say
 
-Every row is one plan, before or after the refit, made in one of two ways: for the whole context (calibration rows begin
-at random positions of it) or for the calibrated length alone (`--context` equal to `--length`, as before offsets). Both
-ways read the same calibration text. A result is written row by row: a run that was killed resumes.
+Every row is one plan, before or after the refit. A plan spends bits (the default: cached rows are coded) or drops whole
+directions, and is made in one of two ways: for the whole context (calibration rows begin at random positions of it) or,
+for directions only, for the calibrated length alone (`--context` equal to `--length`, as before offsets). Both ways
+read the same calibration text. A result is written row by row: a run that was killed resumes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 from dataclasses import replace
@@ -25,42 +27,52 @@ BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
 FIRST = 512  # the shortest length, unless rows of the calibration are shorter
 PASSAGES = 128  # of every distance
+NEAR = 2.0  # points of retrieval that a cut to 75% may lose
+SPENT = {"bits": "bits", "dims": "directions"}  # what a plan drops, and how the page calls it
 INTRO = """A cut that was calibrated on short rows can fail on long ones, because queries and keys after rotary depend
 on the position. Calibration rows therefore begin at random positions of the context that will be served (`--context`,
 by default the model's own). The tables show the increase of the loss in nats per token by length, on the same text at
 every length, with half of the 95% interval; and how often the model continues a random passage that it has read
-before, by the distance to it. `whole context` is the default. `calibrated length` is a run with `--context` equal to
-`--length`: what Headwise did before, and what other methods that project after rotary do."""
+before, by the distance to it. `bits` is the default: every direction of a cached row gets as many bits as it is worth.
+`directions` keeps some directions in 16 bits and drops the others (`--allow qk,v,mlp`). `whole context` is the default.
+`calibrated length` is a run with `--context` equal to `--length`: what Headwise did before, and what other methods that
+project after rotary do."""
 
 
 def measure(asked: argparse.Namespace) -> None:
     """Every pooling, way, budget and healing that is not in the result yet."""
     from headwise import pipeline
-    from headwise.runs.settings import Settings
+    from headwise.runs.settings import DEFAULT_UNITS, Settings
 
     found: dict[str, Any] = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
     settings = Settings(
         model=asked.model, data=asked.data, eval=asked.eval, tokens=asked.tokens, eval_tokens=asked.eval_tokens,
         swap_tokens=asked.swap_tokens, length=asked.length, heal="refit", device=asked.device, budgets=(BUDGETS[0],),
-        allow=("qk", "v", "mlp"),
     )  # fmt: skip
-    for pool in asked.pool or ("none", "all"):
-        for way, context in (("whole context", None), ("calibrated length", asked.length)):
-            wanted = replace(settings, pool=pool, context=context)
-            left = [text for text in asked.budget or BUDGETS if not _known(found, pool, way, text)]
-            if left:
-                bench = pipeline.load_source(wanted)
-                found |= _about(asked, settings, bench)
-                _measure_way(asked, wanted, bench, way, left, found)
+    ways: dict[str, int | None] = {"whole context": None, "calibrated length": asked.length}
+    for spend, pool, way in itertools.product(asked.spend or SPENT, asked.pool or ("none", "all"), asked.way or ways):
+        if spend == "bits" and way != "whole context":
+            continue
+        allow = DEFAULT_UNITS if spend == "bits" else ("qk", "v", "mlp")
+        wanted = replace(settings, pool=pool, context=ways[way], allow=allow)
+        left = [text for text in asked.budget or BUDGETS if not _known(found, spend, pool, way, text)]
+        if left:
+            bench = pipeline.load_source(wanted)
+            found |= _about(asked, settings, bench)
+            _measure_way(asked, wanted, bench, {"spend": spend, "pool": pool, "way": way}, left, found)
 
 
-def _known(found: dict[str, Any], pool: str, way: str, budget: str) -> bool:
-    rows = [(row["pool"], row["way"], row["budget"], row["heal"]) for row in found["rows"]]
-    return (pool, way, budget, "refit") in rows
+def _known(found: dict[str, Any], spend: str, pool: str, way: str, budget: str) -> bool:
+    rows = [(_spend(row), row["pool"], row["way"], row["budget"], row["heal"]) for row in found["rows"]]
+    return (spend, pool, way, budget, "refit") in rows
+
+
+def _spend(row: dict[str, Any]) -> str:
+    return str(row.get("spend", "dims"))  # all that earlier results measured
 
 
 def _measure_way(
-    asked: argparse.Namespace, settings: Any, bench: Any, way: str, budgets: list[str], found: dict[str, Any]
+    asked: argparse.Namespace, settings: Any, bench: Any, way: dict[str, str], budgets: list[str], found: dict[str, Any]
 ) -> None:
     """Probe once, then cut and refit to every budget."""
     from headwise import heal, pipeline
@@ -79,7 +91,7 @@ def _measure_way(
         refitted, _ = heal.healed("refit", bench.job(settings, fitted.model))
         for name, model in (("none", fitted.model), ("refit", refitted)):
             told = certificate.measure(family, bench.model, model, rows)
-            row = {"pool": settings.pool, "way": way, "budget": budget, "heal": name}
+            row: dict[str, Any] = {**way, "budget": budget, "heal": name}
             row["lengths"] = [length.to_json() for length in told.lengths]
             row["retrieval"] = [distance.to_json() for distance in told.retrieval]
             found["rows"].append(row)
@@ -110,7 +122,7 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
 
 def _line(row: dict[str, Any]) -> str:
     damages = "  ".join(f"{found['length']}: {found['damage']:.4f}" for found in row["lengths"])
-    return f"{row['pool']:5} {row['way']:18} {row['budget']} {row['heal']:6} {damages}"
+    return f"{_spend(row)} {row['pool']:5} {row['way']:18} {row['budget']} {row['heal']:6} {damages}"
 
 
 def page(folder: Path = RESULTS) -> str:
@@ -132,13 +144,15 @@ def _section(result: dict[str, Any]) -> list[str]:
     sizes = sorted({found["length"] for row in result["rows"] for found in row["lengths"]})
     title = f"{result['name']}, {sizes[-1]:,} tokens of context, calibrated on rows of {result['length']:,}"
     lines = [f"## {title}", ""]
-    lines += [f"| heads | cache kept | healing | calibrated for | {' | '.join(f'{size:,}' for size in sizes)} |"]
-    lines += ["| --- |" + " --- |" * (3 + len(sizes))]
+    lines += [
+        f"| spends | heads | cache kept | healing | calibrated for | {' | '.join(f'{size:,}' for size in sizes)} |"
+    ]
+    lines += ["| --- |" + " --- |" * (4 + len(sizes))]
     for row in sorted(result["rows"], key=_order):
         known = {found["length"]: _cell(found) for found in row["lengths"]}
         cells = " | ".join(known.get(size, "not measured") for size in sizes)
-        heads = "pooled" if row["pool"] != "none" else "by themselves"
-        lines.append(f"| {heads} | {row['budget'].removeprefix('kv=')} | {row['heal']} | {row['way']} | {cells} |")
+        kept = row["budget"].removeprefix("kv=")
+        lines.append(f"| {SPENT[_spend(row)]} | {_heads(row)} | {kept} | {row['heal']} | {row['way']} | {cells} |")
     lines += ["", *_judged(result, sizes[-1]), *_retrieved(result)]
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines.append(
@@ -149,7 +163,12 @@ def _section(result: dict[str, Any]) -> list[str]:
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["pool"] == "none", -float(row["budget"][3:-1]), row["heal"] != "none", row["way"] != "whole context"
+    size = -float(row["budget"][3:-1])
+    return _spend(row), row["pool"] == "none", size, row["heal"] != "none", row["way"] != "whole context"
+
+
+def _heads(row: dict[str, Any]) -> str:
+    return "pooled" if row["pool"] != "none" else "by themselves"
 
 
 def _cell(found: dict[str, Any]) -> str:
@@ -157,16 +176,18 @@ def _cell(found: dict[str, Any]) -> str:
 
 
 def _judged(result: dict[str, Any], full: int) -> list[str]:
-    """Where the damage at the full context stays near that at the first length, per way."""
+    """Where the damage at the full context stays near that at the first length, by what is spent and by way."""
     lines = []
-    for way in ("whole context", "calibrated length"):
-        rows = [row for row in result["rows"] if row["way"] == way and row["lengths"][-1]["length"] == full]
+    for spend, way in (("bits", "whole context"), ("dims", "whole context"), ("dims", "calibrated length")):
+        whole = [row for row in result["rows"] if row["lengths"][-1]["length"] == full]
+        rows = [row for row in whole if row["way"] == way and _spend(row) == spend]
+        what = f"- {SPENT[spend].capitalize()}, calibrated for the {way}:"
         if not rows:
-            lines.append(f"- Calibrated for the {way}: not measured.")
+            lines.append(f"{what} not measured.")
             continue
         held = [row for row in rows if _holds(row)]
-        lost = [f"{row['pool']} {row['budget']} {row['heal']}" for row in rows if row not in held]
-        words = f"- Calibrated for the {way}: {len(held)} of {len(rows)} cuts have at most {FACTOR:g} times the damage"
+        lost = [f"heads {_heads(row)} {row['budget']} {row['heal']}" for row in rows if row not in held]
+        words = f"{what} {len(held)} of {len(rows)} plans have at most {FACTOR:g} times the damage"
         words += f" of the first length plus {ABOVE:g} nats at the full context"
         lines.append(words + (f"; not: {', '.join(lost)}." if lost and len(lost) < len(rows) else "."))
     return lines
@@ -177,21 +198,29 @@ def _holds(row: dict[str, Any]) -> bool:
 
 
 def _retrieved(result: dict[str, Any]) -> list[str]:
-    """Retrieval of the refitted models at the farthest distance at which the source does it at all."""
+    """Retrieval of the refitted models: the largest loss at any distance, and where the source hardly does it."""
     lines = []
     for row in sorted(result["rows"], key=_order):
         able = [found for found in row["retrieval"] if found["accuracy_before"] >= 0.1]
         if row["heal"] != "refit" or not able:
             continue
-        far = able[-1]
-        change = 100 * (far["accuracy_after"] - far["accuracy_before"])
-        half = 50 * (far["accuracy_change_high"] - far["accuracy_change_low"])
-        heads = "pooled" if row["pool"] != "none" else "by themselves"
-        lines.append(
-            f"- Retrieval over {far['distance']:,} tokens, heads {heads}, {row['budget']}, {row['way']}: "
-            f"{100 * far['accuracy_before']:.1f}% before, {change:+.1f} points ± {half:.1f}."
-        )
+        worst = min(able, key=_change)
+        half = 50 * (worst["accuracy_change_high"] - worst["accuracy_change_low"])
+        words = f"- Retrieval, {SPENT[_spend(row)]}, heads {_heads(row)}, {row['budget']}, {row['way']}: "
+        words += f"most is lost over {worst['distance']:,} tokens, {100 * worst['accuracy_before']:.1f}% before, "
+        words += f"{_change(worst):+.1f} points ± {half:.1f}"
+        far = row["retrieval"][-1]
+        if far not in able:
+            words += f"; over {far['distance']:,} tokens {100 * far['accuracy_before']:.1f}%, {_change(far):+.1f}"
+        if row["budget"] == "kv=75%":
+            near = min(map(_change, row["retrieval"])) >= -NEAR
+            words += f"; within {NEAR:g} points everywhere: {'yes' if near else 'no'}"
+        lines.append(f"{words}.")
     return lines or ["- Retrieval: the source does not continue a random passage at any distance."]
+
+
+def _change(found: dict[str, Any]) -> float:
+    return float(100 * (found["accuracy_after"] - found["accuracy_before"]))
 
 
 def main() -> None:
@@ -201,6 +230,8 @@ def main() -> None:
     parser.add_argument("--name", help="of the model on the page")
     parser.add_argument("--budget", action="append")
     parser.add_argument("--pool", action="append")
+    parser.add_argument("--spend", action="append", choices=list(SPENT))
+    parser.add_argument("--way", action="append", choices=("whole context", "calibrated length"))
     parser.add_argument("--data")
     parser.add_argument("--eval")
     parser.add_argument("--tokens", type=int, default=131_072)

@@ -15,6 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "RELIABILITY.md"
 RESULT = HERE / "results" / "faults.json"
+MORE = HERE / "results" / "faults-more.json"  # of scenarios whose packages the first machine had not
 PROMISES = """# Reliability
 
 What Headwise promises when something goes wrong:
@@ -28,8 +29,10 @@ What Headwise promises when something goes wrong:
 - **A full disk, too little memory**: one line with exit code 2. With space again, the same command resumes.
 - **Two processes** in one run folder: the second is refused in one line that names the first, which continues
   undisturbed.
-- **Damaged files**: a command accepts them or refuses them in one line. No traceback, no endless loop, no change
-  outside the run folder.
+- **Damaged files and odd arguments**: a command accepts them or refuses them in one line. No traceback, no endless
+  loop, no change outside the run folder.
+- **What is written elsewhere** (exports, designs, pictures, comparisons of runs) is there whole or not at all. After a
+  kill, the same command finishes it and removes what was left.
 """
 METHOD = """## How it is tested
 
@@ -45,7 +48,8 @@ weights), so that a command takes about a second; commands, files and formats ar
 - Then the same command runs again, and its folder is compared with the reference.
 - Damaged inputs are files of every kind that Headwise reads, with flipped, lost or added bytes, other values, deep
   nesting and false headers, or with something else in their place (a folder, a pipe, a link to nowhere). Each is
-  read by a command under a limit of {longest} seconds, while every change of a file is watched.
+  read by a command under a limit of {longest} seconds, while every change of a file is watched. A tenth of them are
+  command lines of every command with one odd value, or with one too many or too few (the rows `arguments`).
 """
 COLUMNS = {
     "stuck": "the command cannot be finished",
@@ -67,7 +71,9 @@ LIMITS = """## What is not covered
 - Network file systems, several machines on one folder, systems other than Linux.
 - A kill during a write is represented by half of the file; other parts of a file were not tried.
 - Compiled code that gets no memory may end the process without a message; the run must still resume.
-- `headwise search`: what a killed trial leaves is decided by Optuna's storage.
+- `headwise search`: what a killed trial found is lost; the study resumes with another trial.
+- `headwise demo` is killed nowhere: it is `headwise run` with given settings. Engines (`verify --engine`) are not
+  started: without one the command must end in one line, which is among the odd arguments.
 - Models of real size, GPUs and several processes of one run (`torchrun`): the code that writes files is the same.
 - That a damaged file is *noticed*: a changed weight or a changed word of text is a legal input.
 """
@@ -127,24 +133,39 @@ def failures(result: dict[str, Any]) -> list[str]:
     return ["## What went wrong", "", told, "", *(f"- {' '.join(words.split())}" for words in result["failures"]), ""]
 
 
-def page(result: dict[str, Any]) -> str:
-    """The whole page."""
-    asked = result["settings"]
+def measured(result: dict[str, Any]) -> list[str]:
+    """Which cases, where and when, and everything that was counted."""
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
-    counts = f"{result['cases']:,} of {result['asked']:,} cases"
-    about = f"{counts} with seed {asked['seed']} on commit {result['commit']}, {result['date']}, {place}, {made}."
+    counts = f"{result['cases']:,} of {result['asked']:,} cases with seed {result['settings']['seed']}"
+    about = f"{counts} on commit {result['commit']}, {result['date']}, {place}, {made}."
+    left = [f"{name} (without {package})" for name, package in result.get("left_out", {}).items()]
+    lines = [about, "", *([f"Not run on this machine: {', '.join(left)}.", ""] if left else [])]
+    return [*lines, *crashes(result), *beside(result), *files(result), *failures(result)]
+
+
+def page(result: dict[str, Any], more: dict[str, Any] | None = None) -> str:
+    """The whole page; `more` is what another machine did."""
+    asked = result["settings"]
     method = METHOD.format(crashes=asked["crashes"], mutations=asked["mutations"], longest=30)
     same = ["Not compared byte for byte:", "", *(f"- {words}" for words in result["normalised"]), ""]
-    parts = [PROMISES, method, *same, about, "", *crashes(result), *beside(result), *files(result), *failures(result)]
+    parts = [PROMISES, method, *same, *measured(result)]
+    if more is not None:
+        again = "\n".join(measured(more)).replace("\n## ", "\n### ")
+        parts += ["## On a machine with other packages", "", again]
     return "\n".join([*parts, LIMITS])
+
+
+def written() -> str:
+    """The page of the committed results."""
+    return page(json.loads(RESULT.read_text()), json.loads(MORE.read_text()) if MORE.exists() else None)
 
 
 def main() -> None:
     """Rewrite or check."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--check", action="store_true")
-    made = page(json.loads(RESULT.read_text()))
+    made = written()
     if parser.parse_args().check:
         sys.exit(0 if PAGE.read_text() == made else "docs/RELIABILITY.md is stale; run benchmarks/reliability.py")
     PAGE.write_text(made)

@@ -153,6 +153,15 @@ def test_only_what_a_file_holds_is_rounded(source: Path, tmp_path: Path) -> None
         assert torch.equal(llama.run(found.float(), rows), llama.run(again, rows)), "the proof is of what was stored"
 
 
+def test_equal_proofs_have_equal_bytes(tmp_path: Path) -> None:
+    proof, found = tmp_path / "proof.safetensors", set()
+    for _ in range(8):
+        exactness.save_proof({"logits": torch.ones(1)}, proof, "AutoModel", "bfloat16", "cuda")
+        found.add(proof.read_bytes())
+    assert len(found) == 1, "a run that was killed and resumed ends in the same bytes"
+    assert exactness._read_proof(proof)[0] == ("AutoModel", "bfloat16", "cuda")
+
+
 def test_a_full_disk_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = tmp_path / "proof.safetensors"
     exactness.save_proof({"logits": torch.ones(1)}, proof, "AutoModel")

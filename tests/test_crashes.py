@@ -159,7 +159,7 @@ def test_a_full_disk_is_one_line_and_the_run_resumes(world: Settings, tmp_path: 
 
 
 def test_short_lived_files_lie_on_the_disk_of_the_run(tmp_path: Path) -> None:
-    with disk.scratch(tmp_path) as made:
+    with disk.scratch(tmp_path / "logits") as made:
         (made / "logits").write_bytes(b"x")
         assert made.parent == tmp_path and disk.is_temporary(made.name)
     assert not list(tmp_path.iterdir())

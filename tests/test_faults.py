@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import fault_cases  # noqa: E402
 import folders  # noqa: E402
 import reliability  # noqa: E402
-from forks import Change  # noqa: E402
+from watched import Change  # noqa: E402
 
 SLICE = [
     "--crashes",
@@ -132,4 +132,4 @@ def test_failures_are_counted_by_case_and_told_in_words():
 
 def test_the_page_is_what_the_result_says():
     if reliability.RESULT.exists():
-        assert reliability.PAGE.read_text() == reliability.page(json.loads(reliability.RESULT.read_text()))
+        assert reliability.PAGE.read_text() == reliability.written()

@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,11 @@ from report_parts import make_verdict
 from headwise import strategies
 from headwise.budgets import parse
 from headwise.errors import BudgetError, DataError, HeadwiseError, OutputError, PlanError
+from headwise.exports import export
 from headwise.files import disk
 from headwise.report._commands import another_budget, how_to_make
+from headwise.research.train.claim import held as training_in
+from headwise.research.train.settings import TrainSettings
 from headwise.runs import aside, fingerprint
 from headwise.runs.folder import OWN, RunFolder
 from headwise.runs.lock import locked
@@ -334,6 +338,12 @@ def test_stages_ask_for_the_lock(finished: RunFolder) -> None:
             allocate_in(finished.path, ("kv=60%",), "exact", ALLOW, False, 0)
         with pytest.raises(OutputError, match="in use by process"):
             write_report(finished)
+        other = TrainSettings(config="nothing", data="nothing")
+        with pytest.raises(OutputError, match="in use by process"), training_in(finished.path, other):
+            pass
+        if find_spec("gguf"):
+            with pytest.raises(OutputError, match="in use by process"):
+                export(finished.path, "gguf", finished.path / "model.gguf")
     finally:
         process.kill()
         process.wait()

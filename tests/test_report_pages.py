@@ -275,8 +275,11 @@ def test_figures_are_written_as_svg_and_png(tmp_path: Path) -> None:
     for path in paths:
         if path.suffix == ".svg":
             ElementTree.parse(path)
+    assert save_figures(dossier, tmp_path / "figures") == paths, "the same again, as after a kill"
+    paths[1].write_text("a picture of somebody else")
     with pytest.raises(OutputError, match="exists already; choose another --figures"):
         save_figures(dossier, tmp_path / "figures")
+    assert paths[1].read_text() == "a picture of somebody else"
 
 
 def test_the_terminal_shows_heads_sizes_and_removed_layers(capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

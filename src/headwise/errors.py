@@ -70,4 +70,6 @@ def known_reason(error: BaseException) -> str | None:
     """One line for an error of another library that the user can act on; None for one that is not known."""
     if is_out_of_memory(error):
         return NO_MEMORY
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{str(error.filename)[:200]} cannot be read or written ({error.strerror})."
     return WRONG_TORCHVISION if is_wrong_torchvision(error) else None

@@ -103,7 +103,8 @@ def save_proof(
     given: dict[str, torch.Tensor], path: Path, auto: str, dtype: str = "float32", device: str = "cpu"
 ) -> None:
     """Store a model's inputs and its `logits`; `auto` names the class that loads it. Float32 is computed on the CPU."""
-    noted = {"auto": auto, "dtype": dtype, "device": "cpu" if dtype == "float32" else device}
+    how = f"{auto} {dtype} {'cpu' if dtype == 'float32' else device}"
+    noted = {"how": how}  # one word: safetensors writes several in a random order, and equal runs have equal bytes
     save_file({name: tensor.cpu().contiguous() for name, tensor in given.items()}, path, metadata=noted)
 
 
@@ -188,9 +189,8 @@ def _read_proof(proof: Path) -> tuple[tuple[str, str, str], torch.Tensor]:
     """The class that loads the model, format and device that it is computed in; its logits before it was saved."""
     advice = "run headwise heal again"
     noted = tensors.metadata(proof, advice=advice)
-    auto, dtype, device = (
-        noted.get("auto", "AutoModelForCausalLM"), noted.get("dtype", "float32"), noted.get("device", "cpu")
-    )  # fmt: skip
+    earlier = (noted.get("auto", "AutoModelForCausalLM"), noted.get("dtype", "float32"), noted.get("device", "cpu"))
+    auto, dtype, device = [*noted.get("how", " ".join(earlier)).split(" "), "", "", ""][:3]
     logits = tensors.read(proof, advice=advice).get("logits")
     known = auto in families.TASKS.values() and dtype in FORMATS and device in ("cpu", "cuda")
     if not known or logits is None or not logits.is_floating_point():

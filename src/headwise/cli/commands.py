@@ -312,7 +312,7 @@ def main() -> None:
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
-    except (MemoryError, SystemError, RuntimeError, ImportError) as error:
+    except (MemoryError, SystemError, RuntimeError, ImportError, OSError) as error:
         if not (reason := known_reason(error)):
             raise
         typer.echo(f"error: {reason}", err=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +16,7 @@ from headwise.files import disk
 from headwise.progress import Track, silently, stage
 from headwise.registry import find
 from headwise.runs.folder import RunFolder
+from headwise.runs.lock import output
 
 FACTS = "export.json"  # in a folder that was exported: what it is
 
@@ -38,22 +41,29 @@ def export(
     for package in plug_in.NEEDS:
         if find_spec(package) is None:
             raise HeadwiseError(f'--to {to} needs the package {package}; type: pip install "headwise[{plug_in.EXTRA}]"')
-    model = model_of(folder)
-    path = Path(out) if out else _beside(Path(folder), model, plug_in.SUFFIX)
-    _refuse(path, model, overwrite, plug_in.SUFFIX)
-    with stage(track, "loading the model"):
-        from headwise import families
+    with _held(folder):
+        model = model_of(folder)
+        path = Path(out) if out else _beside(Path(folder), model, plug_in.SUFFIX)
+        found: dict[str, Any] = {"out": str(path), "format": to, "source": model}
+        with output(path, "export"):
+            _refuse(path, model, overwrite, plug_in.SUFFIX)
+            with stage(track, "loading the model"):
+                from headwise import families
 
-        loaded, reader = families.load(model)
-    asked = ExportRequest(model, loaded, reader, chosen, track)
-    found: dict[str, Any] = {"out": str(path), "format": to, "source": model}
-    with disk.explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if plug_in.SUFFIX == ".gguf":
-            disk.write_file(path, lambda new: found.update(plug_in.write(asked, new)))
-        else:
-            disk.write_folder(path, lambda new: _fill(new, found, plug_in.write(asked, new)))
+                loaded, reader = families.load(model)
+            asked = ExportRequest(model, loaded, reader, chosen, track)
+            if plug_in.SUFFIX == ".gguf":
+                disk.write_file(path, lambda new: found.update(plug_in.write(asked, new)))
+            else:
+                disk.write_folder(path, lambda new: _fill(new, found, plug_in.write(asked, new)))
     return {**found, "options": asdict(chosen)}
+
+
+def _held(folder: Path | str) -> AbstractContextManager[None]:
+    """Keep commands out of a run folder that would replace its model meanwhile; one that is read-only has none."""
+    run = RunFolder(folder)
+    ours = run.path.is_dir() and os.access(run.path, os.W_OK) and run.is_ours()
+    return run.held("export") if ours else nullcontext()
 
 
 def model_of(folder: Path | str) -> str:
@@ -70,6 +80,8 @@ def _beside(folder: Path, model: str, suffix: str) -> Path:
     """Where an export goes if nothing is said: into a run folder, or beside the folder of a model."""
     if Path(model) != folder:
         return folder / f"model{suffix}"
+    if folder.is_dir():
+        return folder.resolve().with_name(folder.resolve().name + suffix)  # a name such as model-1.7B is kept whole
     return (folder if folder.exists() else Path(folder.name)).with_suffix(suffix)
 
 

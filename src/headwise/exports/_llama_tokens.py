@@ -52,7 +52,7 @@ def vocabulary(tokenizer: Any, size: int, form: str = "text") -> dict[str, Any]:
     if rule is None:
         raise _unknown("it splits text in a way of its own before words are merged")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
-    return found | {"tokenizer_model": "gpt2", "tokenizer_pre": rule, "token_merges": merges}
+    return found | {"tokenizer_model": "gpt2", "tokenizer_pre": rule, "token_merges": merges or NO_MERGES}
 
 
 def _unknown(why: str) -> ModelError:
@@ -65,6 +65,9 @@ def _unknown(why: str) -> ModelError:
 def _words(spec: dict[str, Any], size: int) -> list[tuple[str, int]]:
     """Every token's word and its kind, in the order of their numbers."""
     found = [(f"[unused {number}]", UNUSED) for number in range(size)]
+    numbers = [*spec["model"]["vocab"].values(), *(token["id"] for token in spec.get("added_tokens", ()))]
+    if beyond := [number for number in numbers if not 0 <= number < size]:
+        raise ModelError(f"the tokenizer has a token {beyond[0]}, and the model's table {size} rows; export another.")
     for word, number in spec["model"]["vocab"].items():
         byte = spec["model"].get("byte_fallback") and len(word) == 6 and word.startswith("<0x")
         found[number] = (word, BYTE if byte else NORMAL)

@@ -36,8 +36,8 @@ class KernelTable:
             found = read_object(self.file)
             if found["version"] != VERSION:
                 return {}
-            return {str(key): {"path": str(row["path"]), "ms": dict(row["ms"])} for key, row in found["rows"].items()}
-        except (HeadwiseError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return {str(key): _row(row) for key, row in found["rows"].items()}
+        except (HeadwiseError, OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError) as error:
             warnings.warn(f"{self.file} cannot be read ({error}); kernels are measured anew.", stacklevel=2)
             return {}
 
@@ -62,3 +62,7 @@ class KernelTable:
         """Forget everything."""
         self.rows = {}
         self.file.unlink(missing_ok=True)
+
+
+def _row(row: dict[str, Any]) -> dict[str, Any]:
+    return {"path": str(row["path"]), "ms": {str(name): float(time) for name, time in row["ms"].items()}}

@@ -58,7 +58,7 @@ def write_file(path: Path, write: Callable[[Path], object], beside: Path | None 
 
     `beside` is where that folder is made, where a kill must leave nothing in the folder of `path`.
     """
-    with scratch(beside or path.parent) as made:
+    with scratch((beside or path.parent) / path.name) as made:
         new = made / path.name
         write(new)
         new.chmod(0o644)
@@ -132,6 +132,16 @@ def recover(folder: Path, work: tuple[str, ...] = ()) -> None:
         _recover_below(folder / name)
 
 
+def recover_one(path: Path) -> None:
+    """`recover` for one file or folder whose neighbours are not ours."""
+    ours = re.compile(re.escape(UNFINISHED + path.name) + r"\.[0-9a-f]{8}")
+    for left in sorted(path.parent.iterdir()) if path.parent.is_dir() else ():
+        if left.name == WHOLE + path.name:
+            _forward(left, path)
+        elif ours.fullmatch(left.name):
+            remove(left)
+
+
 def _recover_below(folder: Path) -> None:
     """`recover` at every depth of a folder in which all is ours: hidden names there are temporary ones."""
     for where, folders, files in os.walk(folder):
@@ -168,9 +178,9 @@ def explained(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def scratch(folder: Path) -> Iterator[Path]:
-    """A folder for short-lived files on the disk of a run, and not where the system keeps temporary files."""
-    made = temporary(folder / "scratch")
+def scratch(path: Path) -> Iterator[Path]:
+    """A folder beside `path` for short-lived files, and not where the system keeps temporary files."""
+    made = temporary(path)
     made.mkdir(parents=True)
     try:
         yield made

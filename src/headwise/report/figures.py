@@ -6,10 +6,12 @@ The same charts as on the page; only the drawing differs.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headwise.errors import OutputError
+from headwise.files import disk
 from headwise.report import _pictures as pictures
 from headwise.report._bits import PARTS, WHOLE, bit_rows, bit_words, is_coded
 from headwise.report._chart import Axis, Chart, RowChart, Series
@@ -17,9 +19,10 @@ from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
 from headwise.report._healing import healing_parts
 from headwise.report._tables import SIZE_LABELS
-from headwise.report.plots import PALETTE, SUFFIXES, new_figure, save
+from headwise.report.plots import PALETTE, SUFFIXES, encoded, new_figure
 from headwise.runs.dossier import Dossier
-from headwise.types import BITS, CUTS, UNITS, Plan
+from headwise.runs.lock import locked
+from headwise.types import BITS, CUTS, UNITS, Plan, write_atomically
 from headwise.types.unit import LABELS
 
 if TYPE_CHECKING:
@@ -35,15 +38,20 @@ Picture = Plan | Chart | RowChart
 
 def save_figures(dossier: Dossier, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write every picture that the dossier has data for; files that are there already are refused or replaced."""
-    found = charts(dossier)
-    paths = [folder / f"{name}{suffix}" for name in found for suffix in SUFFIXES]
-    if (there := [path for path in paths if path.exists()]) and not overwrite:
-        raise OutputError(f"{there[0]} exists already; choose another --figures or add --overwrite.")
-    for name, picture in found.items():
-        figure = _drawn(picture)
-        for suffix in SUFFIXES:
-            save(figure, folder / f"{name}{suffix}")
-    return paths
+    drawn = {folder / f"{n}{s}": encoded(f, s) for n, f in _all_drawn(dossier) for s in SUFFIXES}
+    with disk.explained(folder), locked(folder, "report"):
+        for path, content in drawn.items():
+            disk.recover_one(path)
+            if not overwrite and path.exists() and not (path.is_file() and path.read_bytes() == content):
+                raise OutputError(f"{path} exists already; choose another --figures or add --overwrite.")
+        for path, content in drawn.items():
+            write_atomically(path, content)
+    return list(drawn)
+
+
+def _all_drawn(dossier: Dossier) -> Iterator[tuple[str, Figure]]:
+    for name, picture in charts(dossier).items():
+        yield name, _drawn(picture)
 
 
 def charts(dossier: Dossier) -> dict[str, Picture]:

@@ -57,15 +57,20 @@ def new_figure(width: float = 7.0, height: float = 4.0) -> Figure:
 
 def save(figure: Figure, path: Path) -> None:
     """Write SVG or PNG by the suffix: the same figure gives the same bytes, and a reader never sees half a file."""
-    matplotlib = _matplotlib()
-    suffix, drawn = check_suffix(path), io.BytesIO()
-    with matplotlib.rc_context(STYLE):
-        metadata = {"Date": None} if suffix == ".svg" else None
-        figure.savefig(drawn, format=suffix[1:], dpi=160, metadata=metadata)
+    content = encoded(figure, check_suffix(path))
     try:
-        write_atomically(path, drawn.getvalue())
+        write_atomically(path, content)
     except OSError as error:
         raise OutputError(f"{path} cannot be written ({error.strerror}); choose another file.") from None
+
+
+def encoded(figure: Figure, suffix: str) -> bytes:
+    """A figure as SVG or PNG."""
+    drawn = io.BytesIO()
+    with _matplotlib().rc_context(STYLE):
+        metadata = {"Date": None} if suffix == ".svg" else None
+        figure.savefig(drawn, format=suffix[1:], dpi=160, metadata=metadata)
+    return drawn.getvalue()
 
 
 def check_suffix(path: Path) -> str:

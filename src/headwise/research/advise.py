@@ -88,8 +88,8 @@ def amount(text: float | str, name: str) -> float:
 
 def usual_heads(width: int) -> int:
     """Heads of about 64 channels that share the width evenly, each of an even dimension."""
-    able = [count for count in range(1, width + 1) if width % (2 * count) == 0]
-    return min(able, key=lambda count: (abs(width / count - HEAD), count))
+    near = (dim for far in range(HEAD) for dim in (HEAD + far, HEAD - far) if dim > 0 and dim % 2 == 0)
+    return width // next(dim for dim in near if width % dim == 0)  # at the latest 2, as the width is even
 
 
 def _evidence(known: dict[str, Any], topic: str, shape: dict[str, int]) -> tuple[int, tuple[dict[str, Any], ...]]:

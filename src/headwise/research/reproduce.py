@@ -18,9 +18,11 @@ from typing import Annotated, Any
 import typer
 
 from headwise.errors import HeadwiseError
+from headwise.files import disk
 from headwise.files.json import read_object
 from headwise.research import evidence
 from headwise.research.evidence import REWRITE, Experiment
+from headwise.runs.lock import output
 
 RULES = "DESIGN_RULES.md"
 ADVICE = "src/headwise/research/advice.json"  # what `headwise advise` knows, so that it needs no repository
@@ -126,7 +128,9 @@ def _run(root: Path, experiment: str, how: dict[str, Any], as_json: bool) -> Non
             if every and not request.overwrite and old.exists():
                 typer.echo(f"{old} is kept; --overwrite runs it again.", err=True)
                 continue
-            results.append(bench.run(name, request, track))
+            with output(old, "reproduce"):
+                disk.recover_one(old.with_name(f".{name}-{request.size}.parts.json"))
+                results.append(bench.run(name, request, track))
             if not as_json:
                 typer.echo(f"{bench.summary(results[-1])}\n{old}\n")
     if as_json:

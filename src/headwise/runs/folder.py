@@ -73,8 +73,9 @@ class RunFolder:
 
         A folder that does not exist is made for a `new` run only. Errors of the disk end in one line.
         """
-        if not new and not self.path.is_dir():
-            self.require()
+        traces = (self.settings_file, self.ledger.file, self.path / aside.PREVIOUS, self.path / aside.MOVING)
+        if not new and not any(path.exists() for path in traces):
+            self.require()  # which says that there is no run: nothing is written into a folder of somebody else
         with disk.explained(self.path), locked(self.path, command) as taken:
             if taken:
                 self.recover()

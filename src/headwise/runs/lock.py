@@ -16,6 +16,7 @@ from datetime import datetime
 from pathlib import Path
 
 from headwise.errors import OutputError
+from headwise.files import disk
 
 NAME = ".headwise-lock"
 TAKEN = (errno.EAGAIN, errno.EACCES)
@@ -50,6 +51,27 @@ def locked(folder: Path, command: str, patience: float = 0.0) -> Iterator[bool]:
         with suppress(OSError):
             if made:
                 folder.rmdir()  # only if nothing was written
+
+
+@contextmanager
+def output(path: Path, command: str) -> Iterator[None]:
+    """Hold a file or folder that a command writes outside of a run folder, once what a kill left of it is gone.
+
+    Errors of the disk end in one line. Parents that were made for it go again if nothing is written.
+    """
+    where = Path(os.path.abspath(path))
+    if not where.name or (where.exists() and not where.is_file() and not where.is_dir()):  # such as /dev/null
+        raise OutputError(f"{path} cannot be replaced; choose another --out.")
+    made = [parent for parent in where.parents if not parent.exists()]
+    own = where.with_name(f"{disk.UNFINISHED}{where.name}.lock")
+    try:
+        with disk.explained(path), locked(own, command):
+            disk.recover_one(where)
+            yield
+    finally:
+        for folder in (own, *made):  # from the innermost
+            with suppress(OSError):
+                folder.rmdir()  # only if it is empty
 
 
 def _make(folder: Path) -> bool:

@@ -12,6 +12,7 @@ from headwise.errors import HeadwiseError, OutputError
 from headwise.files.card import facts_of
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
+from headwise.runs.lock import output
 from headwise.stages import frontier
 from headwise.types import VERSION, write_atomically
 
@@ -35,8 +36,6 @@ def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False
     """Write one page that compares several runs."""
     from headwise.report import compare
 
-    if out.exists() and not overwrite:
-        raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
     if len({path.resolve() for path in folders}) < len(folders):
         raise HeadwiseError("a run folder was given twice; name every run once.")
     names = [path.name for path in folders]
@@ -44,10 +43,10 @@ def write_comparison(folders: Sequence[Path], out: Path, overwrite: bool = False
     runs = {name: RunFolder(path) for name, path in zip(unique, folders, strict=True)}
     reports = {name: folder.report_file for name, folder in runs.items() if folder.report_file.exists()}
     links = {name: quote(os.path.relpath(path, out.parent)) for name, path in reports.items()}
-    try:
+    with output(out, "report"):
+        if out.exists() and not overwrite:
+            raise OutputError(f"{out} exists already; choose another --out or add --overwrite.")
         write_atomically(out, compare([(name, folder.dossier()) for name, folder in runs.items()], links))
-    except OSError as error:
-        raise OutputError(f"{out} cannot be written ({error.strerror}); choose another --out.") from None
 
 
 def solved(folder: RunFolder, dossier: Dossier) -> Dossier:

@@ -11,7 +11,9 @@ import typer
 
 from headwise import devices
 from headwise.errors import HeadwiseError, ModelError, OutputError
+from headwise.files import disk
 from headwise.research.designs import shapes
+from headwise.runs.lock import output
 from headwise.types import write_atomically
 
 LABELS = {
@@ -58,8 +60,9 @@ def command(
         _redesign(redesign, _numbers(depth, "depth"), _numbers(heads, "heads"), mlp_ratio, out, overwrite, as_json)
         return
     wanted = _strategies(strategy)
-    if out is not None and out.exists() and any(out.iterdir()) and not overwrite:
-        raise OutputError(f"{out} exists and is not empty; add --overwrite or give another --out.")
+    if out is not None:
+        with output(out, "design"):
+            _refuse(out, overwrite)
     from headwise.research.designs.proposals import design
 
     found = design(
@@ -82,15 +85,35 @@ def _answer(found: list[Any], about: dict[str, Any], out: Path | None, overwrite
     """Write and print the proposals."""
     text = json.dumps({**about, "length": found[0].length, "designs": [p.to_json() for p in found]}, indent=1)
     if out is not None:
-        for proposal in found:
-            proposal.write(out / proposal.strategy, overwrite)
-        write_atomically(out / "designs.json", text + "\n")
+        with output(out, "design"):
+            _refuse(out, overwrite)
+            _write(found, text + "\n", out)
     if as_json:
         typer.echo(text)
         return
     _table(found, found[0].length)
     if out is not None:
         typer.echo(f"{out}/designs.json; next: headwise train {out / found[-1].strategy} --data TEXT --out FOLDER")
+
+
+def _refuse(out: Path, overwrite: bool) -> None:
+    if out.exists() and not out.is_dir():
+        raise OutputError(f"{out} is a file; give another --out.")
+    if out.exists() and any(out.iterdir()) and not overwrite:
+        raise OutputError(f"{out} exists and is not empty; add --overwrite or give another --out.")
+
+
+def _write(found: list[Any], text: str, out: Path) -> None:
+    """Configurations and designs.json: a new folder at once, in one that holds files one after the other."""
+
+    def fill(folder: Path) -> None:
+        for proposal in found:
+            disk.recover_one(folder / proposal.strategy)
+            proposal.write(folder / proposal.strategy, True)
+        disk.recover_one(folder / "designs.json")
+        write_atomically(folder / "designs.json", text)
+
+    fill(out) if out.exists() and any(out.iterdir()) else disk.write_folder(out, fill)
 
 
 def _strategies(text: str) -> tuple[str, ...]:
@@ -170,8 +193,6 @@ def _redesign(
     """A timm model with another depth and other heads, counted beside its original."""
     if depth is None and heads is None and mlp_ratio is None:
         raise HeadwiseError("--redesign needs what should change: --depth, --heads or --mlp-ratio.")
-    if out is not None and out.exists() and not overwrite:
-        raise OutputError(f"{out} exists; add --overwrite or give another file with --out.")
     try:
         module = importlib.import_module("headwise.research.redesign")
         before, after = module.stock(name.removeprefix("timm:")), module.redesign(name, depth, heads, mlp_ratio, "meta")
@@ -187,7 +208,10 @@ def _redesign(
         "parameters_after": counts[1],
     }
     if out is not None:
-        write_atomically(out, json.dumps(found, indent=1) + "\n")
+        with output(out, "design"):
+            if out.exists() and not overwrite:
+                raise OutputError(f"{out} exists; add --overwrite or give another file with --out.")
+            write_atomically(out, json.dumps(found, indent=1) + "\n")
     share = 1 - counts[1] / counts[0]
     told = f"{name}: {counts[0] / 1e6:.1f}M -> {counts[1] / 1e6:.1f}M parameters ({share:.1%} fewer)"
     typer.echo(json.dumps(found, indent=1) if as_json else told)

@@ -6,8 +6,11 @@ that see the same storage, can share it: each runs the same command. Trials are 
 
 from __future__ import annotations
 
+import glob
+import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -146,7 +149,38 @@ def storage_of(where: str | None, out: Path) -> Any:
     path.parent.mkdir(parents=True, exist_ok=True)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     lock = JournalFileOpenLock(str(path.resolve()), STALE)
-    return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+    _mend(path, lock)
+    with _readable(path):
+        return JournalStorage(JournalFileBackend(str(path), lock_obj=lock))
+
+
+@contextmanager
+def _readable(where: Path | str) -> Iterator[None]:
+    """Turn what Optuna says of a damaged storage into one line."""
+    try:
+        yield
+    except (HeadwiseError, OSError):
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise DataError(f"the study in {where} cannot be read ({reason}); begin another with --out.") from None
+
+
+def _mend(path: Path, lock: Any) -> None:
+    """Remove what a worker that was killed left: names of its lock, and a line that it had not finished."""
+    for name in path.parent.glob(f"{glob.escape(path.name)}.lock*.rename"):
+        name.unlink(missing_ok=True)
+    if not path.is_file():
+        return
+    lock.acquire()
+    try:
+        with path.open("r+b") as file:
+            end = file.seek(0, os.SEEK_END)
+            while end and (file.seek(end - 1), file.read(1))[1] != b"\n":
+                end -= 1
+            file.truncate(end)
+    finally:
+        lock.release()
 
 
 def installed() -> Any:
@@ -169,14 +203,15 @@ def search(
 ) -> tuple[Any, Trials]:
     """Run trials until the study has as many as wanted, those of all workers counted, or time is over."""
     optuna = installed()
-    study = optuna.create_study(
-        storage=storage_of(storage, out),
-        study_name=name,
-        load_if_exists=True,
-        direction="minimize",
-        pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=1),
-    )
-    _same(study, settings)
+    with _readable(storage or out):
+        study = optuna.create_study(
+            storage=storage_of(storage, out),
+            study_name=name,
+            load_if_exists=True,
+            direction="minimize",
+            pruner=optuna.pruners.MedianPruner(n_startup_trials=START_UP, n_warmup_steps=1),
+        )
+        _same(study, settings)
     study.sampler = optuna.samplers.TPESampler(seed=settings.seed + len(study.trials))
     shared, start = Trials(settings), time.perf_counter()
     while (done := finished(study)) < settings.trials:

@@ -27,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+DIGITS = 19  # a number with as many or more is no size of anything
 Dim = Annotated[int, typer.Option(help="Budget D: the sum over all heads of their dimensions.")]
 TokenDim = Annotated[int, typer.Option(help="Dimension d of a token.")]
 Rho = Annotated[
@@ -192,14 +193,14 @@ def _group(text: str) -> Group:
     from headwise.research.theory.bound import Group
 
     heads, _, dim = text.lower().partition("x")
-    if not (heads.isdecimal() and dim.isdecimal()):
+    if not all(part.isdecimal() and len(part) < DIGITS for part in (heads, dim)):
         raise ShapeError(f"'{text}' is no group; give heads x dimension, such as --group 8x16.")
     return Group(int(heads), int(dim))
 
 
 def _integers(text: str, option: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+    if not all(part.isdecimal() and len(part) < DIGITS and int(part) > 0 for part in parts):
         raise HeadwiseError(f"'{text}' is no list of whole numbers above 0; try {option} 4,16,64.")
     return [int(part) for part in parts]
 
