@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kinds import when
+
 ROOT = Path(__file__).parents[1]
 ORDER = ("source", "per-head", "pooled", "coded", "parameters", "portable")  # the first kinds; others follow
 HEAD = """# Serving
@@ -20,10 +22,10 @@ Each model was cut in each way and given to each engine. "20/20" means: after 20
 64 tokens by greedy decoding as transformers did, ties aside. "no" means that the engine does not take such a model; the
 reason stands below the table. An empty cell was not tried.
 
-The cuts were made from few calibration tokens and without healing: this page shows that answers are the same, what the
-cache takes and how fast it is, not quality. Rows were measured at several commits of one day; each row of a result file
-names its own, where it has one, and for vLLM the runtime files beside some models were replaced by newer ones before
-they were served. Quantised weights have a page of their own: [quantisers](serving/quantisers.md).
+The cuts were made from few calibration tokens: this page shows that answers are the same, what the cache takes and how
+fast it is, not quality. All engines were given the same models (`benchmarks/kinds.py`), and each row of a result file
+names the commit that it was measured at. Quantised weights have a page of their own:
+[quantisers](serving/quantisers.md).
 """
 APART = "quantised weights"  # printed by benchmarks/serving_weights.py
 FIGURES = {  # an engine's own numbers -> their column
@@ -33,6 +35,9 @@ FIGURES = {  # an engine's own numbers -> their column
     "speed": ("times the source's speed, median and range", "{}"),
     "log_probability_error": ("largest error, nats", "{:.1e}"),
     "largest_difference": ("largest difference of log-probabilities", "{:.1e}"),
+    "largest_difference_as_run": ("the same with codes as each rounds them", "{:.1e}"),
+    "codes_that_differ": ("numbers with another code", "{:,}"),
+    "codes": ("of all numbers in codes", "{:,}"),
     "perplexity": ("perplexity, transformers", "{:.4f}"),
     "perplexity_in_engine": ("perplexity, engine", "{:.4f}"),
 }
@@ -76,7 +81,7 @@ def figures(result: dict[str, Any]) -> list[str]:
     names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
     shown = [row for row in result["rows"] if any(row.get(name) is not None for name in names)]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
-    made = f"{versions}; {result['hardware']}; {result['date']}, commit {result['commit']}."
+    made = f"{versions}; {result['hardware']}; {when(result['rows'])}."
     lines = [f"## {result['engine']}", "", made, ""]
     if names:
         rows = [
