@@ -27,7 +27,7 @@ fast it is, not quality. All engines were given the same models (`benchmarks/kin
 names the commit that it was measured at. Quantised weights have a page of their own:
 [quantisers](serving/quantisers.md).
 """
-APART = "quantised weights"  # printed by benchmarks/serving_weights.py
+APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
 FIGURES = {  # an engine's own numbers -> their column
     "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
     "cache_tokens": ("tokens in the cache", "{:,.0f}"),
@@ -93,16 +93,59 @@ def figures(result: dict[str, Any]) -> list[str]:
     return [*lines, *notes, ""] if notes else lines
 
 
+def under_load(result: dict[str, Any]) -> list[str]:
+    """Where more requests come than a cache holds, and the same requests where it holds all."""
+    shown = [{**row, "speed": with_speed(row).get("speed", "")} for row in result["rows"]]
+    first, versions = shown[0], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    heads = [
+        "model",
+        "kind",
+        "the cache",
+        "tokens in it",
+        "of the source",
+        "times the source's speed, median and range",
+    ]
+    rows = [
+        [r["model"], r["kind"], r["cache"], f"{r['cache_tokens']:,}", f"{r['source_cache_tokens']:,}", r["speed"]]
+        for r in shown
+    ]
+    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models by turns."
+    made = f"{versions}; {result['hardware']}; {when(shown)}."
+    return ["## vllm, more requests than the cache holds", "", asked, made, "", *table(heads, rows), ""]
+
+
+def tests(found: list[dict[str, Any]]) -> list[str]:
+    """What `make serve-test` found and how long it took."""
+    heads = ["tests", "passed", "failed", "skipped", "seconds", "with", "at"]
+    rows = [
+        [
+            one["file"], str(one["passed"]), str(one["failed"] + one["error"]), str(one["skipped"]),
+            f"{one['seconds']:,.0f}", ", ".join(f"{name} {version}" for name, version in one["versions"].items()),
+            f"{one['date']}, commit {one['commit']}",
+        ]
+        for one in found
+    ]  # fmt: skip
+    return ["## make serve-test", "", f"{found[0]['hardware']}.", "", *table(heads, rows), ""] if found else []
+
+
+def read(pattern: str) -> list[dict[str, Any]]:
+    """All results whose names fit."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob(pattern))]
+
+
 def main() -> None:
     """Write docs/SERVING.md."""
-    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("serving-*.json"))]
-    results = [result for result in results if result["engine"] != APART]
+    every = read("serving-*.json")
+    results = [result for result in every if result["engine"] not in APART]
     pages = sorted((ROOT / "docs" / "serving").glob("*.md"))
     lines = [HEAD, *overview(results), ""]
     if pages:
         lines += [f"How to use them: {', '.join(f'[{page.stem}](serving/{page.name})' for page in pages)}.", ""]
     for result in results:
         lines += figures(result)
+    for result in (result for result in every if result["engine"] == APART[1]):
+        lines += under_load(result)
+    lines += tests(read("serve-test-*.json"))
     (ROOT / "docs" / "SERVING.md").write_text("\n".join(lines).rstrip() + "\n")
 
 
