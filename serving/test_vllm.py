@@ -13,7 +13,7 @@ import torch
 HERE = Path(__file__).parent
 sys.path += [str(HERE.parent / "tests"), str(HERE.parent / "benchmarks")]
 
-import serving_cuts  # noqa: E402
+import kinds  # noqa: E402
 import tiny_models  # noqa: E402
 
 from headwise import families  # noqa: E402
@@ -55,15 +55,15 @@ def work(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def source():
-    engine, why = compare.start_source("vllm", str(serving_cuts.source("embedded")), torch.float32, False)
+    engine, why = compare.start_source("vllm", str(kinds.source("embedded")), torch.float32, False)
     assert engine is not None, why
     with engine:
         yield engine
 
 
-@pytest.mark.parametrize("kind", [kind for kind in serving_cuts.KINDS if kind != "coded"])
+@pytest.mark.parametrize("kind", [kind for kind in kinds.EVERY if kind != "coded"])
 def test_every_kind_of_cut_is_served(kind, work, source):
-    folder = serving_cuts.made("embedded", kind, work)
+    folder = kinds.made("embedded", kind, work)
     ours, _ = families.load(str(folder), "cpu")
     prompts = torch.randint(3, 4000, (4, 32)).tolist()
     found = compare.serve("vllm", str(folder), ours.eval(), prompts, source, trust=kind != "portable")
@@ -73,19 +73,19 @@ def test_every_kind_of_cut_is_served(kind, work, source):
 
 
 def test_without_trust_the_plug_in_serves(work):
-    folder = serving_cuts.made("embedded", "per-head, --serve vllm", work)
+    folder = kinds.made("embedded", "per-head, --serve vllm", work)
     with compare.start("vllm", str(folder), torch.float32, trust=False) as engine:
         assert engine.facts["tokens"] == 131_072
 
 
 def test_a_coded_cache_is_refused_with_what_to_type(work):
-    folder = serving_cuts.made("embedded", "coded", work)
+    folder = kinds.made("embedded", "coded", work)
     with pytest.raises(ModelError, match="--serve vllm"):
         compare.start("vllm", str(folder), torch.float32, trust=True)
 
 
 def test_verify_shows_what_the_engine_does(work):
-    folder = serving_cuts.made("embedded", "pooled, --serve vllm", work).parent
+    folder = kinds.made("embedded", "pooled, --serve vllm", work).parent
     done = subprocess.run(
         [sys.executable, "-m", "headwise", "verify", str(folder), "--engine", "vllm", "--json"],
         capture_output=True, text=True, stdin=subprocess.DEVNULL,

@@ -18,7 +18,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 from serving_weights import ENGINES, WORK
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
 from headwise import families
 from headwise.cuts import blind_moments, reshape, save
@@ -65,6 +65,18 @@ def test_weights_in_few_bits_answer_nearly_as_whole_ones(
     folder = folders[kind]
     model = loaded(folder, quantization_config=ENGINES[engine](bits))
     assert loss(model, folder) < loss(loaded(folder), folder) + {8: 0.1, 4: 0.5}[bits]
+
+
+@pytest.mark.parametrize("kind", ["per-head", "pooled"])
+def test_a_quantised_cache_of_transformers_holds_our_rows(folders: dict[str, Path], kind: str) -> None:
+    model = loaded(folders[kind])
+    ids = torch.randint(5, 4000, (1, 48), generator=torch.Generator().manual_seed(0))
+    few = {"backend": "hqq", "nbits": 8, "q_group_size": 32, "residual_length": 16, "axis_key": 1, "axis_value": 1}
+    cache = QuantizedCache(config=model.config, **few)
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(ids, **given)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **given), wanted)
+    assert cache.layers[0]._quantized_keys is not None, "most tokens lie in few bits"
 
 
 def test_peft_adapts_without_being_told_where_and_merges(folders: dict[str, Path]) -> None:

@@ -116,5 +116,9 @@ def in_words(found: dict[str, Any]) -> str:
     told.append(cache)
     if checked := found["checked"]:
         far = f"log-probabilities differ from ours by at most {checked['largest_difference']:.1e}"
+        if "codes" in checked:
+            share = f"{checked['codes_that_differ']:,} of {checked['codes']:,}"
+            far += f" where codes are equal; rounding moved {share} codes, and by up to "
+            far += f"{checked['largest_difference_as_run']:.1e} with those"
         told.append(f"run in {checked['engine']}: {far}")
     return "\n".join(told)

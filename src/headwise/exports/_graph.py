@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,18 +21,31 @@ class GraphCache(DynamicCache):
     """A cache that only appends: a class of its own, so that the runtime does nothing else for speed."""
 
 
+class ShownCache(GraphCache):
+    """A cache that shows a model the keys and values that an engine found, and holds the model's own."""
+
+    def __init__(self, shown: Tensors) -> None:
+        super().__init__()
+        self.shown = shown
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *more: Any, **kwargs: Any) -> Any:
+        """Append to the model's own and return the engine's."""
+        super().update(key_states, value_states, layer_idx, *more, **kwargs)
+        return self.shown[2 * layer_idx], self.shown[2 * layer_idx + 1]
+
+
 class GraphDecoder(nn.Module):
     """A decoder without objects: everything that it is given and gives back is a tensor."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, new_cache: Callable[[], GraphCache] = GraphCache) -> None:
         super().__init__()
-        self.model, self.layers = model, model.config.num_hidden_layers
+        self.model, self.layers, self.new_cache = model, model.config.num_hidden_layers, new_cache
 
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor, past: Tensors
     ) -> tuple[torch.Tensor, Tensors]:
         """Logits of new tokens, and keys and values of all, by layer in turn. The mask covers past and new tokens."""
-        cache = GraphCache()
+        cache = self.new_cache()
         for layer in range(self.layers):
             cache.update(past[2 * layer], past[2 * layer + 1], layer)
         tokens, every = input_ids.shape[1], attention_mask.shape[1]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from headwise.errors import HeadwiseError, ModelError
 from headwise.exports._asked import ExportOptions, ExportRequest
-from headwise.exports._graph import decoder, example, moving, unchanged
+from headwise.exports._graph import GraphDecoder, ShownCache, decoder, example, moving, unchanged
 from headwise.families import quietly
 from headwise.progress import stage
 
@@ -69,24 +69,51 @@ def _silent() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def compared(model: Any, run: Any, names: list[str], tolerance: float = TOLERANCE) -> dict[str, Any]:
+def compared(model: Any, run: Any, names: list[str]) -> dict[str, Any]:
     """The largest difference between a graph's log-probabilities and ours; a larger one than rounding is refused.
 
-    A cache in bits rounds: a difference in the last bit of a number can become one step of a code.
+    `run` gives logits, then keys and values of all layers. A cache in bits rounds: a difference in the last digit of a
+    number can become one step of a code, and then an answer differs by far more. So ours is also run on the engine's
+    own keys and values, whose codes are the same in both: there nothing but rounding may be left. How often codes
+    differ is told.
     """
     graph, family = decoder(model)
-    far = 0.0
+    coded = any(layer.coded for layer in family.shape_of(model.config).layers)
+    far, as_run, cached, codes = 0.0, 0.0, 0.0, torch.zeros(2, dtype=torch.long)
     for sizes in TRIED:
         given = example(model, family, sizes, seed=1)
         with torch.no_grad():
-            ours = graph(**given)[0].double().log_softmax(-1)
-        theirs = torch.as_tensor(run(fed(given, names))[0]).double().log_softmax(-1)
-        far = max(far, float((ours - theirs).abs().max()))
-    if any(layer.coded for layer in family.shape_of(model.config).layers):
-        tolerance = math.inf
-    if not far <= tolerance:
-        raise ModelError(f"the graph gives other answers (log-probabilities differ by up to {far:.1e}); not written.")
-    return {"largest_difference": far}
+            logits, own = graph(**given)
+            answer, *theirs = (torch.as_tensor(x) for x in run(fed(given, names)))
+            as_run = max(as_run, _apart(logits, answer))
+            if coded:
+                codes += _codes(model, own, theirs)
+                logits, own = GraphDecoder(model, partial(ShownCache, theirs))(**given)
+        far = max(far, _apart(logits, answer))
+        cached = max([cached, *(float((x - y).abs().max() / x.abs().max()) for x, y in zip(own, theirs, strict=True))])
+    if not max(far, cached) <= TOLERANCE:
+        told = f"log-probabilities differ by up to {far:.1e}, cached numbers by {cached:.1e} of the largest"
+        raise ModelError(f"the graph gives other answers ({told}); not written.")
+    differ, every = codes.tolist()
+    more = {"largest_difference_as_run": as_run, "codes_that_differ": differ, "codes": every} if coded else {}
+    return {"largest_difference": far, **more}
+
+
+def _apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The largest difference of two models' log-probabilities."""
+    return float((ours.double().log_softmax(-1) - theirs.double().log_softmax(-1)).abs().max())
+
+
+def _codes(model: Any, ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> torch.Tensor:
+    """How many numbers are read differently from a cache in bits, and how many there are."""
+    found = torch.zeros(2, dtype=torch.long)
+    for layer in (module for module in model.modules() if getattr(module, "coders", None)):
+        at = slice(2 * layer.layer_idx, 2 * layer.layer_idx + 2)
+        for coder, x, y in zip(layer.coders, ours[at], theirs[at], strict=True):
+            for one in (coder, coder.fine):
+                differ = one.rounded(x) != one.rounded(y)
+                found += torch.tensor([int(differ.sum()), differ.numel()])
+    return found
 
 
 def fed(given: dict[str, Any], names: list[str]) -> dict[str, Any]:

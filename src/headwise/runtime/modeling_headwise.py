@@ -27,9 +27,9 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import recording, saving, telling
+from .softmax_headwise import PAGED, filled, paged, paged_size, refuse_paged, served, tell_engine
 from .softmax_headwise import added as _added
 from .softmax_headwise import eager as _eager
-from .softmax_headwise import filled, paged, paged_size, refuse_paged, tell_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,13 +122,14 @@ class SoftmaxAttention(nn.Module):
         self.num_key_value_groups = sharing  # query heads that share one key/value head
         self.pooled = False  # whether that is a row of several heads, which the fused CPU kernel reads for every query
         self.softcap, self.sliding_window = part("softcap"), part("sliding_window")
+        self.paged = paged(self.config)  # an engine owns the cache; a configuration takes long to ask
 
     def forward(
         self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The heads' outputs (B, T, H, V) before the output projection, and the weights if the kernel gives them."""
         # A mask of ours (`masked=True`) is no common one: few kernels take it.
-        name, masked = self.config._attn_implementation, kwargs.pop("masked", False)
+        name, masked = PAGED if self.paged else self.config._attn_implementation, kwargs.pop("masked", False)
         if masked and name == "eager":
             attention_mask = _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         elif masked:
@@ -146,7 +147,7 @@ class SoftmaxAttention(nn.Module):
             q_BHTK, k_BGTK, v_BGTV = (filled(x, width) for x in (q_BHTK, k_BGTK, v_BGTV))
         if self.scales_queries:
             q_BHTK, k_BGTK = q_BHTK * self.scaling, k_BGTK.contiguous()  # in memory as stock code has them
-        if paged(self.config):
+        if self.paged:
             q_BHTK, k_BGTK, v_BGTV = (filled(x, paged_size(qk_dim, v_dim)) for x in (q_BHTK, k_BGTK, v_BGTV))
         kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)  # vLLM finds this name and its one call
         z_BTHV, weights = kernel(
@@ -154,7 +155,7 @@ class SoftmaxAttention(nn.Module):
             sliding_window=self.sliding_window, dropout=self.attention_dropout if self.training else 0.0,
             **({} if self.softcap is None else {"softcap": self.softcap}), **kwargs,
         )  # fmt: skip
-        if paged(self.config):  # which returns a row for every token
+        if self.paged:  # which returns a row for every token
             z_BTHV = z_BTHV.view(1, -1, q_BHTK.shape[1], q_BHTK.shape[3])
         return (z_BTHV if z_BTHV.shape[-1] == v_dim else z_BTHV[..., :v_dim]), weights
 
@@ -575,8 +576,9 @@ def tailor_layer(layer: nn.Module, anatomy: Anatomy, sizes: dict[str, int]) -> N
     """Give a stock (or tailored) layer its own sizes, with new weights."""
     role = getattr(layer, "role", "")
     own = PatchAttention if anatomy.patches else ATTENTIONS.get(role, TailoredAttention)
-    biased = anatomy.position_bias and role != "cross"
-    attention = own(layer.get_submodule(anatomy.attention), anatomy, sizes, biased)
+    biased, stock = anatomy.position_bias and role != "cross", layer.get_submodule(anatomy.attention)
+    own = served(own) if paged(part_at(stock, "attend.config|config")) else own
+    attention = own(stock, anatomy, sizes, biased)
     hidden, width = attention.hidden, sizes["mlp_width"]
     if anatomy.output:
         out = layer.get_submodule(anatomy.output)
@@ -680,6 +682,8 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
             self.__dict__["_supports_sdpa"] = True
         stock.__init__(self, config, *args, **kwargs)
         _tailor(self, anatomy)
+
+    __init__.__annotations__ = {}  # vLLM reads them, and knows no names
 
     def _initialize_weights(self: Any, module: nn.Module, *custom: bool) -> None:
         """By the rules of stock code: transformers skips some of them for code that it does not know."""

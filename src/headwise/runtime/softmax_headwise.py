@@ -2,12 +2,13 @@
 
 An engine such as vLLM owns the cache. It takes a few head sizes only, one for keys and values of a layer, and asks the
 configuration for them. So rows are filled up with zeros there, which changes no answer, and their outputs are cut back.
-Written by Headwise (Apache-2.0). Shape suffixes: B batch, T tokens, H query heads, G key/value heads, K width of
-queries and keys, V width of values.
+Written by Headwise (Apache-2.0). Shape suffixes: B batch, T tokens, H query heads, G key/value heads, W width
+of queries and keys before projection, K after it, V width of values, P rotary pairs.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -63,6 +64,80 @@ def filled(x: torch.Tensor, width: int) -> torch.Tensor:
     """Zeros after the last dimension up to a width."""
     missing = width - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
+
+
+class Paged:
+    """What an attention does in place of its own steps where an engine owns the cache: the same in fewer of them.
+
+    Tokens of all texts come as one row. vLLM reads the source of `forward`: it makes one product of the three there.
+    """
+
+    def forward(
+        self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
+        past_key_values: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        """As the stock attention's; the engine remembers keys and values."""
+        q, k, v = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        return self.paged_output(q, k, v, attention_mask, position_embeddings, **kwargs)
+
+    def paged_output(
+        self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, positions: Any, **kwargs: Any
+    ) -> Any:
+        """What follows the projections."""
+        q_THW, k_TGW = self.paged_heads(q, k, positions)
+        size = paged_size(self.qk_dim, self.v_dim)
+        if not self.projects and self.pooled == 1:
+            q_THW, k_TGW = filled(q_THW, size), filled(k_TGW, size)
+        k_TGW = k_TGW.unflatten(1, (self.kv_heads, self.pooled)).flatten(2)  # rows that heads share
+        q_BHTK, k_BGTK = self.project(*(x.transpose(0, 1).unsqueeze(0) for x in (q_THW, k_TGW)))
+        v_BTGV = filled(v.unflatten(-1, (self.kv_heads, self.v_dim)), size)
+        z_BTHV, weights = self.attend(q_BHTK, k_BGTK, v_BTGV.transpose(1, 2), mask, **kwargs)
+        z = self.own_values(z_BTHV[..., : self.v_dim])
+        output = self._modules.get("o_proj")
+        z = z if output is None else output(z)
+        return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
+
+    def paged_heads(self: Any, q: torch.Tensor, k: torch.Tensor, positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys after norms and rotary, token by token (T, heads, W)."""
+        groups = self.kv_heads * self.pooled
+        both = ((q, self.q_norm, self.query_heads), (k, self.k_norm, groups))
+        q_THW, k_TGW = (self._normed(x, norm, heads)[0].transpose(0, 1) for x, norm, heads in both)
+        if not self.rotary or positions is None:
+            return q_THW, k_TGW
+        cos, sin = (table[0] for table in positions)
+        if self.head_width == self.head_dim:
+            half = cos.shape[-1] // 2
+            turned = turn(q_THW, k_TGW, cos[:, :half], sin[:, :half])
+        else:  # every key and the queries that share it have pairs of their own
+            pairs = self.pairs_GP.flatten()
+            cos, sin = (table.index_select(-1, pairs).view(-1, self.pairs_GP.shape[1]) for table in (cos, sin))
+            q_THW, k_TGW = (x.reshape(len(cos), -1, self.head_width) for x in (q_THW, k_TGW))
+            turned = turn(q_THW, k_TGW, cos, sin)
+        return turned[0].view(-1, self.query_heads, self.head_width), turned[1].view(-1, groups, self.head_width)
+
+
+def turn(
+    q_THW: torch.Tensor, k_TGW: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate pairs of coordinates, j and j + P; on a CPU in place, by the engine's own operation."""
+    known = getattr(torch.ops._C, "rotary_embedding", None) if q_THW.device.type == "cpu" else None
+    if known is not None:
+        places = torch.arange(len(cos_TP), device=q_THW.device)
+        known(places, q_THW.flatten(1), k_TGW.flatten(1), q_THW.shape[2], torch.cat((cos_TP, sin_TP), 1), True)
+        return q_THW, k_TGW
+    cos, sin, half = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1), cos_TP.shape[1]
+
+    def turned(x: torch.Tensor) -> torch.Tensor:
+        first, second, still = x.tensor_split((half, 2 * half), dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
+
+    return turned(q_THW), turned(k_TGW)
+
+
+@functools.cache
+def served(attention: Any) -> Any:
+    """The class of an attention whose cache an engine owns."""
+    return type(f"Paged{attention.__name__}", (Paged, attention), {"__module__": __name__, "__doc__": Paged.__doc__})
 
 
 def eager(
