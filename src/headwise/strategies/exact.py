@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from headwise.strategies._options import applicable, depth_steps, finish, menus, refuse, ways, without_layers
+from headwise.strategies._options import applicable, depth_steps, ends, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Problem, Solution
 from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
 
@@ -30,7 +30,8 @@ class Depths:
         allow = applicable(source, allow, budgets)
         offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
-        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets))
+        whole = ends(source, readings, allow)
+        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets, whole))
 
     def best(self, limits: list[float], gap: float = 0.0) -> tuple[float, Solution] | None:
         """The least damage within these limits. Without a gap no solve depends on earlier ones."""
@@ -76,7 +77,9 @@ def allocate(
         raise refuse(source, budgets, np.min([problem.least for problem in problems], axis=0).tolist(), allow)
     damage, found = best
     points = depths.frontier()
-    return finish(source, readings, found.targets, damage, NAME, budgets, seed, gap=found.gap, frontier=points)
+    return finish(
+        source, readings, found.targets, damage, NAME, budgets, seed, ends=found.ends, gap=found.gap, frontier=points
+    )
 
 
 def answers(
