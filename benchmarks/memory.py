@@ -128,8 +128,9 @@ def rivals(bench: Bench, moments: list[Any]) -> Iterator[dict[str, Any]]:
     clean = [lengths.last_stream(source.family, source.model, row[None]) for row in bench.rows]
     for second_order in (True, False):
         for bits, cache in WIDTHS:
+            same: dict[str, Any] = dict.fromkeys(FIELDS, bits)
             target = replace(
-                source.shape.with_layers(tuple(replace(l, **dict.fromkeys(FIELDS, bits)) for l in source.shape.layers)),
+                source.shape.with_layers(tuple(replace(layer, **same) for layer in source.shape.layers)),
                 **dict.fromkeys(ENDS, bits),
             )
             rival = Rival(f"int{cache} by token", Integers(cache))
@@ -148,11 +149,11 @@ def _against(bench: Bench, clean: list[torch.Tensor], logits: list[torch.Tensor]
     family, model, parts_found = bench.source.family, bench.source.model, []
     for row, stream, after in zip(bench.rows, clean, logits, strict=True):
         before = family.logits(model, stream)[:, :-1].float().log_softmax(-1)
-        after, wanted = after[:, :-1].float().log_softmax(-1), row[None, 1:, None]
+        after, wanted = after[:, :-1].float().log_softmax(-1), row[None, 1:, None].to(after.device)
         losses = [-one.gather(-1, wanted).squeeze(-1) for one in (before, after)]
         kl = (before.exp() * (before - after)).sum(-1)
         none = torch.zeros_like(kl)
-        parts_found.append(lengths.Tokens(*(x.double() for x in (*losses, kl, none, none, none))))
+        parts_found.append(lengths.Tokens(*(x.double().cpu() for x in (*losses, kl, none, none, none))))
     made = lengths.summed_up(lengths.together(parts_found), bench.rows.shape[1], 512, 0)
     return {name: getattr(made, name) for name in ("damage", "low", "high", "kl", "kl_low", "kl_high")}
 
