@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--swap-tokens", type=int, default=2_048)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--only", nargs="+", default=["joint", "uniform", "cuts", "weights"])
+    parser.add_argument("--only", nargs="+", default=["joint", "each_head", "uniform", "weights", "cuts"])
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
     if asked.page:
@@ -205,26 +205,28 @@ class Results:
 
 def measure_joint(settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Our plans over cuts, cache bits and weight bits together."""
-    bench = Bench(settings, asked.work / "joint", asked.rows)
-    for share in SHARES:
-        try:
-            found, model = bench.planned(f"memory={share}%@{bench.at}")
-        except HeadwiseError as error:
-            yield {"method": "joint", "asked_share": share, "refused": str(error)}
-            continue
-        yield {"method": "joint", "asked_share": share, "at": bench.at, **found, **bench.damage(model)}
+    yield from _planned("joint", settings, asked)
+
+
+def measure_each_head(settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The same where heads share no rows: their bases take fewer weights, and their codes are worse."""
+    yield from _planned("each_head", replace(settings, pool="none"), asked)
 
 
 def measure_cuts(settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Cuts of dimensions and MLP widths alone, in 16 bits a number."""
-    bench = Bench(replace(settings, allow=CUTS), asked.work / "cuts", asked.rows)
+    yield from _planned("cuts", replace(settings, allow=CUTS), asked)
+
+
+def _planned(name: str, settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    bench = Bench(settings, asked.work / name, asked.rows)
     for share in SHARES:
         try:
             found, model = bench.planned(f"memory={share}%@{bench.at}")
         except HeadwiseError as error:
-            yield {"method": "cuts", "asked_share": share, "refused": str(error)}
+            yield {"method": name, "asked_share": share, "refused": str(error)}
             continue
-        yield {"method": "cuts", "asked_share": share, "at": bench.at, **found, **bench.damage(model)}
+        yield {"method": name, "asked_share": share, "at": bench.at, **found, **bench.damage(model)}
 
 
 def measure_weights(settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
