@@ -18,7 +18,8 @@ NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
 CUTS = UNITS
 FRONTIER_POINTS = 12
-Answerer = Callable[[float, float], tuple[float, float, list[LayerShape]] | None]
+Found = tuple[float, float, list[LayerShape], dict[str, int]]  # damage, gap, layers, bits of the tables of words
+Answerer = Callable[[float, float], Found | None]
 
 
 class Depths:
@@ -85,11 +86,11 @@ def allocate(
 def answers(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> tuple[float, Answerer]:
-    """The least limit of the first budget that may be met, and a function from a limit to damage, gap and layers."""
+    """The least limit of the first budget that may be met, and a function from a limit to what is best there."""
     depths = Depths(source, readings, budgets, allow)
 
-    def answer(limit: float, gap: float) -> tuple[float, float, list[LayerShape]] | None:
+    def answer(limit: float, gap: float) -> Found | None:
         best = depths.best([limit, *(budget.limit for budget in budgets[1:])], gap)
-        return None if best is None else (best[0], best[1].gap, best[1].targets)
+        return None if best is None else (best[0], best[1].gap, best[1].targets, best[1].ends)
 
     return float(depths.problem(len(depths.lost) - 1).least[0]), answer  # the fewer layers, the cheaper
