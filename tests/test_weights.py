@@ -160,7 +160,7 @@ def test_group_sizes_divide_rows_and_bytes_follow() -> None:
 def test_a_run_fits_all_memory_and_stock_transformers_loads_it(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     folder = sharp_folder(tmp_path / "tiny", 3_000)
-    small: dict[str, Any] = dict(tokens=512, eval_tokens=256, swap_tokens=64, length=64, device="cpu", heal="none")
+    small: dict[str, Any] = dict(tokens=512, eval_tokens=256, swap_tokens=64, length=64, device="cpu")
     asked = Settings(model=str(folder), data=str(tmp_path / "text.txt"), budgets=("memory=35%@64,b4",), **small)
     notes = check(asked, tmp_path / "run")
     assert "at 16 bits a number become at most" in notes[0] and "bits of every weight matrix" in notes[0]

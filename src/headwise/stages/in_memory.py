@@ -60,19 +60,29 @@ class InMemory(Source):
         if settings.heal == "none":
             model, packed = self._packed(model, plan, track)
             return Fitted(model, plan, [], rehearse(model).expected_damage(), packed)
+        refits = settings.heal == "refit"
+        model, packed = self._packed(model, plan, track, packing.BEFORE_REFIT) if refits else (model, {})
         job = self.job(settings, model, track, None if folder is None else folder.healing)
         model, healing = heal.healed(settings.heal, job, rehearse)
         known = None if plan.target.packed else healing.rehearsed
-        model, packed = self._packed(model, plan, track)
-        return Fitted(model, plan, [healing], rehearse(model).expected_damage() if known is None else known, packed)
+        model, more = self._packed(model, plan, track, packing.REFITTED if refits else packing.ALL, refits)
+        found = rehearse(model).expected_damage() if known is None else known
+        return Fitted(model, plan, [healing], found, {**packed, **more})
 
-    def _packed(self, model: nn.Module, plan: Plan, track: Track) -> tuple[nn.Module, dict[str, Rounded]]:
-        """The model with weights in the bits of its plan, which are chosen last: healing would change them again."""
+    def _packed(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        track: Track,
+        fields: tuple[str, ...] = packing.ALL,
+        balanced: bool = False,
+    ) -> tuple[nn.Module, dict[str, Rounded]]:
+        """The model with weights in the bits of its plan."""
         if not plan.target.packed:
             return model, {}
         count = max(1, packing.TOKENS // self.calibration.shape[1])
         rows = self.calibration[:: max(1, len(self.calibration) // count)]
-        return packing.packed_model(self.reader, model, plan.target, rows, self.seed, track)
+        return packing.packed_model(self.reader, model, plan.target, rows, self.seed, track, fields, balanced)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`."""
