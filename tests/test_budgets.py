@@ -13,8 +13,8 @@ LAYER = LayerShape(query_heads=4, kv_heads=2, qk_dim=16, v_dim=16, mlp_width=64,
 MODEL = ModelShape("llama", 64, 100, True, (LAYER,) * 3, GRAIN, element_bytes=2)
 KV, PARAMS = cost.kv_bytes_per_token(MODEL), cost.parameters(MODEL)
 EXAMPLES = (
-    "attention=85%@1k, attention_params=75%, flops=80%@8k, kv=75%, kv=2GiB@32k, latency=80%@decode,32k,b8, params=20M, "
-    "params=90%"
+    "attention=85%@1k, attention_params=75%, flops=80%@8k, kv=75%, kv=2GiB@32k, latency=80%@decode,32k,b8, "
+    "memory=40%@8k,b8, params=20M, params=90%, weights=50%"
 )
 
 
@@ -38,6 +38,10 @@ EXAMPLES = (
         ("flops=80%@0.5k", 0.8 * cost.prefill_flops(MODEL, 512), 512),
         ("attention=80%@1k", 0.8 * sum(cost.attention_flops(MODEL, layer, 1024) for layer in MODEL.layers), 1024),
         ("  kv = 50 % @ 8k ", KV * 0.5, 8192),
+        ("weights=50%", cost.weight_bytes(MODEL) * 0.5, 2048),
+        ("memory=1GiB@32k,b4", 2**30, 32768),
+        ("memory=40%@1k", 0.4 * (cost.weight_bytes(MODEL) + 1024 * KV), 1024),
+        ("memory=40%@1k, b8", 0.4 * (cost.weight_bytes(MODEL) + 8 * 1024 * KV), 1024),
     ],
 )
 def test_a_budget_is_read_as_it_is_meant(text: str, limit: float, length: int) -> None:
@@ -68,6 +72,8 @@ def test_a_budget_is_read_as_it_is_meant(text: str, limit: float, length: int) -
         ("kv=1GiB", "kv=1GiB: say for how many tokens, as in kv=1GiB@32k, or give a percentage."),
         ("kv=1GiB@0", f"'@0' in the budget 'kv=1GiB@0' is no context length. Examples: {EXAMPLES}."),
         ("kv=1GiB@1.2.3k", f"'@1.2.3k' in the budget 'kv=1GiB@1.2.3k' is no context length. Examples: {EXAMPLES}."),
+        ("kv=50%@8k,b4", f"cannot read the budget 'kv=50%@8k,b4'. Write it like one of: {EXAMPLES}."),
+        ("memory=50%@8k,4", f"cannot read the budget 'memory=50%@8k,4'. Write it like one of: {EXAMPLES}."),
         ("flops=50%@.", f"'@.' in the budget 'flops=50%@.' is no context length. Examples: {EXAMPLES}."),
     ],
 )
@@ -80,7 +86,7 @@ def test_what_cannot_be_read_is_said_with_what_could(text: str, error: str) -> N
 def test_an_unknown_price_suggests_the_nearest() -> None:
     with pytest.raises(UnknownNameError) as caught:
         budgets.parse("param=50%", MODEL)
-    known = "attention, attention_params, flops, kv, latency, params"
+    known = "attention, attention_params, flops, kv, latency, memory, params, weights"
     assert str(caught.value) == f"no budget is called 'param'. Did you mean 'params'? Known: {known}."
 
 

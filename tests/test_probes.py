@@ -11,7 +11,7 @@ from headwise import families, probes, registry
 from headwise.families._watch import watching
 from headwise.families.llama import FAMILY as llama
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
-from headwise.probes import fisher, gram, sensitivity
+from headwise.probes import _backward, fisher, gram, sensitivity
 from headwise.probes._products import Gram
 from headwise.runtime.modeling_headwise import _signed, _turned
 from headwise.tasks.causal import Causal
@@ -179,5 +179,5 @@ def test_prices_of_bits_do_not_depend_on_how_rows_are_batched(model):
 def test_labels_are_drawn_by_their_probabilities():
     probabilities = torch.tensor([0.0, 0.5, 0.0, 0.2, 0.3])
     rows = probabilities.log().expand(20_000, -1)
-    found = fisher._drawn(rows, torch.Generator().manual_seed(0)).bincount(minlength=5) / 20_000
+    found = _backward._drawn(rows, torch.Generator().manual_seed(0)).bincount(minlength=5) / 20_000
     assert found[[0, 2]].sum() == 0 and torch.allclose(found, probabilities, atol=0.02)

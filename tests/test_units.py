@@ -14,7 +14,8 @@ from headwise.types.measure import flattened, grouped
 from headwise.types.unit import LABELS
 
 LAYER = LayerShape(query_heads=4, kv_heads=2, qk_dim=8, v_dim=8, mlp_width=16, qk_width=8)
-SIZED = [unit for unit in CUTS if unit.curve != "depth" and unit.allow != "bits"]  # whole layers and codes are not
+NOT_SIZED = ("depth", "w_embed", "w_head")  # of a whole model
+SIZED = [unit for unit in CUTS if unit.curve not in NOT_SIZED and unit.allow != "bits"]  # codes are not
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,9 @@ def test_legal_sizes_are_steps_below_the_full_one(full: int, step: int, floor: i
 
 
 def test_units_are_named_once_and_have_labels() -> None:
-    assert UNITS == ("qk", "v", "mlp", "bits", "heads", "kv_heads", "depth") and set(DEFAULT_UNITS) <= set(UNITS)
+    assert UNITS == ("qk", "v", "mlp", "bits", "heads", "kv_heads", "weights", "depth") and set(DEFAULT_UNITS) <= set(
+        UNITS
+    )
     assert len(UNIT_OF) == len(CUTS) and set(LABELS) == set(UNITS)
 
 

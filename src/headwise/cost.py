@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from headwise.types import LayerShape, ModelShape
+from headwise.types.weights import NUMBER_BYTES, WHOLE, matrix_bytes
 
 
 def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
@@ -20,15 +21,27 @@ def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
 
 def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
     """Entries of all matrices that a token is multiplied with."""
-    query, key_value = layer.query_heads * layer.head_width, layer.kv_heads * (layer.qk_width + layer.v_dim)
-    out = layer.query_heads * layer.out_dim
-    weights = model.hidden_size * (query + key_value + out)
+    weights = sum(rows * columns for rows, columns in matrices(model, layer).values())
     if layer.projected:
         weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
     if layer.v_projected:  # back to every head's own values; the way there is in the weights
         weights += layer.kv_heads * layer.v_dim * layer.v_width
-    weights += model.mlp_matrices * model.hidden_size * layer.mlp_width
     return weights
+
+
+def matrices(model: ModelShape, layer: LayerShape) -> dict[str, tuple[int, int]]:
+    """Rows and columns of every matrix of a layer that can be stored in few bits."""
+    wide, inner = model.hidden_size, layer.mlp_width
+    found = {
+        "q": (layer.query_heads * layer.head_width, wide),
+        "k": (layer.kv_heads * layer.qk_width, wide),
+        "v": (layer.kv_heads * layer.v_dim, wide),
+        "o": (wide, layer.query_heads * layer.out_dim),
+        "gate": (inner * max(0, model.mlp_matrices - 2), wide),
+        "up": (inner, wide),
+        "down": (wide, inner),
+    }
+    return {name: size for name, size in found.items() if size[0] * size[1]}
 
 
 def _layer_biases(model: ModelShape, layer: LayerShape) -> int:
@@ -45,6 +58,40 @@ def parameters(model: ModelShape) -> int:
     """All parameters, tied embeddings counted once."""
     embeddings = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
     return embeddings + model.other_parameters + sum(layer_parameters(model, layer) for layer in model.layers)
+
+
+def layer_weight_bytes(model: ModelShape, layer: LayerShape) -> int:
+    """Bytes of one layer's numbers as stored: packed matrices in their bits, all others in 16.
+
+    Indices of rotary pairs are counted wherever there may be some, though only layers that lost pairs store them.
+    """
+    if layer.gone:
+        return 0
+    whole = NUMBER_BYTES * layer_parameters(model, layer)
+    for name, (rows, columns) in matrices(model, layer).items():
+        whole += matrix_bytes(rows, columns, getattr(layer, f"w_{name}")) - matrix_bytes(rows, columns, WHOLE)
+    pairs = 8 * layer.kv_heads * (layer.qk_width // 2) * (model.grain.rotary and not layer.coded)
+    gains = NUMBER_BYTES * layer.kv_heads * (layer.qk_dim + layer.v_dim) * layer.coded
+    return whole + pairs + gains
+
+
+def table_bytes(model: ModelShape) -> int:
+    """Bytes of the tables of words, as stored."""
+    size = model.vocab_size, model.hidden_size
+    return matrix_bytes(*size, model.w_embed) + (0 if model.tied_embeddings else matrix_bytes(*size, model.w_head))
+
+
+def weight_bytes(model: ModelShape) -> int:
+    """Bytes of all weights as stored."""
+    layers = sum(layer_weight_bytes(model, layer) for layer in model.layers)
+    return table_bytes(model) + NUMBER_BYTES * model.other_parameters + layers
+
+
+def layer_text_bytes(model: ModelShape, layer: LayerShape, length: int) -> int:
+    """Cache bytes that one layer keeps for one text of `length` tokens."""
+    if not layer_kv_bytes_per_token(model, layer):
+        return 0
+    return layer.text_bytes(length, model.cache_bytes)
 
 
 def layer_flops_per_token(model: ModelShape, layer: LayerShape, attended: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -205,3 +206,119 @@ def eliminated_together(cross_LUU: torch.Tensor) -> list[Elimination]:
         pull += cross_LUU[layers, unit[:, 0]]
     order, cost = (torch.cat(part, 1) for part in zip(*steps, strict=True))
     return list(zip(order.tolist(), cost.cumsum(1).clamp_min(0.0).tolist(), strict=True))
+
+
+SHRINKS = (
+    1.0,
+    0.95,
+    0.9,
+    0.85,
+    0.8,
+    0.75,
+    0.7,
+    0.62,
+    0.54,
+    0.46,
+)  # of the largest number, beyond which all are clipped
+DAMPING = 0.01  # of the mean of a moment's diagonal
+BLOCK = 128  # columns whose errors are handed on together
+
+
+class Rounded(NamedTuple):
+    """A matrix in few bits: `whole * scale`, a scale for every row and group of neighbouring columns."""
+
+    whole: torch.Tensor  # (rows, columns), int8
+    scale: torch.Tensor  # (rows, groups), bfloat16
+    bits: int
+
+    def dense(self) -> torch.Tensor:
+        """The matrix that these numbers stand for, in float32."""
+        return self.whole.float() * self.scale.float().repeat_interleave(self.whole.shape[1] // self.scale.shape[1], 1)
+
+
+@torch.no_grad()
+def rounded(
+    weight_RC: torch.Tensor, moment_CC: torch.Tensor, widths: Sequence[int], group: int, second_order: bool = True
+) -> list[Rounded]:
+    """A matrix in each of some widths, so that `tr(dW C dW')` is small for the second moment C of its inputs.
+
+    Columns are rounded one after the other, and what a column is off is made good by those that follow (GPTQ, arXiv
+    2210.17323). Every group's scale clips where that costs least; it may be negative, which puts the odd level of a
+    width on the side that needs it. Without `second_order` every number goes to the nearest. All widths at once.
+    """
+    rows, columns = weight_RC.shape
+    moment = moment_CC.to(weight_RC.device).double()
+    alive = moment.diagonal() > 0
+    upper = _compensation(moment, alive) if second_order else None
+    work = weight_RC.detach().float().repeat(len(widths), 1)
+    half = torch.tensor([2.0 ** (bits - 1) for bits in widths], device=work.device).repeat_interleave(rows)
+    care = torch.where(alive, moment.diagonal(), moment.diagonal().mean().clamp_min(1e-30)).float()
+    whole, scales = torch.empty_like(work, dtype=torch.int8), []
+    for start in range(0, columns, group):
+        end = start + group
+        scale = _scales(work[:, start:end], care[start:end], half)
+        scales.append(scale.bfloat16())
+        for first in range(start, end, BLOCK):
+            last = min(first + BLOCK, end)
+            missed = _round_columns(work, whole, slice(first, last), scales[-1].float(), half, upper)
+            if upper is not None and last < columns:
+                work[:, last:] -= missed @ upper[first:last, last:]
+    scale = torch.stack(scales, 1)
+    parts = zip(whole.split(rows), scale.split(rows), widths, strict=True)
+    return [Rounded(numbers.clone(), steps.clone(), bits) for numbers, steps, bits in parts]
+
+
+def _compensation(moment: torch.Tensor, alive: torch.Tensor) -> torch.Tensor:
+    """Rows by which the error of a column is handed on to those after it: a Cholesky factor of the damped inverse."""
+    damped = moment + torch.diag(DAMPING * moment.diagonal().mean().clamp_min(1e-30) + (~alive).double())
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True).float()
+
+
+def _scales(part_NG: torch.Tensor, care_G: torch.Tensor, half_N: torch.Tensor) -> torch.Tensor:
+    """The step of every row of a group: of some that clip more or less, the one with the least weighed error."""
+    largest = part_NG.gather(1, part_NG.abs().argmax(1, keepdim=True)).squeeze(1)
+    full = -largest / half_N  # the odd level lies on the negative side
+    full = torch.where(full.abs() > 1e-12, full, 1e-12)
+    best, least = full, torch.full_like(full, torch.inf)
+    for shrink in SHRINKS:
+        step = (shrink * full).bfloat16().float()
+        error = ((_nearest(part_NG, step, half_N) * step[:, None] - part_NG).square() * care_G).sum(1)
+        best, least = torch.where(error < least, step, best), torch.minimum(error, least)
+    return best
+
+
+def _nearest(part: torch.Tensor, step_N: torch.Tensor, half_N: torch.Tensor) -> torch.Tensor:
+    return (part / step_N[:, None]).round().clamp(-half_N[:, None], half_N[:, None] - 1)
+
+
+def _round_columns(
+    work: torch.Tensor,
+    whole: torch.Tensor,
+    columns: slice,
+    step_N: torch.Tensor,
+    half_N: torch.Tensor,
+    upper: torch.Tensor | None,
+) -> torch.Tensor:
+    """Round a block of columns, each after the ones before it were made good; what they were off by, as handed on."""
+    if upper is None:
+        found = _nearest(work[:, columns], step_N, half_N)
+        whole[:, columns] = found.to(torch.int8)
+        return found
+    block, own = work[:, columns].clone(), upper[columns, columns]
+    missed = torch.empty_like(block)
+    for place in range(block.shape[1]):
+        column = block[:, place]
+        found = (column / step_N).round().clamp(-half_N, half_N - 1)
+        whole[:, columns.start + place] = found.to(torch.int8)
+        missed[:, place] = (column - found * step_N) / own[place, place]
+        block[:, place + 1 :] -= missed[:, place, None] * own[place, place + 1 :]
+    return missed
+
+
+@torch.no_grad()
+def rounding_cost(weight_RC: torch.Tensor, new: Rounded, moment_CC: torch.Tensor, price_R: torch.Tensor) -> float:
+    """`1/2 tr(G dW C dW')` with the second moment C of the inputs and a diagonal G, the outputs' gradients squared."""
+    off = (new.dense().to(weight_RC.device) - weight_RC.float()).double()
+    per_row = ((off @ moment_CC.to(off)) * off).sum(1)
+    return 0.5 * float(per_row @ price_R.to(per_row))

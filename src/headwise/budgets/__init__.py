@@ -27,16 +27,17 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     _refuse_slips(text, match)
     if match and match[1] == "latency":
         return _latency(text, match, source, tables)
-    if not match or not re.fullmatch(r"[0-9.]+[kK]?", (match[4] or "0").strip()):
+    at, batch = _served(match)
+    if not match or not re.fullmatch(r"[0-9.]+[kK]?", at or "0"):
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
-    name, number, suffix, at = match.groups()
+    name, number, suffix, _ = match.groups()
     price = find("headwise.budgets", name)
     if name == "kv" and not source.cached:
         raise BudgetError(f"{text}: {source.family} models keep no cache; use params, flops or attention.")
-    length = _length(at.strip(), text) if at else source.row_tokens or DEFAULT_LENGTH
+    length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
     amount = _amount(number, suffix, text)
     if suffix == "%":
-        limit = amount / 100 * price.model_cost(source, length)
+        limit = amount / 100 * price.model_cost(source, length, *([batch] if batch > 1 else []))
     else:
         units = BYTES if price.UNIT.startswith("bytes") else SUFFIXES
         if suffix.lower() not in units:
@@ -48,7 +49,17 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
                     f"{text}: say for how many tokens, as in {name}={number}{suffix}@32k, or give a percentage."
                 )
             limit /= length
-    return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""))
+    return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""), batch=batch)
+
+
+def _served(match: re.Match[str] | None) -> tuple[str, int]:
+    """What stands behind the `@`: a length, and texts at a time where a price depends on them (`8k,b4`)."""
+    if match is None:
+        return "", 1
+    length, _, batch = (match[4] or "").strip().partition(",")
+    per_batch = match[1] in known() and getattr(find("headwise.budgets", match[1]), "PER_BATCH", False)
+    texts = re.fullmatch(r"b([1-9][0-9]{0,5})", batch.strip()) if per_batch else None
+    return (length, int(texts[1])) if texts else ((match[4] or "").strip(), 1)
 
 
 def _refuse_slips(text: str, match: re.Match[str] | None) -> None:
@@ -160,12 +171,12 @@ def _length(at: str, text: str) -> int:
 
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
-    return float(find("headwise.budgets", budget.name).model_cost(model, _at(budget)))
+    return float(find("headwise.budgets", budget.name).model_cost(model, *_at(budget)))
 
 
 def layer_price(budget: Budget, model: ModelShape, layer: LayerShape) -> float:
     """What one layer adds to that."""
-    return float(find("headwise.budgets", budget.name).layer_cost(model, layer, _at(budget)))
+    return float(find("headwise.budgets", budget.name).layer_cost(model, layer, *_at(budget)))
 
 
 def joint(budget: Budget) -> bool:
@@ -173,16 +184,26 @@ def joint(budget: Budget) -> bool:
     return budget.name == "latency"
 
 
-def _at(budget: Budget) -> int | LatencyTable:
-    """What a price depends on beside the shape: a length, or a measured table."""
+def _at(budget: Budget) -> tuple[int | LatencyTable, ...]:
+    """What a price depends on beside the shape: a length and texts at a time, or a measured table."""
     if budget.name != "latency":
-        return budget.length
+        return (budget.length, budget.batch) if budget.batch > 1 else (budget.length,)
     if budget.table is None:
         raise BudgetError(
             f"{budget.text} was priced by a table of {budget.device or 'a device'} that is not here; put the run's "
             f"latency-*.json beside the plan, or measure again: headwise probe MODEL --latency {budget.workload}."
         )
-    return budget.table
+    return (budget.table,)
+
+
+def of_cache(budget: Budget) -> bool:
+    """Whether a smaller cache is cheaper under a budget, whatever it is made of."""
+    return budget.name in ("kv", "memory")
+
+
+def of_weights(budget: Budget) -> bool:
+    """Whether weights in fewer bits are cheaper under a budget."""
+    return budget.name in ("weights", "memory")
 
 
 def known() -> tuple[str, ...]:

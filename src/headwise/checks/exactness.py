@@ -20,20 +20,21 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import families
-from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cost import kv_bytes_per_token, parameters, weight_bytes
 from headwise.errors import OutputError, PlanError
 from headwise.files import tensors
 from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
-from headwise.types.shape import beside_bytes
+from headwise.types.codes import beside_bytes, kept_beside
 
 PROOF_TOKENS = 64
 FORMATS = ("float32", "bfloat16", "float16")  # that a model is proven in
 RELOADS = "reloads in a fresh process without headwise"
 TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
 ROUNDED = 3e-2  # the same where a large model is computed in its own format both times
+NEARLY = 0.99  # of the planned bytes of weights
 LARGE = 500_000_000  # numbers: a larger model is not loaded in float32 to be proven
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RELOAD = """
@@ -198,7 +199,6 @@ def _read_proof(proof: Path) -> tuple[tuple[str, str, str], torch.Tensor]:
     return (auto, dtype, device), logits
 
 
-@torch.no_grad()
 def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
     """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
@@ -206,9 +206,22 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     layers with a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of
     the output.
     """
+    found, rows = _cached(model, element_bytes, length)
+    return found + sum(count * beside_bytes(size, element_bytes) for count, size in rows)
+
+
+def cache_bytes(model: nn.Module, element_bytes: int, tokens: int) -> int:
+    """The same for a whole text of so many tokens."""
+    found, rows = _cached(model, element_bytes, 2)
+    return found * tokens + sum(count * kept_beside(size, element_bytes) for count, size in rows)
+
+
+@torch.no_grad()
+def _cached(model: nn.Module, element_bytes: int, length: int) -> tuple[int, list[tuple[int, int]]]:
+    """Bytes of a token's rows in a real cache; and the number and the size of rows beside which some are kept."""
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
-        return 0
+        return 0, []
     inputs = family.arguments(family.example(model.config, 1, length).to(model.device))
     cache = model(**inputs, use_cache=True).past_key_values
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
@@ -217,7 +230,20 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
     coded = [block.attention for block in family.blocks(model) if block.attention.coders is not None]
     rows = [(attention.kv_heads, coder.size) for attention in coded for coder in attention.coders]
-    return found + sum(count * beside_bytes(size, element_bytes) for count, size in rows)
+    return found, rows
+
+
+def stored_bytes(folder: Path) -> int:
+    """Bytes of all tensors in the files of a model."""
+    files = sorted(folder.glob("*.safetensors"))
+    return sum(entry.bytes for file in files for entry in tensors.header(file).values())
+
+
+def weight_sizes(folder: Path, plan: Plan) -> dict[str, int]:
+    """Bytes of weights, where a plan limits them: the source's at 16 bits a number, the model's own in its files."""
+    if not any(map(prices.of_weights, plan.budgets)):
+        return {}
+    return {"weight_bytes_before": weight_bytes(plan.source), "weight_bytes_after": stored_bytes(folder)}
 
 
 def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
@@ -261,11 +287,19 @@ def layer_of(said: LayerShape, shapes: Mapping[str, Sequence[int]]) -> LayerShap
     return replace(said, query_heads=heads, qk_width=keys, qk_dim=seen, v_dim=values, **width, **pooled)
 
 
-def count_checks(model: nn.Module, plan: Plan, source: ModelShape) -> list[Check]:
-    """Parameters and cache of the real object against the plan's, and every budget against the real object."""
+def count_checks(model: nn.Module, plan: Plan, source: ModelShape, stored: int = 0) -> list[Check]:
+    """Parameters and cache of the real object against the plan's, and every budget against the real object.
+
+    `stored` are the bytes of its files, where the plan limits them.
+    """
     counted, shape = {"parameters": sum(p.numel() for p in model.parameters())}, counted_shape(model)
     if shape.cached:
         counted["kv_bytes_per_token"] = cache_bytes_per_token(model, shape.cache_bytes)
+    for budget in plan.budgets:
+        if prices.of_weights(budget):
+            cache = cache_bytes(model, shape.cache_bytes, budget.length) if prices.of_cache(budget) else 0
+            counted[budget.name] = stored + budget.batch * cache
+            counted["weights"] = stored
     return [*plan_checks(counted, plan, source), *budget_checks(plan.budgets, shape, counted)]
 
 
@@ -275,6 +309,12 @@ def plan_checks(counted: dict[str, int], plan: Plan, source: ModelShape) -> list
     if "kv_bytes_per_token" in counted:
         cached, planned = counted["kv_bytes_per_token"], kv_bytes_per_token(plan.target)
         found.append(equal("cache bytes per token as planned", cached, planned))
+    if "weights" in counted:  # a plan counts indices that not every layer stores
+        stored, most = counted["weights"], weight_bytes(plan.target)
+        alike = NEARLY * most <= stored <= most
+        found.append(
+            Check("weight bytes as planned", alike, f"{stored:,}", f"{most:,}, or up to {1 - NEARLY:.0%} less")
+        )
     if replace(plan.source, grain=source.grain) != source:  # sizes are what is compared, not which are legal
         found.append(Check("plan made for this model", False, "its source has other sizes", "the source's sizes"))
     return found
@@ -294,7 +334,8 @@ def budget_checks(budgets: Sequence[Budget], shape: ModelShape, counted: dict[st
     """
     found = []
     for budget in (b for b in budgets if b.workload is None or b.table is not None):
-        exact = {"kv": "kv_bytes_per_token", "params": "parameters"}.get(budget.name, "")
+        exact = {"kv": "kv_bytes_per_token", "params": "parameters"}.get(budget.name, budget.name)
+        exact = exact if exact in counted else ""
         spent = counted[exact] if exact else prices.price(budget, shape)
         observed = f"{_said(spent)} {budget.unit}" + (" predicted" if budget.workload else "")
         met = spent <= budget.limit * (1 + 1e-9)

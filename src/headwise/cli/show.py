@@ -287,7 +287,8 @@ def in_short(verdict: Verdict) -> str:
     """What is left of the sizes, quality at the calibrated length, and the verdict: a line each."""
     from headwise.report import headline, status
 
-    size, names = verdict.to_json()["size"], {"kv_bytes_per_token": "cache", "parameters": "parameters"}
+    size, names = verdict.to_json()["size"], {"kv_bytes_per_token": "cache"}
+    names |= {"weight_bytes": "bytes of weights", "parameters": "parameters"}
     shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
     kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from headwise import runtime
+from headwise.cuts._pack import pack
 from headwise.cuts._readers import warn_readers
 from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
 from headwise.files.disk import write_folder as write_folder
+from headwise.linalg import Rounded
 from headwise.runtime.hub_headwise import bring_code
 
 TOLERANCE = 1e-4  # relative, between our modules and stock code, both in float32
@@ -31,20 +33,23 @@ def save(
     portable: bool,
     dtype: torch.dtype | None = None,
     beside: Callable[[Path], object] | None = None,
+    packed: Mapping[str, Rounded] | None = None,
 ) -> nn.Module:
     """Write a model folder, whole or not at all, and return the model as saved, on our modules and in its format.
 
     A portable one is rounded in its stock form, as its weights differ from ours by a factor before they are rounded.
     `dtype` is the number format of the file; if not given, that of the configuration, which stays what a loaded model
-    computes in. `beside` adds other files to the folder.
+    computes in. `beside` adds other files to the folder. `packed` are the matrices that are stored in few bits, by the
+    names of their modules; the model holds the same numbers.
     """
     own = family.tailor(model, share="all")
     own = own.float() if portable else own
-    balance(family.blocks(own))
+    if not packed:  # whose numbers were chosen after that
+        balance(family.blocks(own))
     leaving: Any = family.to_stock(own) if portable else own
     if portable:
         _refuse_other_answers(family, own, leaving)
-    computed = stored_dtype(own.config)
+    computed = dtype if packed and dtype else stored_dtype(own.config)
     set_format(leaving, dtype or computed)
 
     def write(target: Path) -> None:
@@ -54,13 +59,23 @@ def save(
         tokenizer.save_pretrained(target)
         if hasattr(tokenizer, "feature_extractor"):  # which others look for in a file of its own
             tokenizer.feature_extractor.save_pretrained(target)
+        if packed:
+            pack(target, packed, _tied(leaving))
         if portable:
             warn_readers(target, leaving.config)
         if beside is not None:
             beside(target)
 
     write_folder(folder, write)
+    for name, new in (packed or {}).items():  # as it loads: scales are not rounded together with numbers
+        leaving.get_submodule(name).weight.data = new.dense().to(leaving.device)
     return family.tailor(leaving) if portable else leaving
+
+
+def _tied(model: nn.Module) -> dict[str, str]:
+    """The modules that share the table of another, and that one."""
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items()
+    return {own.removesuffix(".weight"): other.removesuffix(".weight") for own, other in pairs}
 
 
 @torch.no_grad()

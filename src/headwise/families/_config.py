@@ -10,8 +10,11 @@ from headwise.errors import ModelError
 from headwise.files.json import shortened
 from headwise.types import Grain, LayerShape
 from headwise.types.shape import MOST_LAYERS
+from headwise.types.weights import ENDS
 
-NOT_COPIED = ("model_type", "architectures", "auto_map", "headwise", "headwise_anatomy")  # into another configuration
+NOT_COPIED = (  # into another configuration
+    "model_type", "architectures", "auto_map", "headwise", "headwise_anatomy", "quantization_config",
+)  # fmt: skip
 STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may be gone; only backbones use them
 
 
@@ -85,6 +88,12 @@ def layers_of(config: Any, stock: tuple[LayerShape, ...]) -> tuple[LayerShape, .
             raise ModelError("the configuration's field headwise does not name the layers kept; restore config.json.")
         return tuple(LayerShape.from_json(sizes, "headwise.layers") for sizes in layers)
     return stock
+
+
+def ends_of(config: Any) -> dict[str, int]:
+    """Bits of the tables of words, where a tailored configuration says that they are few."""
+    named = getattr(config, "headwise", None) or {}
+    return {name: named[name] for name in ENDS if isinstance(named, dict) and name in named}
 
 
 def _is_index(value: Any) -> bool:

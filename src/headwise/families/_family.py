@@ -15,7 +15,7 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, Architecture
 from headwise.families._block import Block as Block
-from headwise.families._config import NOT_COPIED, layers_of, stored_dtype, without
+from headwise.families._config import NOT_COPIED, ends_of, layers_of, stored_dtype, without
 from headwise.families._streams import Captured as Captured
 from headwise.families._streams import Streams
 from headwise.families._tensors import Naming
@@ -105,6 +105,7 @@ class Family(Streams, Naming, ABC):
             vocab_size=getattr(config, "vocab_size", 0),  # 0: it reads no words
             layers=layers_of(config, stock),
             element_bytes=stored_dtype(config).itemsize,
+            **ends_of(config),
         )
         return ModelShape(**{"family": self.name, "grain": grain, **sizes, **more})
 
@@ -189,6 +190,7 @@ class Family(Streams, Naming, ABC):
             "version": 1,
             "layers": [layers[index].to_json() for index in kept],
             "kept": [origin[index] for index in kept],  # of the source's layers
+            **ends_of(like.config),
             **self.noted(like),
         }
         config = self.configured(made["AutoConfig"], settings)

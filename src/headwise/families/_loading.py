@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,12 +101,16 @@ def load(
         dtype = stored if dtype == "auto" else dtype or torch.float32
         family = family_of(config)
         loader: dict[str, Any] = {} if extra else {"use_safetensors": True}
+        unpacking = _unpacking(config) if family.kind(config) != config.model_type else {}
         if torch.device(device).type == "cuda" and not (extra or family.package) and find_spec("accelerate"):
             loader["device_map"] = {"": device}
-        loaded: Any = family.stock_loader(config, auto).from_pretrained(
-            where, dtype=dtype, output_loading_info=True, **options, **loader
-        )
+        stock = family.stock_loader(config, auto)
+        with _silence() if unpacking else contextlib.nullcontext():
+            loaded: Any = stock.from_pretrained(
+                where, dtype=dtype, output_loading_info=True, **options, **loader, **unpacking
+            )
         found, info = loaded
+        found = _unpacked(family, found) if unpacking else found
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
         check_tokenizer(reader, model)
@@ -118,6 +124,33 @@ def load(
     check_loaded(found, model)
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader
+
+
+def _unpacking(config: Any) -> dict[str, Any]:
+    """How a model of ours with weights in few bits is loaded: with all of them in full."""
+    if getattr(config, "quantization_config", None) is None:
+        return {}
+    from transformers import CompressedTensorsConfig
+
+    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Without the bars and notices of a quantiser."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _unpacked(family: Family, model: Any) -> nn.Module:
+    """The model without what its packed form left behind: scales, sizes, and modules that a quantiser changed."""
+    ends = (".weight_scale", ".weight_shape", ".weight_packed")
+    found = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ends)}
+    if model.config.tie_word_embeddings:  # each of the two was unpacked
+        head = model.get_output_embeddings()
+        found.pop(next(f"{name}.weight" for name, module in model.named_modules() if module is head))
+    return family.build(model, family.shape_of(model.config).layers, found)
 
 
 def read_config(where: str, **options: Any) -> Any:

@@ -20,8 +20,8 @@ from headwise.preflight import _disk, _texts
 from headwise.progress import note
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages import needed
-from headwise.stages.source import heads_to_pool, refuse_rounds, refuse_units
+from headwise.stages import needed, words
+from headwise.stages.source import heads_to_pool, refuse_packed, refuse_rounds, refuse_units
 from headwise.strategies import _reach
 from headwise.stream.source import is_streamed, refuse_to_stream
 from headwise.types import ModelShape
@@ -57,12 +57,14 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     streamed = _streamed(settings, RunFolder(out), config, bool(latency))
     shape = settings.legal(family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config)))
     refuse_rounds(settings, shape)
+    refuse_packed(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:
         prices.workload(text, shape)
     cuts = strategies.cuts(module, settings.units)
     _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
+    notes += [words.to_do(budget, shape, settings.units) for budget in budgets if prices.of_weights(budget)]
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
     notes += _texts.check(settings, family, config, task, length, streamed)
     return notes + _disk.check(settings, Path(out), shape, budgets)
@@ -114,15 +116,16 @@ def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[
 
 
 def _bits(settings: Settings) -> tuple[str, ...]:
-    """The unit `bits`, where a run with these settings could choose them."""
-    return ("bits",) if replace(settings, allow=(*settings.allow, "bits")).may_code else ()
+    """The units `bits` and `weights`, where a run with these settings could choose them."""
+    wanted = replace(settings, allow=tuple(dict.fromkeys((*settings.allow, "bits", "weights"))))
+    return (*(("bits",) if wanted.may_code else ()), *(("weights",) if wanted.may_pack else ()))
 
 
 def _ignored_units(settings: Settings, shape: ModelShape, strategy: str, cuts: tuple[str, ...]) -> list[str]:
     """Units that were allowed and will stay; bits are allowed without being asked for."""
     if strategy == "portable" and shape.grain.portable is not None:
         cuts = tuple(unit for unit in cuts if unit in shape.grain.portable)
-    if not (ignored := [unit for unit in settings.allow if unit not in (*cuts, "bits")]):
+    if not (ignored := [unit for unit in settings.allow if unit not in (*cuts, "bits", "weights")]):
         return []
     return [
         f"{', '.join(ignored)} will not be cut, though --allow names it: strategy {strategy} cannot for this model."

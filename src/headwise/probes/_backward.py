@@ -16,6 +16,7 @@ from headwise.linalg import fast_products
 from headwise.memory import available_bytes, recomputing, spread
 from headwise.progress import Track
 from headwise.tasks import Prepared, Task
+from headwise.tasks._task import random_for
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
 
@@ -92,6 +93,24 @@ def gradient_of_loss(
             loss = task.loss(outputs, part.labels if labels is None else labels(outputs, part))
             found[here] = torch.autograd.grad(loss, stream)[0]
     return found
+
+
+def drawn_labels(seed: int) -> Labels:
+    """Labels that are drawn from the model's own answers: squares of their gradients are the true Fisher matrix."""
+
+    def labels(outputs: torch.Tensor, batch: Prepared) -> torch.Tensor:
+        rows = zip(batch.inputs, outputs.detach()[:, :-1], strict=True)
+        draws = torch.stack([_drawn(log_probabilities, random_for(row, seed)) for row, log_probabilities in rows])
+        return torch.cat((batch.labels[:, :1], draws), 1)
+
+    return labels
+
+
+def _drawn(log_probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A token for every place of a row. Every row has its own numbers: batches and processes do not change them."""
+    reached = log_probabilities.double().exp().cumsum(-1)
+    wanted = torch.rand(len(reached), 1, generator=random, dtype=torch.float64).to(reached.device) * reached[:, -1:]
+    return torch.searchsorted(reached, wanted, right=True).squeeze(1)
 
 
 class Way(NamedTuple):

@@ -24,15 +24,14 @@ from torch import nn
 from headwise import processes
 from headwise.families import Block, Family
 from headwise.linalg import priced_basis
-from headwise.probes._backward import passes
+from headwise.probes._backward import drawn_labels, passes
 from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
 from headwise.runtime.cache_headwise import WHOLE
-from headwise.tasks import Prepared, Task
-from headwise.tasks._task import random_for
+from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading, code_bytes
-from headwise.types.shape import CACHE_BYTES
+from headwise.types.codes import CACHE_BYTES
 
 NAME = "fisher"
 MEANING = "what errors in cached keys and values cost, from gradients"
@@ -107,11 +106,7 @@ def collect(
     blocks = family.blocks(model)
     task = task or Causal()
 
-    def labels(outputs: torch.Tensor, batch: Prepared) -> torch.Tensor:
-        rows = zip(batch.inputs, outputs.detach()[:, :-1], strict=True)
-        draws = torch.stack([_drawn(log_probabilities, random_for(row, seed)) for row, log_probabilities in rows])
-        return torch.cat((batch.labels[:, :1], draws), 1)
-
+    labels = drawn_labels(seed)
     with _watching([block.attention for block in blocks]) as found:
         rows = passes(
             family, model, task, tokens, seed, track, "damage of bits", recompute, spread, None if spread else labels
@@ -136,13 +131,6 @@ def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], see
             random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
             (middle * random / size).sum().backward()
     return _bases(found[0], block.attention.attend.softcap is None)
-
-
-def _drawn(log_probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """A token for every place of a row. Every row has its own numbers: batches and processes do not change them."""
-    reached = log_probabilities.double().exp().cumsum(-1)
-    wanted = torch.rand(len(reached), 1, generator=random, dtype=torch.float64).to(reached.device) * reached[:, -1:]
-    return torch.searchsorted(reached, wanted, right=True).squeeze(1)
 
 
 def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:

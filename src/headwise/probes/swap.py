@@ -20,7 +20,7 @@ from headwise.probes._layers import LayerRunner, reading
 from headwise.progress import Track, silently
 from headwise.runs.unfinished import Progress
 from headwise.tasks import Task
-from headwise.types import LayerShape, Reading
+from headwise.types import UNIT_OF, LayerShape, Reading
 
 NAME = "swap"
 MEANING = "measured damage of some sizes, one layer replaced at a time"
@@ -70,7 +70,7 @@ def measure(
         for curve in predicted
         if curve.kind in options
         for layer in range(len(shapes))
-        for size in probe_sizes(curve.ticks[layer])
+        for size in _tried(curve, layer)
     ]
     damages = torch.zeros(len(jobs), 2, dtype=torch.float64)
     for number in track(processes.mine(range(len(jobs))), "measured damage"):
@@ -86,7 +86,7 @@ def measure(
     read = places(tokens, swapper.task.row_tokens)
     how = f"{swapper.task.divergence_name} to the source"
     named = {curve.kind: f"{how}, the layer healed" if curve.kind in healed else how for curve in predicted}
-    return [_corrected(curve, found, read, seed, named[curve.kind]) for curve in predicted if curve.kind in options]
+    return [corrected(curve, found, read, seed, named[curve.kind]) for curve in predicted if curve.kind in options]
 
 
 def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
@@ -101,9 +101,16 @@ def probe_sizes(ticks: tuple[int, ...], count: int = 3) -> tuple[int, ...]:
     return tuple(cuts[round(i * (len(cuts) - 1) / (count - 1))] for i in range(count))
 
 
-def _corrected(
+def _tried(curve: Reading, layer: int) -> tuple[int, ...]:
+    """The sizes of a layer that are measured."""
+    ticks, wanted = curve.ticks[layer], UNIT_OF[curve.kind].tried
+    return tuple(size for size in wanted if size in ticks) if wanted else probe_sizes(ticks)
+
+
+def corrected(
     before: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, how: str
 ) -> Reading:
+    """A predicted curve with what was `found` by measuring, by kind and layer, at some sizes."""
     rows = [
         (ticks, *correct_curve(ticks, values, found.get((before.kind, layer), {})))
         for layer, (ticks, values) in enumerate(zip(before.ticks, before.values, strict=True))

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from headwise.cost import kv_bytes_per_token
 from headwise.report._text import human
 from headwise.types import LayerShape, Plan, Sweep
-from headwise.types.shape import BITS, CACHE_BYTES, CODE_GROUP, COUNTED_TOKENS, NEAR_TOKENS, WHOLE_TOKENS
+from headwise.types.codes import BITS, CACHE_BYTES, CODE_GROUP, COUNTED_TOKENS, NEAR_TOKENS, WHOLE_TOKENS
 
 WHOLE = 8 * CACHE_BYTES  # bits of a cached number that is not coded
 PARTS = ("keys", "values")

@@ -74,7 +74,7 @@ def cuts_of(plan: Plan, old: LayerShape, new: LayerShape) -> dict[str, int]:
         if new.coded and unit.allow in ("qk", "v") or not new.coded and unit.allow == "bits":
             continue  # one price for everything that is not kept
         if unit.full(new) < unit.full(old):  # of several curves of a unit the last; keys and values in bits add up
-            found[unit.curve if unit.allow == "bits" else unit.allow] = unit.kind, unit.full(new)
+            found[unit.curve if unit.allow in ("bits", "weights") else unit.allow] = unit.kind, unit.full(new)
     return dict(found.values())
 
 

@@ -87,7 +87,7 @@ def own_place(answers: list[Answer], plan: Plan) -> int:
 
 
 def _answer(answer: Answer, plan: Plan, sweep: Sweep, sizes: tuple[Size, ...], dossier: Dossier) -> dict[str, Any]:
-    shape = plan.source.with_layers(sweep.target(answer))
+    shape = sweep.model(answer, plan.source)
     return {
         "text": answer.text,
         "share": answer.share,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headwise.cost import kv_bytes_per_token, parameters
+from headwise.budgets import of_weights
+from headwise.cost import kv_bytes_per_token, parameters, weight_bytes
 from headwise.report import _judged as judged
 from headwise.report._bits import is_coded, plan_in_bits
 from headwise.report._commands import how_to_make
@@ -29,12 +30,13 @@ USES = {  # unit of damage -> Auto class and tag of the models whose damage is c
     "nats per target token": ("AutoModelForSeq2SeqLM", "text2text-generation"),
     "nats per transcript token": ("AutoModelForSpeechSeq2Seq", "automatic-speech-recognition"),
 }
-CACHE, SIZE, PROMPT = "KV cache per token", "Parameters", "Prompt FLOPs"
-LABELS = {"kv": CACHE, "params": SIZE, "flops": PROMPT}  # of what a budget limits
+CACHE, SIZE, PROMPT, STORED = "KV cache per token", "Parameters", "Prompt FLOPs", "Weights as stored"
+LABELS = {"kv": CACHE, "params": SIZE, "flops": PROMPT, "weights": STORED}  # of what a budget limits
 LESS = {
     CACHE: ("less", "more", "KV cache"),
     SIZE: ("fewer", "more", "parameters"),
     PROMPT: ("fewer", "more", "FLOPs a prompt"),
+    STORED: ("fewer", "more", "bytes of weights"),
 }
 STAGES = {  # what a dossier may lack -> what to say, and the stage that makes it
     "readings": ("The model has not been probed", "probe"),
@@ -135,9 +137,15 @@ def measures(dossier: Dossier) -> tuple[Fact, ...]:
         *right,
         _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
+        *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if _packed(dossier) else []),
         _size(dossier, SIZE, "", "parameters", parameters),
         time._replace(range="range of repeats"),
     )
+
+
+def _packed(dossier: Dossier) -> bool:
+    """Whether the bytes of weights were limited."""
+    return dossier.plan is not None and any(map(of_weights, dossier.plan.budgets))
 
 
 def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
@@ -180,7 +188,7 @@ def measured_words(dossier: Dossier) -> str:
 
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
     """Cache where there is one, parameters, and the FLOPs of a prompt: what pooling and coding cost shows there."""
-    found = tuple(fact for fact in measures(dossier) if fact.label in (CACHE, SIZE))
+    found = tuple(fact for fact in measures(dossier) if fact.label in (CACHE, STORED, SIZE))
     flops = next((s for s in sizes_of(dossier.plan) if s.budget.name == "flops"), None) if dossier.plan else None
     if flops is None or dossier.plan is None:
         return found

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from headwise.report import _bits as bits
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
+from headwise.report import _memory as memory
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
@@ -95,6 +96,19 @@ def _bits(dossier: Dossier, maps: Maps) -> Blocks:
         yield Html(figure(f"Bits of {part} by layer", picture, BITS_WORDS))
     yield Html("</div>")
     yield tables.layer_bits(plan)
+
+
+def _memory(dossier: Dossier, maps: Maps) -> Blocks:
+    """Bytes of all parts before and after, what each costs, and the bits of every matrix."""
+    plan = dossier.plan
+    assert plan is not None
+    yield Words(memory.in_words(plan))
+    yield Html(legend([(part.colour, part.label) for part in memory.parts(plan)]))
+    words = f"Where the memory goes, before and after, in {memory.UNIT}"
+    yield Html(figure(words, draw_rows(memory.picture(plan)), words + "."))
+    yield memory.table(plan, dossier.readings)
+    if plan.target.packed:
+        yield Folded("Bits of a weight, matrix by matrix", memory.bits_by_layer(plan))
 
 
 def _damage(dossier: Dossier, maps: Maps) -> Blocks:
@@ -305,11 +319,11 @@ class Section(NamedTuple):
     needs: tuple[str, ...]
     make: Callable[[Dossier, Maps], Blocks]
     advanced: bool = False  # whether it is folded away at the end
-    coded: bool = False  # whether it is for plans that code the cache
+    only: Callable[[Plan | None], bool] = lambda plan: True  # for which plans it is
 
     def shown(self, dossier: Dossier) -> bool:
         """Whether it belongs into the report."""
-        return not self.coded or bits.is_coded(dossier.plan)
+        return self.only(dossier.plan)
 
     def blocks(self, dossier: Dossier, maps: Maps = ()) -> Blocks:
         """What stands under the heading, or what to type."""
@@ -322,7 +336,8 @@ SECTIONS = (
     Section("certificate", "Verified", "What was verified", ("verdict",), _certificate),
     Section("reproduce", "Use it", "Use it, or make another", (), _reproduce),
     Section("baselines", "Strategies", "Budgets, and other ways to spend them", ("plan",), _baselines, True),
-    Section("bits", "Bits", "The cache in bits", ("plan",), _bits, True, coded=True),
+    Section("memory", "Memory", "Where the memory goes", ("plan",), _memory, only=memory.is_limited),
+    Section("bits", "Bits", "The cache in bits", ("plan",), _bits, True, only=bits.is_coded),
     Section("damage", "Damage", "Damage by layer", ("readings",), _damage, True),
     Section("layers", "Layers", "What the layers do", ("readings",), _layers, True),
     Section("healing", "Healing", "Healing", ("healing",), _healing, True),

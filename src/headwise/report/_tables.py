@@ -15,7 +15,8 @@ from headwise.report._sizes import size_of
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
 from headwise.runs.dossier import Dossier
 from headwise.types import CUTS, UNITS, Measure, Plan, Readings, Verdict
-from headwise.types.shape import CACHE_BYTES, SIZES
+from headwise.types.codes import CACHE_BYTES
+from headwise.types.shape import SIZES
 from headwise.types.unit import LABELS
 from headwise.types.verdict import LEAST_ROWS, RETRIEVAL_LOSS
 

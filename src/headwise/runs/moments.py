@@ -30,7 +30,7 @@ def as_stored(moments: list[Moments], device: torch.device | str) -> list[Moment
 
 def _wide(name: str, tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """In double precision, but for what is large: that is made double where it is used."""
-    return tensor.to(device, None if name == "gram_mlp" else torch.float64)
+    return tensor.to(device, None if name == "gram_mlp" or name.startswith(("w_", "g_")) else torch.float64)
 
 
 def read_moments(path: Path, device: torch.device | str, layers: Sequence[LayerShape]) -> list[Moments]:

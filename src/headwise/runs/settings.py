@@ -82,7 +82,8 @@ class Settings(Record):
     allow: Annotated[
         tuple[str, ...],
         Flag(
-            f"What may be cut, of {','.join(UNITS)}; bits: cached keys and values in fewer bits, where kv is limited.",
+            f"What may be cut, of {','.join(UNITS)}; bits: cached keys and values in fewer bits, weights: weights in "
+            "fewer bits, where what they take is limited.",
             commands="run probe allocate",
             group=CUT,
             value="UNITS",
@@ -257,10 +258,22 @@ class Settings(Record):
     def may_code(self) -> bool:
         """Whether cached rows may be coded: where the cache is limited, or nothing is yet, and no time is."""
         named = [text.strip().partition("=")[0] for text in self.budgets]
-        limited = not named or "kv" in named
+        limited = not named or "kv" in named or "memory" in named
         timed = any(name.startswith("latency") for name in named)
         may = self.strategy == "exact" and limited and not (timed or self.portable or self.limits_sizes)
         return "bits" in self.allow and may
+
+    @property
+    def may_pack(self) -> bool:
+        """Whether weights may be stored in few bits: where their bytes are limited, and no time is."""
+        named = [text.strip().partition("=")[0].strip() for text in self.budgets]
+        limited = any(name in ("weights", "memory") for name in named) and "latency" not in named
+        return (
+            "weights" in self.allow
+            and self.strategy == "exact"
+            and limited
+            and not (self.portable or self.limits_sizes)
+        )
 
     @property
     def limits_sizes(self) -> bool:
@@ -269,8 +282,8 @@ class Settings(Record):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """What may be cut: all that is allowed; where sizes are limited, bits are not."""
-        return tuple(unit for unit in self.allow if unit != "bits" or not self.limits_sizes)
+        """What may be cut: all that is allowed; where sizes are limited, bits and weights are not."""
+        return tuple(unit for unit in self.allow if unit not in ("bits", "weights") or not self.limits_sizes)
 
     def legal(self, shape: ModelShape) -> ModelShape:
         """A model with the sizes that these settings make legal."""

@@ -87,3 +87,9 @@ def _tell_peft(kind: str) -> None:
             usual = table.get("llama")
             if isinstance(usual, list) and usual and ATTENTION.issuperset(usual):
                 table.setdefault(kind, list(usual))
+
+
+def packed_ends(tied: Any, parts: Any) -> dict[str, str]:
+    """Which tensors of an output table are those of the input's, where one table in few bits is both."""
+    pairs = [(own.removesuffix("weight"), other.removesuffix("weight")) for own, other in (tied or {}).items()]
+    return {own + part: other + part for own, other in pairs for part in parts}

@@ -26,7 +26,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
-from .hub_headwise import recording, saving, telling
+from .hub_headwise import packed_ends, recording, saving, telling
 from .softmax_headwise import PAGED, filled, paged, paged_size, refuse_paged, served, tell_engine
 from .softmax_headwise import added as _added
 from .softmax_headwise import eager as _eager
@@ -678,6 +678,8 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
         if config.headwise.get("own_head"):  # an output table that stock code ties all the same
             tied = {k: v for k, v in type(self)._tied_weights_keys.items() if k != "lm_head.weight"}
             self.__dict__["_tied_weights_keys"] = tied
+        if parts := config.headwise.get("packed_table"):  # one table for words in and out, in few bits
+            self.__dict__["_tied_weights_keys"] = packed_ends(type(self)._tied_weights_keys, parts)
         if anatomy.patches:  # timm does not always say so
             self.__dict__["_supports_sdpa"] = True
         stock.__init__(self, config, *args, **kwargs)

@@ -63,12 +63,17 @@ def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...])
     return replace(plan, free_damage=strategies.allocate(readings, limits, *how).predicted_damage)
 
 
-def units_to_measure(settings: Settings, folds: bool, coded: bool) -> dict[str, Unit]:
-    """Which units to check by measurement, by the kind of their curve; `coded`: cached rows are coded."""
+def units_to_measure(settings: Settings, folds: bool, coded: bool, packed: bool = False) -> dict[str, Unit]:
+    """Which units to check by measurement, by the kind of their curve.
+
+    `coded`: cached rows are coded; `packed`: bits of weights are chosen.
+    """
     units = [unit for unit in CUTS if unit.swapped and unit.allow in settings.allow and not settings.portable]
     if folds:  # then a projection is as good as dropping pairs
         units = [unit for unit in units if unit.curve != "qk_pairs"]
     units = [unit for unit in units if unit.allow != "bits" or coded]
-    if coded and settings.only_kv:  # codes do all that dropping directions can
+    if not packed:
+        units = [unit for unit in units if unit.allow != "weights"]
+    if coded and (settings.only_kv or packed):  # codes do all that dropping directions can
         units = [unit for unit in units if unit.allow not in ("qk", "v")]
     return {unit.kind: unit for unit in units if unit.cached or not settings.only_kv}

@@ -107,9 +107,9 @@ def _ask(
     """The answer to one limit, its shapes entered into the table."""
     if (solved := answer(limit, allowed)) is None:
         return None
-    damage, gap, layers = solved
+    damage, gap, layers, ends = solved
     places = tuple(table.setdefault(layer, len(table)) for layer in layers)
-    return Answer(text, limit / full, damage, gap, places, rough=allowed > 0)
+    return Answer(text, limit / full, damage, gap, places, rough=allowed > 0, ends=ends)
 
 
 def _place(answer: Answer, sweep: Sweep, table: dict[LayerShape, int]) -> Answer:

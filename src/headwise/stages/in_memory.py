@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
 from torch import nn
 
+from headwise import budgets as prices
 from headwise import families, heal, processes, strategies, tasks
 from headwise.checks import certificate, exactness, quality, speed
 from headwise.checks._lengths import predicted
@@ -14,11 +16,13 @@ from headwise.cost import parameters
 from headwise.cuts import blind_moments, reshape
 from headwise.cuts import save as save_model
 from headwise.files import disk
+from headwise.linalg import Rounded
 from headwise.memory import fits
-from headwise.progress import Track, aside, silently, stage
+from headwise.progress import Track, aside, note, silently, stage
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import rehearsed_damage
 from headwise.runs.settings import Settings
+from headwise.stages import packing, words
 from headwise.stages.probe import probe_in
 from headwise.stages.source import (
     Fitted,
@@ -27,6 +31,7 @@ from headwise.stages.source import (
     Source,
     pooled_heads,
     refuse_other_plan,
+    refuse_packed,
     refuse_units,
 )
 from headwise.stages.texts import read_texts
@@ -50,23 +55,46 @@ class InMemory(Source):
 
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`."""
+        if any(map(prices.of_weights, plan.budgets)):
+            note(words.expected(plan))
         blind = strategies.blind(plan.strategy)
         with stage(track, "reshaping"):
             moments = blind_moments(self.family, self.current) if blind else probed.moments
             model = reshape(self.family, self.current, plan, moments)
         rehearse = partial(self.rehearse, track=track)
         if settings.heal == "none":
-            return Fitted(model, plan, [], rehearse(model).expected_damage())
+            model, packed = self._packed(model, plan, track)
+            return Fitted(model, plan, [], rehearse(model).expected_damage(), packed)
+        refits = settings.heal == "refit"
+        model, packed = self._packed(model, plan, track, packing.BEFORE_REFIT) if refits else (model, {})
         job = self.job(settings, model, track, None if folder is None else folder.healing)
         model, healing = heal.healed(settings.heal, job, rehearse)
-        known = healing.rehearsed
-        return Fitted(model, plan, [healing], rehearse(model).expected_damage() if known is None else known)
+        known = None if plan.target.packed else healing.rehearsed
+        model, more = self._packed(model, plan, track, packing.REFITTED if refits else packing.ALL, refits)
+        found = rehearse(model).expected_damage() if known is None else known
+        return Fitted(model, plan, [healing], found, {**packed, **more})
+
+    def _packed(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        track: Track,
+        fields: tuple[str, ...] = packing.ALL,
+        balanced: bool = False,
+    ) -> tuple[nn.Module, dict[str, Rounded]]:
+        """The model with weights in the bits of its plan."""
+        if not plan.target.packed:
+            return model, {}
+        count = max(1, packing.TOKENS // self.calibration.shape[1])
+        rows = self.calibration[:: max(1, len(self.calibration) // count)]
+        return packing.packed_model(self.reader, model, plan.target, rows, self.seed, track, fields, balanced)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`."""
         last = fitted.healings[-1] if fitted.healings else Healing("none")
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
+        limited = any(map(prices.of_weights, fitted.plan.budgets))  # counted in 16 bits a number
         with families.quietly():
             place, _ = families.locate(settings.model)
             saved = save_model(
@@ -75,8 +103,9 @@ class InMemory(Source):
                 self.tokenizer,
                 folder.model,
                 fitted.plan.portable,
-                families.saved_dtype(place, self.model.config),
+                torch.bfloat16 if limited else families.saved_dtype(place, self.model.config),
                 partial(families.accompany, settings.model, embeds=self.task.name == "embedding"),
+                fitted.packed,
             )
         disk.write_file(folder.proof_file, lambda new: exactness.write_proof(saved, self.evaluation, new))
         folder.record_model(settings, ("model", "heal.json", "proof.safetensors"))
@@ -91,7 +120,8 @@ class InMemory(Source):
         refuse_other_plan(folder, plan, self.family.shape_of(cut.config))
         reloaded = aside(lambda: exactness.reload_check(folder.model, folder.proof_file, plan.portable))
         found, known = self._quality(cut, track)
-        checks = exactness.count_checks(cut, plan, shape)
+        stored = exactness.weight_sizes(folder.model, plan)
+        checks = exactness.count_checks(cut, plan, shape, stored.get("weight_bytes_after", 0))
         lengths = certificate.Found()
         if self.task.has_past:  # else the model reads no growing text
             asked = self.certificate_rows(settings)
@@ -110,7 +140,7 @@ class InMemory(Source):
             quality=found,
             lengths=lengths,
             expected={"predicted": rehearsed_damage(folder.heal_file), "sum_of_prices": plan.predicted_damage},
-            size=exactness.sizes(cut, shape),
+            size={**exactness.sizes(cut, shape), **stored},
             speed=times,
             checks=(*checks, *kept),
             samples=samples,
@@ -147,6 +177,7 @@ def load_source(settings: Settings, track: Track = silently) -> InMemory:
         model, tokenizer = families.load(settings.model, place, settings.trust_remote_code, settings.task, dtype)
     task, family = tasks.of(model, tokenizer, settings.model), families.family_of(model.config)
     refuse_units(settings, family)
+    refuse_packed(settings, family.shape_of(model.config))
     texts = read_texts(settings, family, model.config, tokenizer, task, model, track)
     return InMemory(
         family,

@@ -19,7 +19,7 @@ from headwise import __version__, data, families, memory, probes, processes, str
 from headwise.cuts import Moments, reshape_layer
 from headwise.files import disk
 from headwise.heal.refit import LayerHealer, refit
-from headwise.probes import depth, fisher, gram, sensitivity, spectrum, swap
+from headwise.probes import depth, fisher, gram, sensitivity, spectrum, swap, weights
 from headwise.probes._backward import way
 from headwise.probes._magnitude import Orders
 from headwise.progress import Track, note, silently
@@ -27,9 +27,11 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.moments import as_stored, read_moments, write_moments
 from headwise.runs.settings import Settings
 from headwise.runs.unfinished import Progress
+from headwise.stages import packing
 from headwise.stages.allocate import units_to_measure
-from headwise.stages.source import Probed, Source, codes_rows
-from headwise.types import GONE, LayerShape, Reading, Readings
+from headwise.stages.source import Probed, Source, codes_rows, packs_weights
+from headwise.types import DAMAGE, GONE, LayerShape, Reading, Readings
+from headwise.types.weights import ENDS
 
 T = TypeVar("T")
 MOMENTS = "moments.safetensors"
@@ -82,6 +84,7 @@ class _Probing:
         self.mlp = not settings.only_kv and "mlp" in settings.allow
         self.coded = codes_rows(settings, self.shape, self.task)
         self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+        self.packed = packs_weights(settings, self.shape, self.task)
         self.heals = settings.heal != "none"
 
     def run(self, diagnose: bool) -> Probed:
@@ -126,6 +129,8 @@ class _Probing:
             found = self._grams(self.source.calibration)
         if self.coded:
             found = [one | more for one, more in zip(found, self._with_less_memory(self._fisher), strict=True)]
+        if self.packed:
+            found = [one | more for one, more in zip(found, self._with_less_memory(self._weights), strict=True)]
         if file:
             processes.by_first(partial(write_moments, file, found))
         self.progress.piece("moments", lambda: True)
@@ -141,6 +146,10 @@ class _Probing:
             recompute = way(self.family, self.model, rows, self.task).recompute
         less_memory = bool(recompute), self.source.spread
         return fisher.collect(self.family, self.model, rows, seed, self.track, self.task, *less_memory)
+
+    def _weights(self, recompute: bool | None) -> list[Moments]:
+        some, seed = self._some(packing.TOKENS), self.settings.seed
+        return weights.collect(self.family, self.model, some, seed, self.track, self.task, recompute)
 
     def _with_less_memory(self, work: Callable[[bool | None], T]) -> T:
         """Work that takes gradients, as the settings say; once more with layers computed twice if memory runs out."""
@@ -176,7 +185,14 @@ class _Probing:
             read = data.places(self.source.calibration)
             bits, codes = fisher.measure(self.shape.layers, self.moments, read, self.settings.seed)
             found, known = [*found, *bits], [one | more for one, more in zip(known, codes, strict=True)]
+        if self.packed:
+            widths = self.progress.piece("weights", lambda: _plain(self._widths()))
+            found += [Reading.from_json(reading) for reading in widths]
         return found, known
+
+    def _widths(self) -> list[Reading]:
+        read = data.count_tokens(self._some(packing.TOKENS), self.task.row_tokens)
+        return weights.measure(self.family, self.model, self.moments, self.shape, read, self.settings.seed, self.track)
 
     def _sensitivity(self) -> list[Any]:
         some, seed = self._some(SENSITIVITY_TOKENS), self.settings.seed
@@ -209,15 +225,36 @@ class _Probing:
     def _measured(self, curves: list[Reading], few: torch.Tensor, others: torch.Tensor) -> list[Reading]:
         """Damage of some sizes as measured, one layer cut at a time."""
         settings = self.settings
-        self.units = units_to_measure(settings, self.shape.grain.folds, self.coded)
+        self.units = units_to_measure(settings, self.shape.grain.folds, self.coded, self.packed)
         if not (settings.swap_tokens and self.units):
             return []
-        strength, healed = self.task.refit_strength, [kind for kind in self.units if not kind.endswith("_bits")]
+        strength, healed = (
+            self.task.refit_strength,
+            [kind for kind, unit in self.units.items() if unit.allow not in ("bits", "weights")],
+        )
         self.healer = LayerHealer(self.family, self.model, others, strength) if self.heals and healed else None
-        return swap.measure(
+        found = swap.measure(
             self.family, self.model, few, curves, self.units, self._sized, self._cut, settings.seed, self.track,
             healed if self.heals else (), self.task, self.progress,
         )  # fmt: skip
+        return found + (self._tables(few, curves) if self.packed else [])
+
+    def _tables(self, few: torch.Tensor, curves: list[Reading]) -> list[Reading]:
+        """Damage of tables of words in few bits as measured."""
+        known = {curve.kind: curve for curve in curves}
+        measured = partial(
+            weights.measured_table, self.family, self.model, few, self.moments[0], self.shape.tied_embeddings,
+            self.settings.seed,
+        )  # fmt: skip
+        found = []
+        for end in (end for end in ENDS if DAMAGE + end in known):
+            damages = self.progress.piece(end, partial(measured, end))
+            at = {int(bits): tuple(damage) for bits, damage in damages.items()}
+            curve = known[DAMAGE + end]
+            read = data.places(few, self.task.row_tokens)
+            how = f"{self.task.divergence_name} to the source"
+            found.append(swap.corrected(curve, {(curve.kind, 0): at}, read, self.settings.seed, how))
+        return found
 
     def _sized(self, kind: str, index: int, size: int) -> LayerShape:
         """One layer of another size. Keys and values are coded together: the others then have their finest code."""
@@ -233,6 +270,9 @@ class _Probing:
         """One layer cut to a size, and healed where the run heals and no bits are cut: a refit hardly mends those."""
         keep = strategies.keep_for(self.shape.layers[index], target, self.orders[index])
         layer = reshape_layer(self.family, self.model, index, target, keep, self.moments[index])
+        if target.packed:
+            weights.round_layer(self.family, layer, target, self.moments[index])
+            return layer
         return layer if self.healer is None or target.coded else self.healer.heal(index, layer)
 
     def _depth(self, few: torch.Tensor, others: torch.Tensor) -> tuple[Reading, tuple[int, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,9 +15,11 @@ from torch import nn
 from headwise import tasks
 from headwise.checks import certificate, quality
 from headwise.cuts import Moments
+from headwise.cuts._pack import INSTALL
 from headwise.errors import PlanError
 from headwise.families import Family
 from headwise.heal._job import Job
+from headwise.linalg import Rounded
 from headwise.progress import Track, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.heal_options import Options
@@ -44,6 +47,7 @@ class Fitted(NamedTuple):
     plan: Plan
     healings: list[Healing]  # one of each round; none where nothing was healed
     rehearsed: float | None  # damage to expect, from rows that nothing was fitted to; None: found when verified
+    packed: dict[str, Rounded] = {}  # matrices in few bits, by the names of their modules
 
 
 class Judged(NamedTuple):
@@ -159,14 +163,16 @@ def refuse_other_plan(folder: RunFolder, plan: Plan, found: ModelShape) -> None:
 
 def refuse_units(settings: Settings, family: Family) -> None:
     """Refuse units that models of a family cannot lose."""
-    able = (*family.units, "depth", "bits")  # bits wherever there is a cache
+    able = (*family.units, "depth", "bits", "weights")  # bits wherever there is a cache
     if lost := sorted(set(settings.allow) - set(able)):
         known = ", ".join(able)
         raise PlanError(f"{family.name} models cannot lose {lost[0]}; --allow takes, of these models: {known}.")
 
 
 def refuse_rounds(settings: Settings, shape: ModelShape) -> None:
-    """Refuse to choose bits in rounds: a model whose cache is coded is not cut again."""
+    """Refuse to choose bits in rounds: a model whose cache or weights have few bits is not cut again."""
+    if settings.rounds > 1 and settings.may_pack:
+        raise PlanError("bits of weights are chosen at once, not in rounds; leave out --rounds.")
     if settings.rounds > 1 and settings.may_code and shape.codable:
         units = ",".join(unit for unit in settings.allow if unit != "bits") or "qk,v,mlp"
         raise PlanError(
@@ -201,6 +207,20 @@ def _all_that_fit(settings: Settings, shape: ModelShape) -> int:
 def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
     """Whether a run chooses the bits of cached keys and values."""
     return settings.may_code and shape.codable and task.has_past
+
+
+def packs_weights(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
+    """Whether a run chooses the bits of weights."""
+    return settings.may_pack and shape.packable and type(task) is Causal
+
+
+def refuse_packed(settings: Settings, shape: ModelShape) -> None:
+    """Refuse to cut a model whose weights are in few bits already, and to store them so without the package."""
+    if shape.packed:
+        raise PlanError("the weights of this model have few bits already; cut the model that it was made from.")
+    if settings.may_pack and find_spec("compressed_tensors") is None:
+        units = ",".join(unit for unit in settings.allow if unit != "weights")
+        raise PlanError(f"{INSTALL}; or leave them in 16 bits: --allow {units}.")
 
 
 def heads_to_pool(settings: Settings, shape: ModelShape) -> int:

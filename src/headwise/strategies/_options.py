@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -24,8 +24,9 @@ from headwise.types import (
     Unit,
 )
 from headwise.types.unit import Order
+from headwise.types.weights import ENDS, MATRICES, WHOLE
 
-PRICED = tuple(unit for unit in UNITS if unit != "bits")  # what any probing prices
+PRICED = tuple(unit for unit in UNITS if unit not in ("bits", "weights"))  # what any probing prices
 
 
 class Choice(NamedTuple):
@@ -43,6 +44,7 @@ class LayerMenu:
     qk: tuple[Choice, ...]
     v: tuple[Choice, ...]
     mlp: tuple[Choice, ...]
+    weights: dict[str, tuple[Choice, ...]] = field(default_factory=dict)  # bits of matrices, where they are chosen
 
 
 def ways(readings: Readings) -> tuple[str, ...]:
@@ -67,9 +69,27 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
 
         found = _menu(shape, ways, source.grain.folds, priced, readings.orders[layer])
         sizes = {"qk": "qk_dim", "v": "v_dim", "mlp": "mlp_width"}
-        return replace(found, **{of: _taken(getattr(found, of), of, name, source.grain) for of, name in sizes.items()})
+        taken: dict[str, Any] = {of: _taken(getattr(found, of), of, name, source.grain) for of, name in sizes.items()}
+        return replace(found, **taken, weights=_bits_of(priced))
 
     return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
+
+
+def _bits_of(priced: Callable[[Unit], list[tuple[int, float]]]) -> dict[str, tuple[Choice, ...]]:
+    """The widths of every matrix of a layer whose bits are chosen."""
+    offered = {name: priced(UNIT_OF[f"{DAMAGE}w_{name}"]) for name in MATRICES}
+    return {name: _widths(f"w_{name}", sizes) for name, sizes in offered.items() if sizes}
+
+
+def _widths(field: str, sizes: list[tuple[int, float]]) -> tuple[Choice, ...]:
+    return (Choice(((field, WHOLE),), 0.0), *(Choice(((field, bits),), damage) for bits, damage in sizes))
+
+
+def ends(source: ModelShape, readings: Readings, allow: Iterable[str]) -> tuple[tuple[Choice, ...], ...]:
+    """The widths of the tables of words, where bits of weights are chosen."""
+    found = [(name, readings.curve(DAMAGE + name)) for name in ENDS] if "weights" in set(allow) else []
+    rows = [(name, list(zip(r.ticks[0], r.values[0], strict=True))[1:]) for name, r in found if r is not None]
+    return tuple(_widths(name, sizes) for name, sizes in rows)
 
 
 def _taken(choices: tuple[Choice, ...], of: str, name: str, grain: Grain) -> tuple[Choice, ...]:
@@ -86,9 +106,13 @@ def pairs(menu: LayerMenu, equal: bool) -> list[tuple[Choice, Choice]]:
 
 
 def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
-    """The units that help under some budgets: bits where a cache is limited that can be coded, and times are not."""
-    limited = any(b.name == "kv" for b in budgets) and not any(b.workload for b in budgets)
-    return tuple(unit for unit in allow if unit != "bits" or (limited and source.codable))
+    """The units that help under some budgets: bits where what they are of is limited and has none yet, and no time."""
+    untimed = not any(b.workload for b in budgets)
+    helps = {
+        "bits": untimed and source.codable and any(map(prices.of_cache, budgets)),
+        "weights": untimed and source.packable and any(map(prices.of_weights, budgets)),
+    }
+    return tuple(unit for unit in allow if helps.get(unit, True))
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
@@ -156,6 +180,8 @@ def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], 
     if {"qk", "v"} & set(allow) and not coded and bits_alone(readings):
         what = " and ".join(budget.text for budget in budgets)
         return f"{what} needs prices of dimensions, and this probing priced bits of the cache alone; {again}"
+    if "weights" in applicable(source, allow, budgets) and readings.curve("damage.w_q") is None:
+        return f"{wanted[0].text} needs prices of bits of weights, and this probing has none; {again}"
     if "mlp" in allow and any(_counts_mlp(budget, source) for budget in wanted) and not _mlp_priced(source, readings):
         return f"{wanted[0].text} needs prices of MLP widths, and this probing was for the cache alone; {again}"
     if "qk" in allow and wanted and source.grain.rotary and not _pairs_priced(readings):
@@ -250,10 +276,11 @@ def finish(
     budgets: tuple[Budget, ...],
     seed: int,
     pairs: str = "qk_pairs",
+    ends: dict[str, Any] | None = None,
     **more: object,
 ) -> Plan:
-    """A plan from the chosen sizes: what is kept, what is spent."""
-    target = source.with_layers(tuple(targets))
+    """A plan from the chosen sizes: what is kept, what is spent. `ends` are the bits of the tables of words."""
+    target = replace(source.with_layers(tuple(targets)), **(ends or {}))
     keep = tuple(keep_for(*row, pairs) for row in zip(source.layers, targets, readings.orders, strict=True))
     return Plan(
         model=readings.model,
@@ -286,6 +313,7 @@ def refuse(
     `smallest` holds the least that each budget can come to when it is the only one; `possible` what could be allowed.
     Bits need prices of their own, so only a check before probing proposes them.
     """
+    allow = [unit for unit in allow if unit != "weights" or any(map(prices.of_weights, budgets))]
     pooled = ("heads", "kv_heads") if any(layer.pooled > 1 for layer in source.layers) else ()  # which go only together
     more = [unit for unit in possible if unit not in (*allow, *pooled)]
     hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
@@ -294,7 +322,7 @@ def refuse(
             share = least / prices.price(budget, source) * 100
             at = "".join(budget.text.partition("@")[1:])  # a share is of the price at that length
             text = f"{budget.name}={-(-share * 10 // 1) / 10:g}%{at}"  # rounded up, so that the proposal can be met
-            if "bits" in allow and budget.name != "kv":
+            if "bits" in allow and not prices.of_cache(budget):
                 others = ",".join(unit for unit in allow if unit != "bits") or "qk,v,mlp"
                 hint += f"; coded rows add parameters, dimensions do not: --allow {others}"
             if source.grain.heads:

@@ -1,8 +1,9 @@
 """One integer program over all layers and all units, solved with a proof of how good its answer is.
 
 A binary variable picks one head count per layer; under each head count one picks a query/key size and one a value
-size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately. Under a
-budget of measured time, where a kernel's price is no sum over the two sizes, one picks a pair of them.
+size, so every price is linear although head counts and sizes multiply. MLP widths are picked separately. Bits of a
+matrix are picked under what its size depends on; those of the tables of words belong to no layer. Under a budget of
+measured time, where a kernel's price is no sum over the two sizes, one picks a pair of them.
 
 Large models have so many sizes that HiGHS alone takes minutes. So budgets first get prices (Lagrange multipliers, by
 column generation). With prices every layer chooses on its own, which bounds the damage from below and gives, for every
@@ -14,7 +15,8 @@ depends on the machine; what is not proven within them is the plan's `gap`. `_kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -32,6 +34,8 @@ CORE = 4  # sizes per free choice that are tried first
 NODE_LIMIT = 4000  # of one run of HiGHS, which takes seconds; a plan that is not proven by then has a gap above 0
 
 Price = Callable[[LayerShape], Sequence[float]]  # what a layer costs in every budget
+Whole = Callable[[ModelShape], Sequence[float]]  # what a model costs in every budget
+Ends = Sequence[tuple[Choice, ...]]  # choices of the model as a whole
 Column = tuple[Choice, ...]  # what goes together: mostly one choice
 
 
@@ -39,8 +43,13 @@ class Solution(NamedTuple):
     """What every layer becomes, by which choices, and how far that is proven."""
 
     targets: list[LayerShape]
-    choices: list[list[Choice]]  # per layer
+    choices: list[list[Choice]]  # per layer, and those of the model as a whole
     gap: float
+
+    @property
+    def ends(self) -> dict[str, int]:
+        """Bits of the tables of words, where they were chosen."""
+        return dict(pair for choice in self.choices[-1] for pair in choice.sizes)
 
     @property
     def damage(self) -> float:
@@ -51,12 +60,15 @@ class Solution(NamedTuple):
 class Problem:
     """A model's menus under budgets, ready to be solved for these and for other limits of the first budget."""
 
-    def __init__(self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...]) -> None:
+    def __init__(
+        self, source: ModelShape, offered: list[LayerMenu], budgets: tuple[Budget, ...], ends: Ends = ()
+    ) -> None:
         self.source, self.budgets = source, budgets
         joint = any(map(prices.joint, budgets))
         price: Price = lambda layer: [prices.layer_price(b, source, layer) for b in budgets]  # noqa: E731
-        self.program = build(source, offered, price, joint)
-        self.full = np.array([prices.price(budget, source) for budget in budgets])
+        whole: Whole = lambda model: [prices.price(b, model) for b in budgets]  # noqa: E731
+        self.program = build(source, offered, price, joint, ends, whole)
+        self.full = np.array(whole(source))
         layers = [sum(prices.layer_price(budget, source, layer) for layer in source.layers) for budget in budgets]
         self.fixed = self.full - layers
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
@@ -72,7 +84,7 @@ class Problem:
         if solved is None:
             return None
         choices = chosen(self.program, solved[0], len(self.source.layers))
-        rows = zip(self.source.layers, choices, strict=True)
+        rows = zip(self.source.layers, choices[:-1], strict=True)
         return Solution([with_choices(shape, *row) for shape, row in rows], choices, solved[1])
 
     def damage_at(self, share: float) -> float:
@@ -101,8 +113,8 @@ def solve(
 
 
 def chosen(program: Program, picked: list[int], layers: int) -> list[list[Choice]]:
-    """The choices behind the picked columns, per layer."""
-    found: list[list[Choice]] = [[] for _ in range(layers)]
+    """The choices behind the picked columns, per layer, and last those of the model as a whole."""
+    found: list[list[Choice]] = [[] for _ in range(layers + 1)]
     for i in picked:
         found[program.meaning[i][0]] += program.meaning[i][1]
     return found
@@ -144,11 +156,18 @@ class Program:
         return least, total
 
 
-def build(source: ModelShape, offered: list[LayerMenu], price_of: Price, joint: bool = False) -> Program:
+def build(
+    source: ModelShape,
+    offered: list[LayerMenu],
+    price_of: Price,
+    joint: bool = False,
+    ends: Ends = (),
+    whole_price: Whole | None = None,
+) -> Program:
     """The program of a model; choices that another beats in damage and in every price are left out.
 
     Prices must add up over units: a layer's price is that of its heads and sizes plus that of its MLP. Unless `joint`,
-    those of query/key and value sizes must add up too.
+    those of query/key and value sizes must add up too. `ends` are choices of the model as a whole.
     """
     known: dict[tuple[object, ...], Floats] = {}
 
@@ -172,15 +191,38 @@ def build(source: ModelShape, offered: list[LayerMenu], price_of: Price, joint: 
                 columns.add(layer, top, *_undominated(kind, [price(shape, heads, *c) - whole for c in kind]))
         base = price(shape)
         widths: list[Column] = [(choice,) for choice in menu.mlp]
-        columns.add(layer, -1, *_undominated(widths, [price(shape, *c) - base for c in widths]))
+        widths, costs = _undominated(widths, [price(shape, *c) - base for c in widths])
+        for top, (width,) in zip(columns.add(layer, -1, widths, costs), widths, strict=True):
+            for name in (name for name in ("gate", "up", "down") if name in menu.weights):
+                bits: list[Column] = [(choice,) for choice in menu.weights[name]]
+                cost = [price(shape, width, *c) - price(shape, width) for c in bits]
+                columns.add(layer, top, *_undominated(bits, cost))
+    for choices in ends:
+        columns.add(len(offered), -1, *_undominated(*_tables(source, choices, whole_price or (lambda model: ()))))
     return columns.program()
 
 
+def _tables(source: ModelShape, choices: tuple[Choice, ...], price: Whole) -> tuple[list[Column], list[Floats]]:
+    """Widths of a table of words, and what they save."""
+    same, found = np.array(price(source)), list[Column]((choice,) for choice in choices)
+    return found, [np.array(price(replace(source, **dict(choice.sizes)))) - same for choice in choices]
+
+
 def _kinds(menu: LayerMenu, joint: bool, equal: bool) -> list[list[Column]]:
-    """What is picked under a head count: a query/key size and a value size, or a pair of both."""
+    """What is picked under a head count: a query/key size and a value size, or a pair of both.
+
+    Bits of the projections are picked beside a size that they do not depend on, and else with it.
+    """
     if joint or equal:
         return [list(pairs(menu, equal))]
-    return [[(choice,) for choice in menu.qk], [(choice,) for choice in menu.v]]
+    found: list[list[Column]] = []
+    for choices, size, names in ((menu.qk, "qk_width", "qk"), (menu.v, "v_dim", "vo")):
+        bits = [menu.weights[name] for name in names if name in menu.weights]
+        if len({dict(choice.sizes).get(size) for choice in choices}) == 1:
+            found += [list[Column]((choice,) for choice in group) for group in (choices, *bits)]
+        else:
+            found.append([tuple(column) for column in product(choices, *bits)])
+    return found
 
 
 class _Columns:

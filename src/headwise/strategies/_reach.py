@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from headwise.strategies._options import PRICED, applicable, menus, nothing_port
 from headwise.strategies._program import Program, build
 from headwise.types import BITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
 from headwise.types.unit import Order
+from headwise.types.weights import ENDS, FIELDS, WIDTHS
 
 WEIGHTS = 33  # of two budgets against each other that are tried
 WAYS = ("qk_projected", "qk_pairs")
@@ -86,8 +89,9 @@ class _Costs:
         for layer in self.counts:
             alone = source.with_layers((layer,))
             self.programs[layer] = build(alone, menus(alone, _legal(alone), cuts, WAYS), price)
-        whole = np.array([prices.price(budget, source) for budget in budgets])
-        self.fixed = whole - np.sum([np.array(price(layer)) * n for layer, n in self.counts.items()], axis=0)
+        packed: dict[str, Any] = dict.fromkeys(ENDS, WIDTHS[-1]) if "weights" in cuts else {}
+        smallest = np.array([prices.price(budget, replace(source, **packed)) for budget in budgets])
+        self.fixed = smallest - np.sum([np.array(price(layer)) * n for layer, n in self.counts.items()], axis=0)
         self.may_go = len(source.layers) // 2 if "depth" in cuts else 0
 
     def least(self, weights: Floats) -> float:
@@ -118,6 +122,8 @@ def _legal(source: ModelShape) -> Readings:
         order = {"k_bits": (least,), "v_bits": (least,)}
         kinds["k_bits"] = [(layer.k_bytes, code_bytes(least, layer.qk_dim)) for layer in source.layers]
         kinds["v_bits"] = [(layer.v_bytes, code_bytes(least, layer.v_dim)) for layer in source.layers]
+    if source.packable:
+        kinds |= {name: [WIDTHS] * len(source.layers) for name in FIELDS}
     curves = tuple(_free(f"damage.{kind}", tuple(sizes)) for kind, sizes in kinds.items())
     return Readings("", source, curves, (order,) * len(source.layers), 0, 0)
 

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from headwise.strategies._options import applicable, depth_steps, finish, menus, refuse, ways, without_layers
+from headwise.strategies._options import applicable, depth_steps, ends, finish, menus, refuse, ways, without_layers
 from headwise.strategies._program import Problem, Solution
 from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
 
@@ -18,7 +18,8 @@ NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
 CUTS = UNITS
 FRONTIER_POINTS = 12
-Answerer = Callable[[float, float], tuple[float, float, list[LayerShape]] | None]
+Found = tuple[float, float, list[LayerShape], dict[str, int]]  # damage, gap, layers, bits of the tables of words
+Answerer = Callable[[float, float], Found | None]
 
 
 class Depths:
@@ -30,7 +31,8 @@ class Depths:
         allow = applicable(source, allow, budgets)
         offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
-        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets))
+        whole = ends(source, readings, allow)
+        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets, whole))
 
     def best(self, limits: list[float], gap: float = 0.0) -> tuple[float, Solution] | None:
         """The least damage within these limits. Without a gap no solve depends on earlier ones."""
@@ -76,17 +78,19 @@ def allocate(
         raise refuse(source, budgets, np.min([problem.least for problem in problems], axis=0).tolist(), allow)
     damage, found = best
     points = depths.frontier()
-    return finish(source, readings, found.targets, damage, NAME, budgets, seed, gap=found.gap, frontier=points)
+    return finish(
+        source, readings, found.targets, damage, NAME, budgets, seed, ends=found.ends, gap=found.gap, frontier=points
+    )
 
 
 def answers(
     source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
 ) -> tuple[float, Answerer]:
-    """The least limit of the first budget that may be met, and a function from a limit to damage, gap and layers."""
+    """The least limit of the first budget that may be met, and a function from a limit to what is best there."""
     depths = Depths(source, readings, budgets, allow)
 
-    def answer(limit: float, gap: float) -> tuple[float, float, list[LayerShape]] | None:
+    def answer(limit: float, gap: float) -> Found | None:
         best = depths.best([limit, *(budget.limit for budget in budgets[1:])], gap)
-        return None if best is None else (best[0], best[1].gap, best[1].targets)
+        return None if best is None else (best[0], best[1].gap, best[1].targets, best[1].ends)
 
     return float(depths.problem(len(depths.lost) - 1).least[0]), answer  # the fewer layers, the cheaper

@@ -182,6 +182,10 @@ def _refuse(settings: Settings) -> None:
         raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")
     if any(text.strip().startswith("latency") for text in settings.budgets):
         raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")
+    if any(text.strip().startswith(("weights", "memory")) for text in settings.budgets):
+        raise HeadwiseError(
+            "weights of a streamed model stay in 16 bits; limit kv, params or flops, or use a machine with more memory."
+        )
     if settings.task not in (None, "causal"):
         raise HeadwiseError(f"--task {settings.task} cannot be streamed: only decoders that write text can.")
     if processes.count() > 1:

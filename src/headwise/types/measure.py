@@ -11,7 +11,12 @@ from typing import Any
 
 from headwise.types._record import Record
 
-UNITS_OF = {"loss": "nats", "kl": "nats", "kv_bytes_per_token": "bytes"}  # by name; those with `ms` in it are times
+UNITS_OF = {
+    "loss": "nats",
+    "kl": "nats",
+    "kv_bytes_per_token": "bytes",
+    "weight_bytes": "bytes",
+}  # by name; those with `ms` in it are times
 ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high")
 
 

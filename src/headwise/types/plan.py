@@ -28,9 +28,10 @@ class Budget(Record):
     workload: Workload | None = None
     device: str = ""  # on which it was measured
     table: LatencyTable | None = field(default=None, compare=False, repr=False)
+    batch: int = 1  # texts that are held in memory at the same time
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.limit) or self.limit < 0 or self.length < 1:
+        if not math.isfinite(self.limit) or self.limit < 0 or self.length < 1 or self.batch < 1:
             raise PlanError(f"budget {self.text}: its limit {self.limit} or length {self.length} is no real size.")
 
     @property
@@ -41,6 +42,8 @@ class Budget(Record):
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary without the table, and without the workload where there is none."""
         found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
+        if self.batch > 1:
+            found["batch"] = self.batch
         if self.workload is not None:
             found |= {"workload": self.workload.to_json(), "device": self.device}
         return found

@@ -9,7 +9,7 @@ from typing import Any
 from headwise.errors import PlanError
 from headwise.types._record import Record
 from headwise.types.shape import BITS, LayerShape, ModelShape
-from headwise.types.unit import DAMAGE, UNIT_OF
+from headwise.types.unit import DAMAGE, END_KINDS, UNIT_OF
 
 Row = tuple[float, ...]
 
@@ -69,7 +69,7 @@ class Readings(Record):
             return
         layers = self.shape.layers
         for reading in self.curves:
-            rows = 1 if reading.kind == "damage.depth" else len(layers)
+            rows = 1 if reading.kind in ("damage.depth", *END_KINDS) else len(layers)
             if len(reading.ticks) != rows:
                 raise PlanError(f"reading {reading.kind} has {len(reading.ticks)} rows for {rows} layers; probe again.")
             _check_sizes(reading, layers)

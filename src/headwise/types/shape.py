@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.errors import ShapeError
 from headwise.types._record import Record
+from headwise.types.codes import BITS as BITS
+from headwise.types.codes import CACHE_BYTES as CACHE_BYTES
+from headwise.types.codes import beside_bytes as beside_bytes
+from headwise.types.codes import code_bytes as code_bytes
+from headwise.types.codes import kept_beside as kept_beside
+from headwise.types.weights import ENDS, FIELDS, WHOLE, WIDTHS
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
 POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 CODES = ("k_code", "v_code")  # of a layer whose cache is coded
-BITS = (8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
-CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, about
-WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
-NEAR_TOKENS = 32  # newest ones, which are also kept in 8 bits a number
-COUNTED_TOKENS = 4_096  # of a text over which both are spread when bytes are counted
-CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
 ENGINES = {  # sizes of heads that an engine's cache holds without filling them up
     "vllm": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256),
 }
@@ -51,12 +50,20 @@ class LayerShape(Record):
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
     k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
     v_code: tuple[int, ...] = ()  # and how many of its v_dim values; the others get no bits
+    w_q: int = WHOLE  # bits of a weight, as stored, of the projection of queries, and so on
+    w_k: int = WHOLE
+    w_v: int = WHOLE
+    w_o: int = WHOLE
+    w_gate: int = WHOLE
+    w_up: int = WHOLE
+    w_down: int = WHOLE
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
         names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
         codes = {name: _by_bits(code) for name in CODES if (code := getattr(self, name))}
-        return {name: getattr(self, name) for name in names} | codes
+        packed = {name: bits for name in FIELDS if (bits := getattr(self, name)) != WHOLE}
+        return {name: getattr(self, name) for name in names} | codes | packed
 
     @classmethod
     def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
@@ -73,6 +80,7 @@ class LayerShape(Record):
             raise ShapeError(f"{large[0]} is {sizes[large[0]]:,}; sizes are at most {WIDEST:,}.")
         if self.pooled < 1 or self.v_width < 0:
             raise ShapeError(f"pooled is {self.pooled} and v_width {self.v_width}; they are at least 1 and 0.")
+        check_bits({name: getattr(self, name) for name in FIELDS})
         if self.query_heads == 0:
             return
         if self.kv_heads == 0 or self.query_heads % self.kv_heads:
@@ -138,6 +146,11 @@ class LayerShape(Record):
         return not (self.query_heads or self.mlp_width)
 
     @property
+    def packed(self) -> bool:
+        """Whether some of its matrices are stored in few bits."""
+        return any(getattr(self, name) != WHOLE for name in FIELDS)
+
+    @property
     def coded(self) -> bool:
         """Whether keys or values are cached in few bits."""
         return bool(self.k_code or self.v_code)
@@ -155,7 +168,7 @@ class LayerShape(Record):
         """Bytes of the cached rows of a text of so many tokens, as long as all that is kept beside codes."""
         sizes = [size for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
         each = self.row_bytes(number) - sum(beside_bytes(size, number) for size in sizes)
-        return self.kv_heads * (tokens * each + sum(_beside(size, number) for size in sizes))
+        return self.kv_heads * (tokens * each + sum(kept_beside(size, number) for size in sizes))
 
     @property
     def k_bytes(self) -> int:
@@ -168,35 +181,14 @@ class LayerShape(Record):
         return _part_bytes(self.v_code, self.v_dim, CACHE_BYTES)
 
 
+def check_bits(bits: dict[str, int]) -> None:
+    """Refuse widths of weights that no plan chooses."""
+    if wrong := [name for name, width in bits.items() if width not in WIDTHS]:
+        raise ShapeError(f"{wrong[0]} is {bits[wrong[0]]} bits; weights have {', '.join(map(str, WIDTHS))}.")
+
+
 def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
     return code_bytes(code, size, number) if code else size * number
-
-
-@functools.cache
-def code_bytes(code: tuple[int, ...], size: int, number: int = CACHE_BYTES) -> int:
-    """Bytes of a row of `size` numbers, of which so many have 8, 7, ... 1 bits: codes, scales, and what is beside.
-
-    The first tokens of a text are also kept whole, in `number` bytes each, and the newest in 8 bits a number.
-
-    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8), 32)  # 7 of codes, 1 scale, 1 for first and newest tokens
-    9
-    """
-    bits = sum(width * count for width, count in zip(BITS, code, strict=True))
-    scales = max(1, round(sum(code) / CODE_GROUP))
-    return -(-bits // 8) + scales + beside_bytes(size, number)
-
-
-def beside_bytes(size: int, number: int = CACHE_BYTES) -> int:
-    """Bytes of the first and the newest tokens of a text, kept beside codes, for each of its tokens.
-
-    >>> beside_bytes(512)
-    6
-    """
-    return -(-_beside(size, number) // COUNTED_TOKENS)
-
-
-def _beside(size: int, number: int) -> int:
-    return WHOLE_TOKENS * size * number + NEAR_TOKENS * (size + max(1, round(size / CODE_GROUP)))
 
 
 def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
@@ -298,6 +290,8 @@ class ModelShape(Record):
     other_parameters: int = 0  # whatever else no plan changes
     element_bytes: int = 4  # of one number, as the model is saved
     row_tokens: int | None = None  # tokens of every input where their number is fixed, as that of an image's patches
+    w_embed: int = WHOLE  # bits of a number of the table of words, as stored
+    w_head: int = WHOLE  # and of the output's table, where it is another one
 
     def __post_init__(self) -> None:
         if not 1 <= len(self.layers) <= MOST_LAYERS:
@@ -307,8 +301,23 @@ class ModelShape(Record):
         for name, (least, most) in limits.items():
             if not least <= getattr(self, name) <= most:
                 raise ShapeError(f"{name} is {getattr(self, name):,}; it lies between {least} and {most:,}.")
+        check_bits({name: getattr(self, name) for name in ENDS})
         if any(layer.pooled > 1 for layer in self.layers):  # a row's directions are those of several heads
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
+
+    def to_json(self) -> dict[str, Any]:
+        """A plain dictionary; most models have tables of 16 bits, and say nothing of it."""
+        return {k: v for k, v in Record.to_json(self).items() if k not in ENDS or v != WHOLE}
+
+    @property
+    def packed(self) -> bool:
+        """Whether some matrix is stored in few bits."""
+        return any(getattr(self, name) != WHOLE for name in ENDS) or any(layer.packed for layer in self.layers)
+
+    @property
+    def packable(self) -> bool:
+        """Whether weights can be stored in few bits: a decoder's, unless they are already."""
+        return self.cached and not self.packed and not any(layer.role for layer in self.layers)
 
     @property
     def codable(self) -> bool:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import isfinite
+from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
-from headwise.types.shape import LayerShape
+from headwise.types.shape import LayerShape, ModelShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Answer(Record):
     gap: float  # to the proven bound, relative
     layers: tuple[int, ...]  # of every layer the place of its shape in the sweep's table
     rough: bool = False  # solved to a small gap only, as time was short
+    ends: dict[str, int] = field(default_factory=dict)  # bits of the tables of words, where they were chosen
 
     def __post_init__(self) -> None:
         if not all(map(isfinite, (self.share, self.damage, self.gap))):
@@ -50,3 +52,8 @@ class Sweep(Record):
     def target(self, answer: Answer) -> tuple[LayerShape, ...]:
         """The layers of an answer."""
         return tuple(self.shapes[place] for place in answer.layers)
+
+    def model(self, answer: Answer, source: ModelShape) -> ModelShape:
+        """The model of an answer."""
+        ends: dict[str, Any] = dict(answer.ends)
+        return replace(source.with_layers(self.target(answer)), **ends)

@@ -7,9 +7,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.types.shape import Grain, LayerShape, code_bytes
+from headwise.types.weights import ENDS, MATRICES, WIDTHS
 
 Order = dict[str, tuple[tuple[int, ...], ...]]  # of a layer's units: most needed first, by group; and the codes of rows
 Sizes = dict[str, Any]
+PARTS = ("query", "key", "value", "output", "MLP gate", "MLP up", "MLP down")  # of a layer
+WORDS = dict(zip(MATRICES, (f"{part} weights" for part in PARTS), strict=True))
+WORDS |= dict(zip((end.removeprefix("w_") for end in ENDS), ("word table", "output table"), strict=True))
+TRIED = (3,)  # bits at which damage of weights is measured: enough of it, and still alike at other widths
 DAMAGE = "damage."  # how the kind of every reading begins that prices a cut
 
 
@@ -31,6 +36,7 @@ class Unit:
     grain: str = ""  # which step and floor of a Grain make sizes legal; empty: every count is
     swapped: bool = True  # whether its prices are checked by measurement, one layer at a time
     cached: bool = True  # whether it is of use where only the cache is limited
+    tried: tuple[int, ...] = ()  # the sizes that are measured, where these are not spread over the curve
 
     @property
     def kind(self) -> str:
@@ -44,6 +50,8 @@ class Unit:
     def sizes(self, shape: LayerShape, grain: Grain) -> tuple[int, ...]:
         """Legal sizes of a layer, its own first, then falling."""
         full = self.full(shape)
+        if self.allow == "weights":
+            return tuple(bits for bits in WIDTHS if bits <= full)
         return grain.sizes(self.grain, full) if self.grain else tuple(range(full, 0, -1))
 
     def shape(self, shape: LayerShape, size: int, folds: bool, order: Order) -> LayerShape:
@@ -77,6 +85,15 @@ def _value_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Size
     return {"v_code": next(code for code in order["v_bits"] if code_bytes(code, shape.v_dim) == size)}
 
 
+def _weight(matrix: str, words: str) -> Unit:
+    """Bits of one matrix."""
+    field = f"w_{matrix}"
+    return Unit(
+        field, "weights", field, field, "weight bits", f"Bits of {words}", f"{words} stored in fewer bits",
+        lambda shape, size, folds, order: {field: size}, swapped=matrix in MATRICES, cached=False, tried=TRIED,
+    )  # fmt: skip
+
+
 # In the order in which prices are measured.
 CUTS = (
     Unit("qk_projected", "qk", "qk_dim", "qk_dim", "query/key dim", "Query/key dimensions",
@@ -97,10 +114,13 @@ CUTS = (
          "query heads dropped from every key/value group", _heads),
     Unit("kv_heads", "kv_heads", "kv_heads", "kv_heads", "key/value heads", "Key/value heads",
          "key/value heads dropped with their query heads", _kv_heads),
+    *(_weight(matrix, words) for matrix, words in WORDS.items()),
     Unit("depth", "depth", "layers removed", "", "whole layer", "Whole layers", "whole layers removed",
          lambda shape, size, folds, order: {}, swapped=False),
 )  # fmt: skip
+WEIGHTS = tuple(unit.kind for unit in CUTS if unit.allow == "weights")
+END_KINDS = tuple(DAMAGE + end for end in ENDS)  # of the whole model, as depth is
 UNIT_OF = {unit.kind: unit for unit in CUTS}  # by the kind of the reading
 UNITS = tuple(dict.fromkeys(unit.allow for unit in CUTS))  # what a plan may cut, as `--allow` names them
-DEFAULT_UNITS = ("qk", "v", "mlp", "bits")
+DEFAULT_UNITS = ("qk", "v", "mlp", "bits", "weights")
 LABELS = {unit.allow: unit.label for unit in CUTS}

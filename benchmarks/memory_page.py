@@ -1,0 +1,108 @@
+"""Write the tables of docs/MEMORY.md from the results of benchmarks/memory.py."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from headwise.files.disk import write_atomically
+
+RESULTS = Path(__file__).parent / "results"
+START, END = "<!-- memory: printed by benchmarks/memory.py -->", "<!-- end of memory -->"
+OURS = ("joint", "each_head")
+NAMES = {"joint": "ours", "each_head": "ours, heads apart", "cuts": "cuts alone"}
+Row = dict[str, Any]
+
+
+def write_page(path: Path, folder: Path = RESULTS) -> None:
+    """Rewrite what lies between the page's marks."""
+    before, _, rest = path.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    write_atomically(path, f"{before}{START}\n\n{tables(folder)}\n\n{END}{after}")
+
+
+def tables(folder: Path = RESULTS) -> str:
+    """One section for every result, in the order of their file names."""
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("memory-*.json"))]
+    if not results:
+        return "No results yet: see benchmarks/memory.py."
+    return "\n".join(line for result in results for line in _section(result)).rstrip()
+
+
+def _section(result: dict[str, Any]) -> list[str]:
+    rows, at = result["rows"], next(row["at"] for row in result["rows"] if "at" in row)
+    length, _, batch = at.partition(",b")
+    source = next(row["bytes_before"] for row in rows if "cache" in row.get("bytes_before", {}))
+    sizes = f"{source['weights'] / 1e6:.1f} MB of weights and {source['cache'] / 1e6:.1f} MB of cache"
+    lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes} at 16 bits a number.", ""]
+    lines += [*_table(_heads(rows), _shares(rows)), ""]
+    lines += _rivals(rows) + _predictions(rows)
+    made = f"{result['hardware']}, {result['date']}, commit {', '.join(sorted({row['commit'] for row in rows}))}"
+    asked = result["settings"]
+    return [*lines, f"{asked['tokens']:,} calibration tokens in rows of {asked['length']:,}; {made}.", ""]
+
+
+def _heads(rows: list[Row]) -> list[str]:
+    ways = [NAMES[name] for name in NAMES if any(row["method"] == name for row in rows)]
+    return ["share", *ways, "best uniform bits that fit", "less damage than these"]
+
+
+def _shares(rows: list[Row]) -> list[list[str]]:
+    """A line for every share: each way, and the best of the rivals that take no more bytes."""
+    found = []
+    for share in dict.fromkeys(row["asked_share"] for row in rows if row["method"] == "joint"):
+        ways = [name for name in NAMES if any(row["method"] == name for row in rows)]
+        mine = {name: _one(rows, name, share) for name in ways}
+        fitting = [row for row in rows if row["method"] == "uniform" and row["share"] <= share / 100]
+        best = min(fitting, key=lambda row: row["kl"], default=None)
+        ours = min((mine[n]["kl"] for n in OURS if n in mine and "kl" in mine[n]), default=math.nan)
+        less = f"{1 - ours / best['kl']:.0%}" if best else ""
+        told = "none fits" if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
+        found.append([f"{share}%", *(_measured(mine[name], True) for name in ways), told, less])
+    return found
+
+
+def _one(rows: list[Row], method: str, share: int) -> Row:
+    return next((row for row in rows if row["method"] == method and row.get("asked_share") == share), {})
+
+
+def _measured(row: Row, whole: bool = False) -> str:
+    if "kl" not in row:
+        return "out of reach" if "refused" in row else ""
+    bits = f", {row['bits']:.1f} bits a weight" if whole and row["method"] in OURS else ""
+    half = (row["kl_high"] - row["kl_low"]) / 2
+    return f"{row['kl']:.4f} ± {half:.4f} ({math.expm1(row['damage']):+.1%}){bits}"
+
+
+def _uniform(row: Row) -> str:
+    return f"{row['weight_bits']}-bit weights by {row['rounding']}, int{row['cache_bits']} cache"
+
+
+def _rivals(rows: list[Row]) -> list[str]:
+    found = [row for row in rows if row["method"] == "uniform"]
+    if not found:
+        return []
+    cells = []
+    for row in sorted(found, key=lambda row: -row["share"]):
+        widths = str(row["weight_bits"]), f"int{row['cache_bits']}"
+        cells.append([f"{row['share']:.1%}", *widths, row["rounding"], _measured(row)])
+    return ["All uniform rivals:", "", *_table(["share", "weight bits", "cache", "rounding", "damage"], cells), ""]
+
+
+def _predictions(rows: list[Row]) -> list[str]:
+    found = [row for row in rows if row["method"] == "weights"]
+    if not found:
+        return []
+    cells = [
+        [f"{row['asked_share']}%", f"{row['bits']:.2f}", f"{row['predicted']:.4f}", _measured(row),
+         f"{row['kl'] / row['predicted']:.2f}" if row["predicted"] else ""] for row in found
+    ]  # fmt: skip
+    heads = ["weights kept", "bits a weight", "sum of prices", "measured", "measured / predicted"]
+    return ["Bits of weights alone, not healed:", "", *_table(heads, cells), ""]
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return [f"| {' | '.join(line)} |" for line in lines]

@@ -1,0 +1,66 @@
+"""What a run with a limit on memory will do, and what it expects, each in one sentence. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from headwise import budgets as prices
+from headwise.cost import layer_text_bytes, matrices, parameters, weight_bytes
+from headwise.types import Budget, ModelShape, Plan
+from headwise.types.weights import WHOLE
+
+CHOSEN = {
+    "qk": "query/key and value dimensions", "mlp": "MLP widths", "heads": "heads", "kv_heads": "key/value heads",
+    "depth": "whole layers", "bits": "bits of cached keys and values", "weights": "bits of every weight matrix",
+}  # fmt: skip
+
+
+def parts(budget: Budget, model: ModelShape) -> dict[str, int]:
+    """Bytes of a model's weights and, under a limit on all memory, of its cache."""
+    found = {"weights": weight_bytes(model)}
+    if prices.of_cache(budget):
+        found["cache"] = budget.batch * sum(layer_text_bytes(model, layer, budget.length) for layer in model.layers)
+    return found
+
+
+def to_do(budget: Budget, source: ModelShape, allow: Sequence[str]) -> str:
+    """What a run will do, before anything is measured."""
+    before = parts(budget, source)
+    at = f" of {budget.batch} x {budget.length:,} tokens" if "cache" in before else ""
+    said = " and ".join(f"{_megabytes(size)} of {name}{at * (name == 'cache')}" for name, size in before.items())
+    pooled = any(layer.pooled > 1 for layer in source.layers)
+    skipped = {"qk"} if pooled and "bits" in allow and "cache" in before else set()
+    skipped |= set() if "cache" in before else {"bits"}
+    units = [words for unit, words in CHOSEN.items() if unit in allow and unit not in skipped]
+    return (
+        f"{budget.text}: {said} at 16 bits a number become at most {_megabytes(budget.limit)}; "
+        f"{' and '.join(filter(None, (', '.join(units[:-1]), units[-1])))} are chosen together, once all are priced."
+    )
+
+
+def expected(plan: Plan) -> str:
+    """What a plan does and what that is expected to cost."""
+    budget = next(budget for budget in plan.budgets if prices.of_weights(budget))
+    before, after = parts(budget, plan.source), parts(budget, plan.target)
+    said = [f"{name} {_megabytes(before[name])} -> {_megabytes(after[name])}" for name in before]
+    damage = plan.predicted_damage
+    return (
+        f"the plan: {', '.join(said)} ({mean_bits(plan.target):.1f} bits a weight); expected damage {damage:.3g} nats "
+        f"per token, {math.expm1(damage):+.1%} perplexity, before healing."
+    )
+
+
+def mean_bits(model: ModelShape) -> float:
+    """Bits of a weight on average, scales not counted."""
+    total = WHOLE * parameters(model)
+    for layer in model.layers:
+        for name, (rows, columns) in matrices(model, layer).items():
+            total -= (WHOLE - getattr(layer, f"w_{name}")) * rows * columns
+    words = model.vocab_size * model.hidden_size
+    total -= (WHOLE - model.w_embed) * words + (0 if model.tied_embeddings else (WHOLE - model.w_head) * words)
+    return total / parameters(model)
+
+
+def _megabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e9 else f"{size / 1e6:,.2f} MB"
