@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,28 +13,17 @@ if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
 from experiments import _judge, _lab, b4_redesigns, q6_scratch  # noqa: E402
+from seeds import EDGE, INNER, near, wide  # noqa: E402
 
 YES, PARTLY, NO, OPEN, FITS = _judge.VERDICTS
 ANSWERED, UNANSWERED = _judge.ANSWERS
 Found = dict[str, Any]
 HEADS = (4, 8, 16, 32, 64, 128)
-INNER = {"rate": 0.2, "rates": {"0.1": 1.0, "0.2": 0.5, "0.3": 1.0}}
-EDGE = {"rate": 0.1, "rates": {"0.1": 0.5, "0.2": 1.0, "0.3": 1.0}}
 
 
 def verdict(name: str, found: Found, results: Found | None = None) -> str:
     """What the rule makes of a result."""
     return _lab.judged(name, found, results).verdict
-
-
-def near(value: float, seeds: int = 4) -> list[float]:
-    """Seeds that hardly differ."""
-    return [value + 0.0001 * (place % 3) for place in range(seeds)]
-
-
-def wide(value: float) -> list[float]:
-    """Seeds that differ so much that the mean's interval holds nearly everything."""
-    return [value - 10.0, value, value + 9.0, value + 1.0]
 
 
 def test_every_experiment_has_a_claim_and_every_claim_a_test() -> None:
@@ -44,58 +32,6 @@ def test_every_experiment_has_a_claim_and_every_claim_a_test() -> None:
         assert any(source in claim.source for source in _judge.SOURCES), f"{name}: who says so?"
         assert claim.says.endswith((".", "?")) and claim.rule.endswith("."), name
         assert any(test.startswith(f"test_{name.partition('_')[0]}_") for test in globals()), f"{name} has no test"
-
-
-class TestContests:
-    """Two one-sided tests, Holm's correction, and checks that void."""
-
-    @pytest.mark.parametrize(
-        ("gains", "equal", "word"),
-        [
-            (near(0.5), False, _judge.SHOWN),
-            (near(0.05), False, _judge.SMALL),
-            (near(-0.5), False, _judge.AGAINST),
-            (near(0.0), False, _judge.AGAINST),  # no gain as large as the margin
-            (wide(0.5), False, _judge.UNDECIDED),
-            ([0.5], False, _judge.UNDECIDED),  # one seed shows nothing
-            (near(-0.05), True, _judge.SHOWN),  # a loss below the margin is equal
-            (near(-0.5), True, _judge.AGAINST),
-            (wide(0.0), True, _judge.UNDECIDED),
-        ],
-    )
-    def test_outcomes(self, gains: list[float], equal: bool, word: str) -> None:
-        assert _judge.outcomes([_judge.sampled("it", gains, 0.1, equal)]) == [word]
-
-    def test_a_result_that_alone_is_significant_falls_among_many(self) -> None:
-        lucky = _judge.Contest("lucky", 2.2, 1.0, math.inf, 0.1)  # p = 0.014
-        others = [_judge.Contest("noise", 0.1, 1.0, math.inf, 0.1)] * 2
-        assert _judge.outcomes([lucky]) == [_judge.SHOWN]
-        assert _judge.outcomes([lucky, *others])[0] == _judge.UNDECIDED
-
-    def test_a_failed_check_voids_whatever_was_seen(self) -> None:
-        contest = _judge.sampled("it", near(0.5), 0.1, failed=["a rate at the edge"])
-        assert _judge.outcomes([contest]) == [_judge.VOID] and _judge.decide([contest]) == OPEN
-        assert "a rate at the edge" in _judge.reasons([contest])
-
-    @pytest.mark.parametrize(
-        ("gains", "word"),
-        [
-            ((near(0.5), near(0.5)), YES),
-            ((near(0.5), near(-0.5)), PARTLY),
-            ((near(0.5), wide(0.5)), OPEN),  # noise does not become a condition
-            ((near(-0.5), wide(0.5)), NO),
-            ((wide(0.5), wide(0.5)), OPEN),
-        ],
-    )
-    def test_decisions(self, gains: tuple[list[float], ...], word: str) -> None:
-        assert _judge.decide([_judge.sampled("it", each, 0.1) for each in gains]) == word
-
-    def test_the_sanity_checks(self) -> None:
-        assert _judge.at_edge(EDGE) and not _judge.at_edge(INNER)
-        assert _judge.at_edge({"rate": 0.1, "rates": {"0.1": 1.0, "0.2": 2.0}}), "two rates have no inside"
-        assert _judge.hardly_learned([6.6], 8.3) and not _judge.hardly_learned([3.0], 8.3)
-        assert _judge.at_majority([0.51], 0.5, "RTE") and not _judge.at_majority([0.6], 0.5, "RTE")
-        assert _judge.short_of_tokens(1e6, 2e6) and not _judge.short_of_tokens(2e6, 1e6)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Contests between two arms of an experiment: what counts as shown, as too small, and as noise."""
+
+from __future__ import annotations
+
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from seeds import EDGE, INNER, near, wide
+
+ROOT = Path(__file__).parents[1]
+if str(ROOT) not in sys.path:  # experiments live beside the package
+    sys.path.insert(0, str(ROOT))
+
+from experiments import _judge  # noqa: E402
+
+YES, PARTLY, NO, OPEN, _ = _judge.VERDICTS
+
+
+class TestContests:
+    """Two one-sided tests, Holm's correction, and checks that void."""
+
+    @pytest.mark.parametrize(
+        ("gains", "equal", "word"),
+        [
+            (near(0.5), False, _judge.SHOWN),
+            (near(0.05), False, _judge.SMALL),
+            (near(-0.5), False, _judge.AGAINST),
+            (near(0.0), False, _judge.AGAINST),  # no gain as large as the margin
+            (wide(0.5), False, _judge.UNDECIDED),
+            ([0.5], False, _judge.UNDECIDED),  # one seed shows nothing
+            (near(-0.05), True, _judge.SHOWN),  # a loss below the margin is equal
+            (near(-0.5), True, _judge.AGAINST),
+            (wide(0.0), True, _judge.UNDECIDED),
+        ],
+    )
+    def test_outcomes(self, gains: list[float], equal: bool, word: str) -> None:
+        assert _judge.outcomes([_judge.sampled("it", gains, 0.1, equal)]) == [word]
+
+    def test_a_result_that_alone_is_significant_falls_among_many(self) -> None:
+        lucky = _judge.Contest("lucky", 2.2, 1.0, math.inf, 0.1)  # p = 0.014
+        others = [_judge.Contest("noise", 0.1, 1.0, math.inf, 0.1)] * 2
+        assert _judge.outcomes([lucky]) == [_judge.SHOWN]
+        assert _judge.outcomes([lucky, *others])[0] == _judge.UNDECIDED
+
+    def test_a_failed_check_voids_whatever_was_seen(self) -> None:
+        contest = _judge.sampled("it", near(0.5), 0.1, failed=["a rate at the edge"])
+        assert _judge.outcomes([contest]) == [_judge.VOID] and _judge.decide([contest]) == OPEN
+        assert "a rate at the edge" in _judge.reasons([contest])
+
+    @pytest.mark.parametrize(
+        ("gains", "word"),
+        [
+            ((near(0.5), near(0.5)), YES),
+            ((near(0.5), near(-0.5)), PARTLY),
+            ((near(0.5), wide(0.5)), OPEN),  # noise does not become a condition
+            ((near(-0.5), wide(0.5)), NO),
+            ((wide(0.5), wide(0.5)), OPEN),
+        ],
+    )
+    def test_decisions(self, gains: tuple[list[float], ...], word: str) -> None:
+        assert _judge.decide([_judge.sampled("it", each, 0.1) for each in gains]) == word
+
+    def test_the_sanity_checks(self) -> None:
+        assert _judge.at_edge(EDGE) and not _judge.at_edge(INNER)
+        assert _judge.at_edge({"rate": 0.1, "rates": {"0.1": 1.0, "0.2": 2.0}}), "two rates have no inside"
+        assert _judge.hardly_learned([6.6], 8.3) and not _judge.hardly_learned([3.0], 8.3)
+        assert _judge.at_majority([0.51], 0.5, "RTE") and not _judge.at_majority([0.6], 0.5, "RTE")
+        assert _judge.short_of_tokens(1e6, 2e6) and not _judge.short_of_tokens(2e6, 1e6)
