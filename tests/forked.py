@@ -15,9 +15,9 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
-REAL = subprocess.run
+REAL = subprocess.Popen
 SERVER = """
-import json, os, sys, tempfile, traceback
+import io, json, os, sys, tempfile, traceback
 import torch, transformers
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, dynamic_module_utils
 from transformers.utils import hub
@@ -34,7 +34,7 @@ def child(asked, out, err):
     os.chdir(asked["cwd"])
     sys.argv, tempfile.tempdir = ["-c", *asked["arguments"]], None
     hub.HF_MODULES_CACHE = dynamic_module_utils.HF_MODULES_CACHE = asked["env"]["HF_MODULES_CACHE"]
-    code = 0
+    sys.stdin, code = io.StringIO(asked["input"]), 0
     try:
         exec(compile(asked["code"], "<string>", "exec"), {"__name__": "__main__"})
     except BaseException:
@@ -61,10 +61,16 @@ class Forking:
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None
 
-    def run(self, command: list[str], *, env: dict[str, str], **more: Any) -> Any:
-        """What `subprocess.run` gives for `python -c CODE ARGUMENTS`; a test may have replaced that."""
-        if subprocess.run is not REAL or sys.platform != "linux":
-            return subprocess.run(command, env=env, **more)
+    PIPE = subprocess.PIPE
+
+    def Popen(self, command: list[str], *, env: dict[str, str], **more: Any) -> Any:
+        """What `subprocess.Popen` gives for `python -c CODE ARGUMENTS`; a test may have replaced that."""
+        if subprocess.Popen is not REAL or sys.platform != "linux":
+            return subprocess.Popen(command, env=env, **more)
+        return _Request(self, {"code": command[2], "arguments": command[3:], "env": env, "cwd": os.getcwd()})
+
+    def answer(self, asked: dict[str, Any]) -> tuple[int, str, str]:
+        """Exit code, output and errors of a request."""
         if self.server is None:
             lasting = {**os.environ, "HF_HUB_OFFLINE": "1"}  # `env` names a temporary folder that goes with the request
             self.server = subprocess.Popen(
@@ -72,7 +78,36 @@ class Forking:
             )
             atexit.register(self.server.kill)
         assert self.server.stdin and self.server.stdout
-        asked = {"code": command[2], "arguments": command[3:], "env": env, "cwd": os.getcwd()}
         print(json.dumps(asked), file=self.server.stdin, flush=True)
         code, out, err = json.loads(self.server.stdout.readline())
-        return SimpleNamespace(returncode=code, stdout=out, stderr=err)
+        return code, out, err
+
+
+class _Request:
+    """A process that runs once it is given its input."""
+
+    def __init__(self, forking: Forking, asked: dict[str, Any]) -> None:
+        self.forking, self.asked = forking, asked
+        self.returncode: int | None = None
+
+    def communicate(self, given: str | None = None) -> tuple[str, str]:
+        """Output and errors; nothing where it ran before or was killed."""
+        if self.returncode is not None:
+            return "", ""
+        self.returncode, out, err = self.forking.answer({**self.asked, "input": given or ""})
+        return out, err
+
+    def poll(self) -> int | None:
+        """The exit code, if it ended."""
+        return self.returncode
+
+    def kill(self) -> None:
+        """It will not run any more."""
+        self.returncode = -9 if self.returncode is None else self.returncode
+
+
+def failing(errors: str) -> Any:
+    """What may stand for `subprocess.Popen`: processes that print something and fail."""
+    return lambda *given, **more: SimpleNamespace(
+        returncode=1, communicate=lambda text=None: ("", errors), poll=lambda: 1, kill=lambda: None
+    )

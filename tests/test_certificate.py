@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from forked import failing
 from torch import nn
 
 from headwise import cli, families, heal
@@ -165,8 +165,7 @@ def test_equal_proofs_have_equal_bytes(tmp_path: Path) -> None:
 def test_a_full_disk_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = tmp_path / "proof.safetensors"
     exactness.save_proof({"logits": torch.ones(1)}, proof, "AutoModel")
-    full = subprocess.CompletedProcess([], 1, "", "OSError: [Errno 28] No space left on device")
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: full)
+    monkeypatch.setattr(exactness.subprocess, "Popen", failing("OSError: [Errno 28] No space left on device"))
     with pytest.raises(OutputError, match=r"needs room in .* free some space"):
         exactness.reload_check(tmp_path / "model", proof, True)
     assert [path.name for path in tmp_path.iterdir()] == [proof.name], "nothing is left behind"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import failing
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -64,8 +65,7 @@ def copied(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(shutil.copytree(home, tmp_path / "home"))
     monkeypatch.setattr(frontier.solve, "__defaults__", (None, 0.2))
     monkeypatch.setattr(speed, "measure", lambda *given, **more: {})
-    done = SimpleNamespace(returncode=1, stderr="not started")
-    monkeypatch.setattr(exactness.subprocess, "run", lambda *given, **more: done)
+    monkeypatch.setattr(exactness.subprocess, "Popen", failing("not started"))
     return tmp_path / "home"
 
 

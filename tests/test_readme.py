@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import failing
 
 from headwise import cli, families, probes
 from headwise.checks import exactness, quality, speed
@@ -65,8 +66,7 @@ def home(tmp_path, monkeypatch):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(own("embedded")[0]) / name, folder / name)
     monkeypatch.setattr(families, "locate", lambda name: (str(folder), {}) if name == "embedded" else own(name))
-    failed = subprocess.CompletedProcess([], 1, "", "not started in this test")
-    monkeypatch.setattr(exactness.subprocess, "run", lambda *given, **more: failed)
+    monkeypatch.setattr(exactness.subprocess, "Popen", failing("not started in this test"))
     monkeypatch.setattr(speed, "measure", lambda *given, **more: {})
     monkeypatch.setattr(quality, "samples", lambda *given, **more: ())
     monkeypatch.setattr(probes, "describe", lambda *given, **more: [])
