@@ -21,12 +21,6 @@ WARPS, RING, SLOT, STAGES = 12, 4, 2304, 3  # as coded_rows.cuh has them
 TILE, GROUP, HEADS = 64, 64, 32
 WIDTHS = (8, 4, 2)
 FEW_STEPS = 0.8  # the part of a scale that codes of two bits cover, as in RowCoder
-FILES = {  # kernels by warps, and by warp groups
-    "coded_scores": ("prepare", "score_codes"),
-    "coded_sums": ("sum_codes", "combine"),
-    "coded_wgmma": ("prepare_wgmma", "score_wgmma"),
-    "coded_wgmma_sums": ("sum_wgmma",),
-}
 MOST_SHARED = 227 << 10  # bytes of a program
 
 
@@ -47,7 +41,6 @@ class Layout:
         self.bits = torch.cat(bits).double()
         self.step = 2.0 / 2**self.bits * torch.where(self.bits <= 2, FEW_STEPS, 1.0)
         self.ratio = (self.step * 2.0 ** (9 - torch.cat(k_place))).float()  # of queries
-        self.middle = ((2**self.bits - 1) / 2 * 2.0 ** (torch.cat(k_place) - 24)).float()
         self.factor = (self.step * 2.0 ** (16 - torch.cat(v_place))).float()  # of sums
 
     def chunks(self) -> list[int]:
@@ -104,16 +97,16 @@ def _kernels() -> tuple[Any, dict[str, Any]]:
     torch.zeros(1, device="cuda")
     major, minor = torch.cuda.get_device_capability()
     with tempfile.TemporaryDirectory() as folder:
-        for file, names in FILES.items():
+        for file, names in (("coded_scores", ("prepare", "score_codes")), ("coded_sums", ("sum_codes", "combine"))):
             made = Path(folder) / "kernels.cubin"
-            arch = f"-gencode=arch=compute_{major}{minor}a,code=sm_{major}{minor}a"
+            arch = f"-arch=sm_{major}{minor}"
             subprocess.run(["nvcc", "-cubin", arch, HERE / f"{file}.cu", "-o", made], check=True)
             module = ctypes.c_void_p()
             _checked(driver.cuModuleLoadData(ctypes.byref(module), made.read_bytes()), file)
             for name in names:
                 kernel = ctypes.c_void_p()
                 _checked(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()), name)
-                if name.startswith(("score", "sum")):  # attribute 8: the most shared memory
+                if "codes" in name:  # attribute 8: the most shared memory
                     _checked(driver.cuFuncSetAttribute(kernel, 8, MOST_SHARED), name)
                 found[name] = kernel
     return driver, found
@@ -131,10 +124,7 @@ def _launch(name: str, grid: tuple[int, int], threads: int, shared: int, *given:
 class CodedDecode:
     """Room for one size; `run` gives the heads' outputs (P, 32, V) for queries (P, 32, K) in bfloat16."""
 
-    def __init__(self, keys: Layout, values: Layout, texts: int, places: int, grouped: bool = True) -> None:
-        self.grouped, self.middle = grouped, keys.middle.cuda()
-        self.units = keys.counts[0] // 32 + keys.counts[1] // 64 + keys.counts[2] // 64
-        self.zeros = torch.empty(texts, self.units, HEADS, device="cuda")
+    def __init__(self, keys: Layout, values: Layout, texts: int, places: int) -> None:
         self.keys, self.values, self.texts, self.tiles = keys, values, texts, places // TILE
         processors = torch.cuda.get_device_properties(0).multi_processor_count
         self.threads = 32 * sum(values.warps())
@@ -156,22 +146,17 @@ class CodedDecode:
         """`rows`: words and scales of keys, then of values. Places `starts <= l < ends` of a text are seen."""
         k_words, k_scales, v_words, v_scales = rows
         where, chunks = (ends, starts, 1, self.tiles, 0, 0), self.keys.chunks()
-        texts, size, found = (self.texts, 1), self.keys.size, (self.weights, self.tops, self.sums)
-        grid, codes = (self.texts, self.score_splits), (k_words, k_scales, *found, *where, *chunks)
-        if self.grouped:
-            more = (self.zeros, size, chunks[0], self.units, scaling)
-            _launch("prepare_wgmma", texts, 1024, 0, q, self.ratio, self.middle, self.q16, self.exponents, *more)
-            shared = size * 64 + self.units * 128 + 4 * 1024 + 16 * 4 * 768
-            _launch("score_wgmma", grid, 512, shared, self.q16, self.exponents, self.zeros, *codes)
-        else:
-            _launch("prepare", texts, 1024, 0, q, self.ratio, self.q16, self.exponents, size, scaling)
-            shared = size * 64 + WARPS * RING * SLOT
-            _launch("score_codes", grid, WARPS * 32, shared, self.q16, self.exponents, *codes)
+        _launch("prepare", (self.texts, 1), 1024, 0, q, self.ratio, self.q16, self.exponents, self.keys.size, scaling)
+        _launch(
+            "score_codes", (self.texts, self.score_splits), WARPS * 32, self.keys.size * 64 + WARPS * RING * SLOT,
+            self.q16, self.exponents, k_words, k_scales, self.weights, self.tops, self.sums, *where, *chunks,
+        )  # fmt: skip
         stage = TILE * HEADS * 2 + self.values.bytes * TILE + self.values.groups * 128 + 128
-        name, grid = "sum_wgmma" if self.grouped else "sum_codes", (self.texts, self.sum_splits)
-        given = (v_words, v_scales, self.part, self.top, self.total, *where, *self.values.warps())
-        shared = STAGES * stage + 64 + self.threads * 4
-        _launch(name, grid, self.threads, shared, *found, *given, self.values.size, self.factor)
-        joined = (self.part, self.top, self.total, self.out, self.sum_splits, self.values.size)
-        _launch("combine", (self.texts * HEADS, 1), 256, 0, *joined)
+        _launch(
+            "sum_codes", (self.texts, self.sum_splits), self.threads, STAGES * stage + 64 + self.threads * 4,
+            self.weights, self.tops, self.sums, v_words, v_scales, self.part, self.top, self.total, *where,
+            *self.values.warps(), self.values.size, self.factor,
+        )  # fmt: skip
+        found = (self.part, self.top, self.total, self.out, self.sum_splits, self.values.size)
+        _launch("combine", (self.texts * HEADS, 1), 256, 0, *found)
         return self.out

@@ -27,6 +27,31 @@ def _block(rows, at, d, seen, ROW: tl.constexpr, W: tl.constexpr):
     return tl.load(rows + at[:, None] * ROW + d[None, :], mask=seen[:, None] & (d < W)[None, :], other=0.0)
 
 
+@triton.jit
+def _range(lengths, starts, b, split, S, N: tl.constexpr, WINDOW: tl.constexpr):
+    """The places that a text shows, and the tiles of a split: counted from place 0, so that they are aligned."""
+    end = tl.load(lengths + b)
+    begin = tl.load(starts + b)
+    if WINDOW > 0:
+        begin = tl.maximum(begin, end - WINDOW)
+    first = begin // N
+    each = tl.cdiv(tl.maximum(tl.cdiv(end, N) - first, 0), S)
+    low = first + split * each
+    return begin, end, low, tl.minimum(low + each, tl.cdiv(end, N))
+
+
+@triton.jit
+def _weights(s, most, seen, scaling, cap, CAPPED: tl.constexpr):
+    """Weights of new places relative to the highest score so far, that score, and what older sums fade by."""
+    s = s * scaling
+    if CAPPED:
+        s = _capped(s, cap)
+    s = tl.where(seen[None, :], s * 1.4426950408889634, float("-inf"))
+    higher = tl.maximum(most, tl.max(s, 1))
+    safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
+    return tl.exp2(s - safe[:, None]), higher, tl.exp2(most - safe)
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _attend_rows(
     q, k, v, part, top, lengths, starts, scaling, cap, S, q_row, q_head, row, group,
@@ -39,14 +64,7 @@ def _attend_rows(
     g = (tl.program_id(0) // PARTS % G).to(tl.int64)
     head = tl.program_id(0) % PARTS * M + tl.arange(0, M)
     real = head < SHARE
-    end = tl.load(lengths + b)
-    begin = tl.load(starts + b)
-    if WINDOW > 0:
-        begin = tl.maximum(begin, end - WINDOW)
-    first = begin // N
-    each = tl.cdiv(tl.maximum(tl.cdiv(end, N) - first, 0), S)
-    low = first + split * each
-    high = tl.minimum(low + each, tl.cdiv(end, N))
+    begin, end, low, high = _range(lengths, starts, b, split, S, N, WINDOW)
     k += b * row + g * group
     v += b * row + g * group
     i1, j1 = tl.arange(0, K1), tl.arange(0, V1)
@@ -66,16 +84,8 @@ def _attend_rows(
         s = tl.dot(q1, tl.trans(x1), input_precision=PRECISION)
         if K2 > 0:
             s = tl.dot(q2, tl.trans(_block(k, at, i2, seen, ROW, K)), s, input_precision=PRECISION)
-        s = s * scaling
-        if CAPPED:
-            s = _capped(s, cap)
-        s = tl.where(seen[None, :], s * 1.4426950408889634, float("-inf"))
-        higher = tl.maximum(most, tl.max(s, 1))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen yet
-        fade = tl.exp2(most - safe)
-        p = tl.exp2(s - safe[:, None])
+        p, most, fade = _weights(s, most, seen, scaling, cap, CAPPED)
         total = total * fade + tl.sum(p, 1)
-        most = higher
         z1 = tl.dot(p.to(y1.dtype), y1, z1 * fade[:, None], input_precision=PRECISION)
         if V2 > 0:
             y2 = _block(v, at, j2, seen, ROW, V)
