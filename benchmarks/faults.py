@@ -47,6 +47,7 @@ from provenance import commit
 from scenarios import LEFT_OUT, RUN, SCENARIOS, Scenario
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
+SETTINGS = ("seed", "crashes", "mutations", "jobs", "scenario", "patience")
 STOP = 0.5  # seconds between looks at the clock
 
 
@@ -252,16 +253,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scenario", action="append", choices=[s.name for s in SCENARIOS], help="only these")
     parser.add_argument("--inputs", action="append", choices=damage.BASES, help="damage only these")
+    parser.add_argument("--patience", type=float, default=1.0, help="multiplies every limit of time")
     parser.add_argument("--loud", action="store_true", help="tell every failure at once")
     asked = parser.parse_args()
     asked.inputs = asked.inputs or list(damage.BASES)
+    forks.patience = asked.patience
     found = campaign(asked)
     about = {
         "benchmark": "faults: kills, limits and damaged inputs on a tiny model",
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         **machine(),
-        "settings": {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "jobs", "scenario")},
+        "settings": {name: getattr(asked, name) for name in SETTINGS},
         "normalised": list(folders.NORMALISED),
         "left_out": LEFT_OUT,
     }

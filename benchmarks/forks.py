@@ -25,6 +25,7 @@ import interpreters
 from interpreters import finish, settle
 from watched import NATIVE, SCRATCH, Change, Fault, Watch
 
+patience = 1.0  # by which every limit of time is multiplied: more where other work shares the machine
 SOURCES = Path(__file__).resolve().parents[1] / "src"  # the tree that is tested is the one that this file lies in
 
 
@@ -127,7 +128,8 @@ class Command:
 
     def wait(self, seconds: float = 60, strike: float | None = None, blow: int = signal.SIGKILL) -> Outcome:
         """Until it ends, or for so long; `strike` seconds from its start it is sent the signal `blow`."""
-        watched, patience = _watched(self.pid)
+        watched, longest = _watched(self.pid)
+        seconds *= patience
         poll = select.poll()
         for number in (*watched, *self.pipes):
             poll.register(number, select.POLLIN)
@@ -142,7 +144,7 @@ class Command:
                 os.killpg(self.pid, signal.SIGKILL)
                 break
             until = min(seconds, strike if strike is not None else seconds)
-            ready = poll.poll(max(1, min(patience, until - now) * 1000))
+            ready = poll.poll(max(1, min(longest, until - now) * 1000))
             ended = any(number in watched for number, _ in ready) or (not watched and _ended(self.pid))
             for number, _ in ready:
                 if number in self.pipes and not self._read(number):
@@ -242,7 +244,7 @@ def prepare(place: Path) -> None:
 
 def warm(command: Command) -> Outcome:
     """Let a command end and import what it had to import, so that later ones find it."""
-    done = command.wait()
+    done = command.wait(300)
     import_all(command.modules)
     return done
 

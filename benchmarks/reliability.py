@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "RELIABILITY.md"
 RESULT = HERE / "results" / "faults.json"
-MORE = HERE / "results" / "faults-more.json"  # of scenarios whose packages the first machine had not
+OTHERS = "faults-*.json"  # of other machines and commits
 PROMISES = """# Reliability
 
 What Headwise promises when something goes wrong:
@@ -144,21 +144,41 @@ def measured(result: dict[str, Any]) -> list[str]:
     return [*lines, *crashes(result), *beside(result), *files(result), *failures(result)]
 
 
-def page(result: dict[str, Any], more: dict[str, Any] | None = None) -> str:
-    """The whole page; `more` is what another machine did."""
+def others(results: list[dict[str, Any]]) -> list[str]:
+    """Campaigns on other machines and commits, in a row each, and what they found."""
+    if not results:
+        return []
+    kinds = [*COLUMNS, "end", "traceback", "hang", "outside", "crash"]
+    titles = ["commit", "date", "machine", "cases of", "kills", "limits and signals", "damaged inputs", *kinds]
+    rows, told = [], []
+    for result in results:
+        parts = [result["crashes"], result["mutations"], *result["beside"].values()]
+        counts = [sum(part.get(kind, 0) for part in parts) for kind in kinds]
+        aside = sum(row["cases"] - row["impossible"] for row in result["beside"].values())
+        place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
+        cases = f"{result['cases']:,} of {result['asked']:,}"
+        kills, inputs = result["crashes"]["cases"], result["mutations"]["cases"]
+        rows.append([result["commit"], result["date"], place, cases, kills, aside, inputs, *counts])
+        told += [f"- {result['commit']}: {' '.join(words.split())}" for words in result["failures"]]
+    found = ["What they found, of each kind in each row the first ones:", "", *told, ""] if told else []
+    note = "With the code of their time; wrong ends are in the column `end`."
+    return ["## Other campaigns", "", note, "", *_table(titles, rows), *found]
+
+
+def page(result: dict[str, Any], more: list[dict[str, Any]]) -> str:
+    """The whole page; `more` are results of other machines and commits."""
     asked = result["settings"]
-    method = METHOD.format(crashes=asked["crashes"], mutations=asked["mutations"], longest=30)
+    method = METHOD.format(
+        crashes=asked["crashes"], mutations=asked["mutations"], longest=round(30 * asked.get("patience", 1))
+    )
     same = ["Not compared byte for byte:", "", *(f"- {words}" for words in result["normalised"]), ""]
-    parts = [PROMISES, method, *same, *measured(result)]
-    if more is not None:
-        again = "\n".join(measured(more)).replace("\n## ", "\n### ")
-        parts += ["## On a machine with other packages", "", again]
-    return "\n".join([*parts, LIMITS])
+    return "\n".join([PROMISES, method, *same, *measured(result), *others(more), LIMITS])
 
 
 def written() -> str:
     """The page of the committed results."""
-    return page(json.loads(RESULT.read_text()), json.loads(MORE.read_text()) if MORE.exists() else None)
+    more = [json.loads(path.read_text()) for path in sorted(RESULT.parent.glob(OTHERS))]
+    return page(json.loads(RESULT.read_text()), sorted(more, key=lambda result: result["date"], reverse=True))
 
 
 def main() -> None:

@@ -88,6 +88,17 @@ def test_nothing_is_written_over_and_nothing_into_the_source(tmp_path: Path) -> 
     assert (tmp_path / "m.gguf").read_text() == "mine"
 
 
+def test_a_number_that_no_file_holds_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
+    tiny.saved(tmp_path / "m", PLAIN)
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config["rms_norm_eps"] = 1e300
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match="a number that no GGUF file holds"):
+        headwise.export(tmp_path / "m", "gguf", check=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+
+
 def _graph_of(layers: tuple[LayerShape, ...]) -> tuple[Any, Any, Any]:
     model = tiny.tailored(layers)
     graph, family = _graph.decoder(model)

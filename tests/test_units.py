@@ -8,7 +8,7 @@ import pytest
 from conftest import GRAIN, layer_shapes
 from hypothesis import given
 
-from headwise.errors import ShapeError
+from headwise.errors import PlanError, ShapeError
 from headwise.types import CUTS, DEFAULT_UNITS, UNIT_OF, UNITS, LayerShape, Measure, ModelShape, Unit, code_bytes
 from headwise.types.measure import flattened, grouped
 from headwise.types.unit import LABELS
@@ -93,6 +93,8 @@ def test_a_code_is_chosen_by_its_bytes(curve: str, dim: str) -> None:
     fine, coarse = (unit.shape(LAYER, code_bytes(code, 8), False, {curve: codes}) for code in codes)
     assert unit.full(LAYER) == 16 > unit.full(fine) == 10 > unit.full(coarse) == 4, "bytes: of codes, a scale, a share"
     assert getattr(fine, dim) == getattr(coarse, dim) == 8 and fine.coded, "near tokens are read with all numbers"
+    with pytest.raises(PlanError, match=rf"price 11 bytes in {curve}, .* probe again"):
+        unit.shape(LAYER, 11, False, {curve: codes})
 
 
 def test_measures_are_read_from_flat_keys_and_written_back() -> None:

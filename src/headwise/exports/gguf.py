@@ -6,6 +6,7 @@ Layers with sizes of their own are written as `deci` or `mimo2`, whatever needs 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,8 @@ def write(asked: ExportRequest, path: Path) -> dict[str, Any]:
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
+    except (OverflowError, struct.error) as error:
+        raise ModelError(f"the model's configuration has a number that no GGUF file holds ({error}).") from None
     finally:
         writer.close()
     facts = {"architecture": layout.arch, "type": kind, "bytes": path.stat().st_size, **_filling(layout, layers)}

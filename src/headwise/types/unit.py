@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from headwise.errors import PlanError
 from headwise.types.shape import Grain, LayerShape, code_bytes
 from headwise.types.weights import ENDS, MATRICES, WIDTHS
 
@@ -78,11 +79,18 @@ def _kv_heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
 
 def _key_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     """The code of keys that takes so many bytes, of those that the probing found best."""
-    return {"k_code": next(code for code in order["k_bits"] if code_bytes(code, shape.qk_dim) == size)}
+    return {"k_code": _code(order, "k_bits", shape.qk_dim, size)}
 
 
 def _value_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    return {"v_code": next(code for code in order["v_bits"] if code_bytes(code, shape.v_dim) == size)}
+    return {"v_code": _code(order, "v_bits", shape.v_dim, size)}
+
+
+def _code(order: Order, name: str, numbers: int, size: int) -> Any:
+    for code in order.get(name, ()):
+        if code_bytes(code, numbers) == size:
+            return code
+    raise PlanError(f"the readings price {size} bytes in {name}, for which they hold no code; probe again.")
 
 
 def _weight(matrix: str, words: str) -> Unit:
