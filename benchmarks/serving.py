@@ -23,8 +23,8 @@ Each model was cut in each way and given to each engine. "20/20" means: after 20
 reason stands below the table. An empty cell was not tried.
 
 The cuts were made from few calibration tokens: this page shows that answers are the same, what the cache takes and how
-fast it is, not quality. All engines were given the same models (`benchmarks/kinds.py`), and each row of a result file
-names the commit that it was measured at. Quantised weights have a page of their own:
+fast it is, not quality. `benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the
+commit that it was measured at; rows of one commit had the same models. Quantised weights have a page of their own:
 [quantisers](serving/quantisers.md).
 """
 APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
