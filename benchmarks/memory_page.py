@@ -39,9 +39,12 @@ def _section(result: dict[str, Any]) -> list[str]:
     lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes} at 16 bits a number.", ""]
     lines += [*_table(_heads(rows), _shares(rows)), ""]
     lines += _rivals(rows) + _predictions(rows)
-    made = f"{result['hardware']}, {result['date']}, commit {', '.join(sorted({row['commit'] for row in rows}))}"
-    asked = result["settings"]
-    return [*lines, f"{asked['tokens']:,} calibration tokens in rows of {asked['length']:,}; {made}.", ""]
+    made: dict[str, list[str]] = {}
+    for row in rows:
+        read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
+        about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
+        made.setdefault(about, []).append(row["section"].replace("_", " "))
+    return [*lines, *(f"- {', '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
 
 
 def _heads(rows: list[Row]) -> list[str]:
