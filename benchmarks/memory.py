@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--swap-tokens", type=int, default=2_048)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--only", nargs="+", default=["joint", "each_head", "uniform", "weights", "cuts"])
+    parser.add_argument("--only", nargs="*", default=["joint", "each_head", "uniform", "weights", "cuts"])
     parser.add_argument("--shares", type=int, nargs="+", help="percent; if not given, all")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
@@ -201,11 +201,15 @@ class Results:
         self.about = {"hardware": speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
         self.about |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
         self.about |= {"tokens": settings.tokens, "length": settings.length}
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self.path, json.dumps(self.found, indent=1) + "\n")
 
     def add(self, section: str, row: dict[str, Any]) -> None:
         """Keep a row and write the file."""
         self.found["rows"].append({"section": section, **self.about, **row})
-        write_atomically(self.path, json.dumps(self.found, indent=1) + "\n")
+        self._write()
         say(json.dumps(row))
 
 

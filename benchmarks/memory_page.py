@@ -60,8 +60,7 @@ def _shares(rows: list[Row]) -> list[list[str]]:
         mine = {name: _one(rows, name, share) for name in ways}
         fitting = [row for row in rows if row["method"] == "uniform" and row["share"] <= share / 100]
         best = min(fitting, key=lambda row: row["kl"], default=None)
-        ours = min((mine[n]["kl"] for n in OURS if n in mine and "kl" in mine[n]), default=math.nan)
-        less = f"{1 - ours / best['kl']:.0%}" if best else ""
+        less = f"{1 - mine['joint']['kl'] / best['kl']:.0%}" if best and "kl" in mine["joint"] else ""
         told = "none fits" if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
         found.append([f"{share}%", *(_measured(mine[name], True) for name in ways), told, less])
     return found
