@@ -58,7 +58,8 @@ class Bench:
         self.source: Any = pipeline.load_source(settings, told)
         self.at = f"{min(LENGTH, self.source.context)},b{BATCH}"
         self.rows = self._rows(rows)
-        self.settings = replace(settings, budgets=(f"memory=50%@{self.at}",))
+        whole = settings.allow != ("weights",)
+        self.settings = replace(settings, budgets=(f"memory=50%@{self.at}",)) if whole else settings
         self.work = work
 
     def _rows(self, count: int) -> torch.Tensor:
@@ -170,7 +171,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65_536)
     parser.add_argument("--swap-tokens", type=int, default=2_048)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--only", nargs="+", default=["joint", "each_head", "uniform", "weights", "cuts"])
+    parser.add_argument("--only", nargs="*", default=["joint", "each_head", "uniform", "weights", "cuts"])
+    parser.add_argument("--shares", type=int, nargs="+", help="percent; if not given, all")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
     if asked.page:
@@ -192,14 +194,22 @@ class Results:
     def __init__(self, asked: argparse.Namespace, settings: Settings) -> None:
         self.path, known = asked.out, json.loads(asked.out.read_text()) if asked.out.exists() else {}
         kept = [row for row in known.get("rows", []) if row["section"] not in asked.only]
-        self.found = {"name": Path(asked.model).stem, "settings": settings.to_json(), "rows": kept, "batch": BATCH}
-        self.found |= {"date": time.strftime("%Y-%m-%d"), "commit": commit(), "threads": torch.get_num_threads()}
-        self.found["hardware"] = speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        older = {name: known[name] for name in ("hardware", "date") if name in known}  # of rows that do not say so
+        if "settings" in known:
+            older |= {name: known["settings"][name] for name in ("tokens", "length")}
+        self.found = {"name": Path(asked.model).stem, "batch": BATCH, "rows": [{**older, **row} for row in kept]}
+        self.about = {"hardware": speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
+        self.about |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
+        self.about |= {"tokens": settings.tokens, "length": settings.length}
+        self._write()
+
+    def _write(self) -> None:
+        write_atomically(self.path, json.dumps(self.found, indent=1) + "\n")
 
     def add(self, section: str, row: dict[str, Any]) -> None:
         """Keep a row and write the file."""
-        self.found["rows"].append({"section": section, "commit": commit(), **row})
-        write_atomically(self.path, json.dumps(self.found, indent=1) + "\n")
+        self.found["rows"].append({"section": section, **self.about, **row})
+        self._write()
         say(json.dumps(row))
 
 
@@ -220,7 +230,7 @@ def measure_cuts(settings: Settings, asked: argparse.Namespace) -> Iterator[dict
 
 def _planned(name: str, settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     bench = Bench(settings, asked.work / name, asked.rows)
-    for share in SHARES:
+    for share in asked.shares or SHARES:
         try:
             found, model = bench.planned(f"memory={share}%@{bench.at}")
         except HeadwiseError as error:
@@ -231,9 +241,10 @@ def _planned(name: str, settings: Settings, asked: argparse.Namespace) -> Iterat
 
 def measure_weights(settings: Settings, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Bits of weights alone, not healed: what the prices say against what is measured."""
-    bench = Bench(settings, asked.work / "joint", asked.rows)
-    for share in WEIGHTS:
-        found, model = bench.planned(f"weights={share}%", allow=("weights",), heal="none")
+    alone = replace(settings, allow=("weights",), heal="none", budgets=("weights=50%",))
+    bench = Bench(alone, asked.work / "weights", asked.rows)
+    for share in asked.shares or WEIGHTS:
+        found, model = bench.planned(f"weights={share}%")
         yield {"method": "weights", "asked_share": share, **found, **bench.damage(model)}
 
 

@@ -39,9 +39,12 @@ def _section(result: dict[str, Any]) -> list[str]:
     lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes} at 16 bits a number.", ""]
     lines += [*_table(_heads(rows), _shares(rows)), ""]
     lines += _rivals(rows) + _predictions(rows)
-    made = f"{result['hardware']}, {result['date']}, commit {', '.join(sorted({row['commit'] for row in rows}))}"
-    asked = result["settings"]
-    return [*lines, f"{asked['tokens']:,} calibration tokens in rows of {asked['length']:,}; {made}.", ""]
+    made: dict[str, list[str]] = {}
+    for row in rows:
+        read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
+        about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
+        made.setdefault(about, []).append(row["section"].replace("_", " "))
+    return [*lines, *(f"- {', '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
 
 
 def _heads(rows: list[Row]) -> list[str]:
@@ -57,8 +60,7 @@ def _shares(rows: list[Row]) -> list[list[str]]:
         mine = {name: _one(rows, name, share) for name in ways}
         fitting = [row for row in rows if row["method"] == "uniform" and row["share"] <= share / 100]
         best = min(fitting, key=lambda row: row["kl"], default=None)
-        ours = min((mine[n]["kl"] for n in OURS if n in mine and "kl" in mine[n]), default=math.nan)
-        less = f"{1 - ours / best['kl']:.0%}" if best else ""
+        less = f"{1 - mine['joint']['kl'] / best['kl']:.0%}" if best and "kl" in mine["joint"] else ""
         told = "none fits" if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
         found.append([f"{share}%", *(_measured(mine[name], True) for name in ways), told, less])
     return found

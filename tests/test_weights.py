@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,18 @@ def _sized(readings: Readings, kind: str, layer: int) -> list[tuple[int, float]]
     found = readings.curve(f"damage.{kind}")
     assert found is not None
     return list(zip(found.ticks[layer], found.values[layer], strict=True))
+
+
+def test_what_parts_of_a_layer_take_adds_up() -> None:
+    source = invent(4, Invented(1, 2, 1, 8, 16, 2)).source
+    (layer,) = source.layers
+    parts: list[dict[str, Any]] = [{"k_code": (2, 0, 0, 0, 2, 0, 0, 0)}, {"v_code": (0, 0, 4, 0, 0, 0, 0, 0)}]
+    parts += [{name: 4} for name in FIELDS]
+    for text in ("weights=60%", "memory=60%@64,b2"):
+        price = partial(prices.layer_price, prices.parse(text, source), source)
+        changes = [price(replace(layer, **part)) - price(layer) for part in parts]
+        whole = replace(layer, **{name: value for part in parts for name, value in part.items()})
+        assert price(whole) == price(layer) + sum(changes), "or a plan would overspend"
 
 
 def test_what_was_not_priced_is_said() -> None:

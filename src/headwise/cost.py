@@ -70,8 +70,8 @@ def layer_weight_bytes(model: ModelShape, layer: LayerShape) -> int:
     whole = NUMBER_BYTES * layer_parameters(model, layer)
     for name, (rows, columns) in matrices(model, layer).items():
         whole += matrix_bytes(rows, columns, getattr(layer, f"w_{name}")) - matrix_bytes(rows, columns, WHOLE)
-    pairs = 8 * layer.kv_heads * (layer.qk_width // 2) * (model.grain.rotary and not layer.coded)
-    gains = NUMBER_BYTES * layer.kv_heads * (layer.qk_dim + layer.v_dim) * layer.coded
+    pairs = 8 * layer.kv_heads * (layer.qk_width // 2) * (model.grain.rotary and not layer.k_code)
+    gains = NUMBER_BYTES * layer.kv_heads * (layer.qk_dim * bool(layer.k_code) + layer.v_dim * bool(layer.v_code))
     return whole + pairs + gains
 
 

@@ -200,9 +200,15 @@ def round_layer(family: Family, layer: nn.Module, target: LayerShape, moments: M
     """Give a layer's matrices the target's widths, by what a probing found of their inputs."""
     for name, module in matrices(family, layer).items():
         if (bits := getattr(target, f"w_{name}")) != WHOLE:
-            weight = module.weight
-            (new,) = rounded(weight, moments[f"w_{INPUTS[name]}"], (bits,), group_of(weight.shape[1]))
-            module.weight = nn.Parameter(new.dense().to(weight), requires_grad=False)
+            round_matrix(module, moments[f"w_{INPUTS[name]}"], bits)
+
+
+def round_matrix(module: Any, moment: torch.Tensor, bits: int) -> Rounded:
+    """Round one matrix; the tensor itself may belong to another model too, and stays."""
+    weight = module.weight
+    (new,) = rounded(weight, moment, (bits,), group_of(weight.shape[1]))
+    module.weight = nn.Parameter(new.dense().to(weight), requires_grad=weight.requires_grad)
+    return new
 
 
 def measured_table(

@@ -60,7 +60,8 @@ def checked(found: Moments, layer: LayerShape, path: Path, index: int, device: t
         for part, size in (("k", key), ("v", value)):
             each = {"basis": (size, size), "mean": (size,), "price": (size,), "near": ()}
             sizes |= {f"{part}_{name}": (layer.kv_heads, *shape) for name, shape in each.items()}
-    if layer.query_heads and not (coded and not any(name.startswith("gram_") for name in found)):  # bits need no others
+    bits = coded or any(name.startswith("w_") for name in found)
+    if layer.query_heads and not (bits and not any(name.startswith("gram_") for name in found)):  # bits need no others
         sizes |= dict.fromkeys(("gram_q", "gram_k"), (layer.kv_heads, key, key))
         sizes["gram_z"] = (layer.query_heads, value, value)
     if "gram_mlp" in found:

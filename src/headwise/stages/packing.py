@@ -16,11 +16,11 @@ from torch import nn
 from headwise.checks.exactness import uncoded
 from headwise.cuts.balance import balance
 from headwise.families import Family
-from headwise.linalg import Rounded, rounded
+from headwise.linalg import Rounded
 from headwise.probes import weights
 from headwise.progress import Track, silently
 from headwise.types import ModelShape
-from headwise.types.weights import ENDS, FIELDS, WHOLE, group_of
+from headwise.types.weights import ENDS, FIELDS, WHOLE
 
 REFITTED = ("w_o", "w_down")
 ALL = (*FIELDS, *ENDS)
@@ -55,19 +55,11 @@ def packed_model(
         for matrix, module in weights.modules(family, own, index).items():
             bits = getattr(layer, f"w_{matrix}")
             if bits != WHOLE and f"w_{matrix}" in fields:
-                found[names[module]] = _put(module, moments[index][f"w_{weights.INPUTS[matrix]}"], bits)
+                found[names[module]] = weights.round_matrix(module, moments[index][f"w_{weights.INPUTS[matrix]}"], bits)
     metrics = weights.table_metric(moments[0], target.tied_embeddings)
     for end in (end for end in ENDS if end in fields and getattr(target, end) != WHOLE):
         module = weights.table_of(own, end)
-        found[names[module]] = _put(module, metrics[end], getattr(target, end))
+        found[names[module]] = weights.round_matrix(module, metrics[end], getattr(target, end))
     own.tie_weights()
     own.config.headwise |= {end: getattr(target, end) for end in ENDS if getattr(target, end) != WHOLE}
     return own, found
-
-
-def _put(module: Any, moment: torch.Tensor, bits: int) -> Rounded:
-    """Round one matrix; the tensor itself may belong to the source too, and stays."""
-    weight = module.weight
-    (new,) = rounded(weight, moment, (bits,), group_of(weight.shape[1]))
-    module.weight = nn.Parameter(new.dense().to(weight), requires_grad=weight.requires_grad)
-    return new

@@ -85,6 +85,7 @@ class _Probing:
         self.coded = codes_rows(settings, self.shape, self.task)
         self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
         self.packed = packs_weights(settings, self.shape, self.task)
+        self.bits_alone |= self.packed and set(settings.allow) <= {"bits", "weights"}
         self.heals = settings.heal != "none"
 
     def run(self, diagnose: bool) -> Probed:

@@ -24,7 +24,7 @@ from headwise.types import (
     Unit,
 )
 from headwise.types.unit import Order
-from headwise.types.weights import ENDS, MATRICES, WHOLE
+from headwise.types.weights import MATRICES, WHOLE
 
 PRICED = tuple(unit for unit in UNITS if unit not in ("bits", "weights"))  # what any probing prices
 
@@ -45,6 +45,7 @@ class LayerMenu:
     v: tuple[Choice, ...]
     mlp: tuple[Choice, ...]
     weights: dict[str, tuple[Choice, ...]] = field(default_factory=dict)  # bits of matrices, where they are chosen
+    whole: tuple[Choice, ...] = ()  # keys and values that are not coded, where others are: both or neither
 
 
 def ways(readings: Readings) -> tuple[str, ...]:
@@ -57,8 +58,13 @@ def ways(readings: Readings) -> tuple[str, ...]:
     return ("qk_projected", "qk_pairs") if comparable else ("qk_projected",)
 
 
-def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str]) -> list[LayerMenu]:
-    """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs."""
+def menus(
+    source: ModelShape, readings: Readings, allow: Iterable[str], ways: Iterable[str], whole: bool = False
+) -> list[LayerMenu]:
+    """The menu of every layer. `ways` names the query/key curves to offer, such as qk_projected and qk_pairs.
+
+    `whole` also offers rows that are not coded, where rows can be.
+    """
     allowed, ways = set(allow), tuple(ways)
 
     def menu(layer: int, shape: LayerShape) -> LayerMenu:
@@ -70,7 +76,9 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
         found = _menu(shape, ways, source.grain.folds, priced, readings.orders[layer])
         sizes = {"qk": "qk_dim", "v": "v_dim", "mlp": "mlp_width"}
         taken: dict[str, Any] = {of: _taken(getattr(found, of), of, name, source.grain) for of, name in sizes.items()}
-        return replace(found, **taken, weights=_bits_of(priced))
+        both = (_unchanged(shape, ("qk_width", "qk_dim")), _unchanged(shape, ("v_dim",)))
+        coded = whole and any(name == "k_code" for name, _ in found.qk[0].sizes)
+        return replace(found, **taken, weights=_bits_of(priced), whole=both if coded else ())
 
     return [menu(layer, shape) for layer, shape in enumerate(source.layers)]
 
@@ -78,18 +86,12 @@ def menus(source: ModelShape, readings: Readings, allow: Iterable[str], ways: It
 def _bits_of(priced: Callable[[Unit], list[tuple[int, float]]]) -> dict[str, tuple[Choice, ...]]:
     """The widths of every matrix of a layer whose bits are chosen."""
     offered = {name: priced(UNIT_OF[f"{DAMAGE}w_{name}"]) for name in MATRICES}
-    return {name: _widths(f"w_{name}", sizes) for name, sizes in offered.items() if sizes}
+    return {name: widths(f"w_{name}", sizes) for name, sizes in offered.items() if sizes}
 
 
-def _widths(field: str, sizes: list[tuple[int, float]]) -> tuple[Choice, ...]:
+def widths(field: str, sizes: list[tuple[int, float]]) -> tuple[Choice, ...]:
+    """Bits of a matrix, all of them first."""
     return (Choice(((field, WHOLE),), 0.0), *(Choice(((field, bits),), damage) for bits, damage in sizes))
-
-
-def ends(source: ModelShape, readings: Readings, allow: Iterable[str]) -> tuple[tuple[Choice, ...], ...]:
-    """The widths of the tables of words, where bits of weights are chosen."""
-    found = [(name, readings.curve(DAMAGE + name)) for name in ENDS] if "weights" in set(allow) else []
-    rows = [(name, list(zip(r.ticks[0], r.values[0], strict=True))[1:]) for name, r in found if r is not None]
-    return tuple(_widths(name, sizes) for name, sizes in rows)
 
 
 def _taken(choices: tuple[Choice, ...], of: str, name: str, grain: Grain) -> tuple[Choice, ...]:

@@ -183,9 +183,13 @@ def build(
         if with_choices(shape, *only).gone:  # nothing to choose, and parts of a layer that is gone do not add up
             columns.add_one(layer, only, price(shape, *only))
             continue
-        tops = columns.add(layer, -1, [(heads,) for heads in menu.heads], [price(shape, heads) for heads in menu.heads])
-        kinds = _kinds(menu, joint, source.grain.equal)
-        for top, heads in zip(tops, menu.heads, strict=True):
+        ways = [_kinds(menu, joint, source.grain.equal)]
+        if menu.whole:
+            uncoded = replace(menu, qk=menu.whole[:1], v=menu.whole[1:])
+            ways.append(_kinds(uncoded, joint, source.grain.equal))
+        options = list(product(ways, menu.heads))
+        tops = columns.add(layer, -1, [(heads,) for _, heads in options], [price(shape, heads) for _, heads in options])
+        for top, (kinds, heads) in zip(tops, options, strict=True):
             whole = price(shape, heads)
             for kind in kinds:
                 columns.add(layer, top, *_undominated(kind, [price(shape, heads, *c) - whole for c in kind]))

@@ -10,9 +10,21 @@ from functools import cache
 
 import numpy as np
 
-from headwise.strategies._options import applicable, depth_steps, ends, finish, menus, refuse, ways, without_layers
+from headwise import budgets as prices
+from headwise.strategies._options import (
+    Choice,
+    applicable,
+    depth_steps,
+    finish,
+    menus,
+    refuse,
+    ways,
+    widths,
+    without_layers,
+)
 from headwise.strategies._program import Problem, Solution
-from headwise.types import UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
+from headwise.types import DAMAGE, UNITS, Budget, FrontierPoint, LayerShape, ModelShape, Plan, Readings
+from headwise.types.weights import ENDS
 
 NAME = "exact"
 MEANING = "least predicted damage over all layers and units together, proven optimal"
@@ -29,10 +41,11 @@ class Depths:
         self, source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
     ) -> None:
         allow = applicable(source, allow, budgets)
-        offered, steps = menus(source, readings, allow, ways(readings)), depth_steps(readings, allow)
+        whole = any(map(prices.of_weights, budgets))  # else codes alone are solved much faster, for nearly as little
+        offered, steps = menus(source, readings, allow, ways(readings), whole), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
-        whole = ends(source, readings, allow)
-        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets, whole))
+        tables = ends(readings, allow)
+        self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets, tables))
 
     def best(self, limits: list[float], gap: float = 0.0) -> tuple[float, Solution] | None:
         """The least damage within these limits. Without a gap no solve depends on earlier ones."""
@@ -94,3 +107,10 @@ def answers(
         return None if best is None else (best[0], best[1].gap, best[1].targets, best[1].ends)
 
     return float(depths.problem(len(depths.lost) - 1).least[0]), answer  # the fewer layers, the cheaper
+
+
+def ends(readings: Readings, allow: tuple[str, ...]) -> tuple[tuple[Choice, ...], ...]:
+    """The widths of the tables of words, where bits of weights are chosen."""
+    found = [(name, readings.curve(DAMAGE + name)) for name in ENDS] if "weights" in allow else []
+    rows = [(name, list(zip(r.ticks[0], r.values[0], strict=True))[1:]) for name, r in found if r is not None]
+    return tuple(widths(name, sizes) for name, sizes in rows)
