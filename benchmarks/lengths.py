@@ -172,12 +172,12 @@ def _section(result: dict[str, Any]) -> list[str]:
 
 
 WHY = """Directions of keys are chosen by moments about the mean key of each calibration row, because softmax ignores
-what is added to all keys of a text. Rotary pairs that turn slowly hardly move within a short row, so that they count as
-such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over
-a context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
-look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head are
-kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers. Whether a model
-loses less by the second was not measured, so cuts are made by the first."""
+what is added to all keys of a text. Rotary pairs that turn slowly hardly move within a short row, so that they count
+as such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over a
+context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
+look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head
+are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers. Whether a
+model loses less by the second was not measured, so cuts are made by the first."""
 
 
 def _why(result: dict[str, Any]) -> list[str]:
