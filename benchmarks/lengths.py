@@ -101,6 +101,19 @@ def _measure_way(
 
 def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, Any]:
     """On what, where, when and by which code."""
+    return {
+        "name": asked.name or Path(asked.model).stem,
+        "length": bench.calibration.shape[1],
+        "calibration_tokens": bench.calibration.numel(),
+        "evaluation": Path(bench.described).name,
+        "eval_tokens": settings.eval_tokens,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        **about_machine(bench.model.device, asked.shared),
+    }
+
+
+def about_machine(device: Any, shared: bool = True) -> dict[str, Any]:
+    """Where and by which code."""
     import torch
     import transformers
     from provenance import commit
@@ -108,13 +121,7 @@ def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, An
     from headwise.checks import speed
 
     return {
-        "name": asked.name or Path(asked.model).stem,
-        "length": bench.calibration.shape[1],
-        "calibration_tokens": bench.calibration.numel(),
-        "evaluation": Path(bench.described).name,
-        "eval_tokens": settings.eval_tokens,
-        "hardware": speed.machine(bench.model.device) + (", shared with other work" if asked.shared else ""),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "hardware": speed.machine(device) + (", shared with other work" if shared else ""),
         "commit": commit(),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
@@ -136,6 +143,8 @@ def page(folder: Path = RESULTS) -> str:
     lines = ["# Lengths", "", INTRO, ""]
     for result in results.values():
         lines += _section(result)
+    for path in sorted(folder.glob("key-moments-*.json")):
+        lines += _why(json.loads(path.read_text()))
     lines += ["Printed by `python benchmarks/lengths.py --print`; nothing here is typed by hand.", ""]
     return "\n".join(lines)
 
@@ -160,6 +169,31 @@ def _section(result: dict[str, Any]) -> list[str]:
         f"{result['evaluation']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}."
     )
     return [*lines, ""]
+
+
+WHY = """Directions of keys are chosen by moments about the mean key of each calibration row, because softmax ignores
+what is added to all keys of a text. Rotary pairs that turn slowly hardly move within a short row, so that they count
+as such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over a
+context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
+look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head
+are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers. Whether a
+model loses less by the second was not measured, so cuts are made by the first."""
+
+
+def _why(result: dict[str, Any]) -> list[str]:
+    """What the moments of keys miss of a context."""
+    layers = result["layers"]
+    means = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
+    lines = ["## Why damage grows where heads are cut by themselves", ""]
+    lines += [WHY.format(**{**result, "between": means["between"]}), ""]
+    lines += ["| directions kept | about each row: context | within rows | about all rows: context | within rows |"]
+    lines += ["| --- | --- | --- | --- | --- |"]
+    for kept in dict.fromkeys(key.split(" ")[0] for key in means if key != "between"):
+        cells = [means[f"{kept} by {by} in {where}"] for by in ("row", "all") for where in ("all", "row")]
+        lines.append(f"| {float(kept):.1%} | {' | '.join(f'{cell:.2%}' for cell in cells)} |")
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    about = f"{result['data']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}"
+    return [*lines, "", f"- {about}; measured by `benchmarks/key_moments.py`.", ""]
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
