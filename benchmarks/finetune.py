@@ -55,7 +55,7 @@ def result(model: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     worst = max((row["after"] - row["before"] - harm for row in rows[1:] if row["balanced"]), default=0.0)
     return {
         "model": Path(model).name,
-        "data": "stdlib",
+        "data": kinds.TEXTS.get(model, "self"),
         "steps": STEPS,
         "rate": RATE,
         "rows_of_a_step": ROWS,

@@ -38,6 +38,7 @@ SERVED: dict[str, dict[str, Any]] = {  # the same with the sizes that vLLM takes
     "pooled, --serve vllm": {**KINDS["pooled"], "serve": "vllm"},
 }
 EVERY = {**KINDS, **SERVED}
+TEXTS = {"embedded": "stdlib"}  # what models read; all others read what they wrote themselves
 SMALL: dict[str, Any] = {"tokens": 8_192, "eval_tokens": 4_096, "swap_tokens": 0, "length": 256, "device": "cpu"}
 PLANNED = ("allow", "portable", "serve")  # settings that allocation is told again
 MAKE_NONE = ("engines", "exports", "runtime")  # rooms that change no weight of a model
@@ -65,7 +66,7 @@ def source(model: str) -> Path:
 
 def texts(model: str) -> InMemory:
     """A source model with the rows that its cut models are fitted to, and rows that none of them has seen."""
-    return load_source(Settings(model=model, data="stdlib", **SMALL))
+    return load_source(Settings(model=model, data=TEXTS.get(model, "self"), **SMALL))
 
 
 def made(model: str, kind: str, work: Path, balanced: bool = True) -> Path:
@@ -89,7 +90,8 @@ def made(model: str, kind: str, work: Path, balanced: bool = True) -> Path:
 
 def _make(model: str, settings: dict[str, Any], folder: Path, saving: AbstractContextManager[Any]) -> None:
     budget, asked = settings["budgets"], {name: value for name, value in settings.items() if name != "budgets"}
-    api.probe(model, folder, budget=budget, data="stdlib", progress=False, **SMALL, **asked)
+    text = TEXTS.get(model, "self")
+    api.probe(model, folder, budget=budget, data=text, progress=False, **SMALL, **asked)
     api.allocate(folder, budget, **{name: value for name, value in asked.items() if name in PLANNED})
     with families.quietly(), saving:
         api.reshape(folder, heal="refit", progress=False)

@@ -24,7 +24,9 @@ reason stands below the table. An empty cell was not tried.
 
 The cuts were made from few calibration tokens: this page shows that answers are the same, what the cache takes and how
 fast it is, not quality. `benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the
-commit that it was measured at; rows of one commit had the same models. Quantised weights have a page of their own:
+commit that it was measured at; rows of one commit had the same models. Perplexities are of Python source text, of which
+stories15M knows nothing: what counts is that both are equal. Speeds were measured on a machine with much other work;
+the source against itself shows how far apart two turns of one model lie. Quantised weights have a page of their own:
 [quantisers](serving/quantisers.md).
 """
 APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
@@ -70,7 +72,7 @@ def overview(results: list[dict[str, Any]]) -> list[str]:
 def with_speed(row: dict[str, Any]) -> dict[str, Any]:
     """A row with its speed in words, where it was measured by turns with its source."""
     pairs = zip(row.get("tokens_per_second", []), row.get("source_tokens_per_second", []), strict=False)
-    if row["kind"] == "source" or not (ratios := sorted(own / other for own, other in pairs)):
+    if not (ratios := sorted(own / other for own, other in pairs)):
         return row
     return {**row, "speed": f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"}
 

@@ -17,6 +17,7 @@ import tiny_models
 import torch
 from conftest import Invented, invent
 from test_pooled import cut_of
+from transformers import LlamaModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from typer.testing import CliRunner
 
@@ -29,7 +30,8 @@ from headwise.errors import BudgetError, HeadwiseError, ModelError
 from headwise.families.llama import FAMILY as llama
 from headwise.runs.settings import Settings
 from headwise.runtime import softmax_headwise as softmax
-from headwise.runtime.modeling_headwise import SoftmaxAttention
+from headwise.runtime.hub_headwise import recording
+from headwise.runtime.modeling_headwise import SoftmaxAttention, tailored
 from headwise.stages.allocate import plan_for
 from headwise.types import Plan
 from headwise.types.served import Cache, Served
@@ -125,6 +127,20 @@ def test_an_engine_that_reads_the_source_finds_one_call_and_its_scale() -> None:
     assert len(calls) == 1
     (scale,) = (word.value for word in calls[0].keywords if word.arg == "scaling")
     assert ast.unparse(scale).startswith("self.")
+
+
+def test_a_class_that_an_engine_has_changed_is_made_anew_and_its_constructor_says_no_types() -> None:
+    class Body(torch.nn.Module):
+        pass
+
+    class Compiling:
+        pass
+
+    first = recording(Body, {}, {})
+    assert recording(Body, {}, {}) is first
+    first.__bases__ += (Compiling,)  # as vLLM does to compile it
+    assert recording(Body, {}, {}) is not first
+    assert not tailored(LlamaModel).__init__.__annotations__, "vLLM takes them for classes"
 
 
 def test_an_engine_is_told_the_sizes_of_every_layer(monkeypatch: pytest.MonkeyPatch) -> None:

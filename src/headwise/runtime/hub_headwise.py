@@ -45,7 +45,8 @@ def recording(stock: type, recorded: dict[str, Any], registry: dict[str, Any]) -
     Transformers looks up what to record by the class. Objects of the new one can be pickled: it is made again.
     """
     made: Any = stock if _is_ours(stock) else _recording.get(stock)
-    if made is None:
+    changed = made is not None and made is not stock and made.__bases__ != (stock,)  # as vLLM does to compile it
+    if made is None or changed:
         space = {"__module__": __name__, "__reduce_ex__": _reduced, "_stock": stock}
         made = _recording[stock] = type(f"Tailored{stock.__name__}", (stock,), space)
     made._can_record_outputs = recorded
