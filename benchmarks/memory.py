@@ -200,7 +200,7 @@ class Results:
         self.found = {"name": Path(asked.model).stem, "batch": BATCH, "rows": [{**older, **row} for row in kept]}
         self.about = {"hardware": speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
         self.about |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
-        self.about |= {"tokens": settings.tokens, "length": settings.length}
+        self.about |= {name: getattr(settings, name) for name in ("tokens", "length", "swap_tokens")}
         self._write()
 
     def _write(self) -> None:

@@ -42,6 +42,7 @@ def _section(result: dict[str, Any]) -> list[str]:
     made: dict[str, list[str]] = {}
     for row in rows:
         read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
+        read += f", {row['swap_tokens']:,} for measured prices" if "swap_tokens" in row else ""
         about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
         made.setdefault(about, []).append(row["section"].replace("_", " "))
     return [*lines, *(f"- {', '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
@@ -74,8 +75,8 @@ def _measured(row: Row, whole: bool = False) -> str:
     if "kl" not in row:
         return "out of reach" if "refused" in row else ""
     bits = f", {row['bits']:.1f} bits a weight" if whole and row["method"] in OURS else ""
-    half = (row["kl_high"] - row["kl_low"]) / 2
-    return f"{row['kl']:.4f} ± {half:.4f} ({math.expm1(row['damage']):+.1%}){bits}"
+    half, digits = (row["kl_high"] - row["kl_low"]) / 2, 4 if row["kl"] >= 0.001 else 6
+    return f"{row['kl']:.{digits}f} ± {half:.{digits}f} ({math.expm1(row['damage']):+.1%}){bits}"
 
 
 def _uniform(row: Row) -> str:
