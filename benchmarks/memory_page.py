@@ -95,7 +95,7 @@ def _rivals(rows: list[Row]) -> list[str]:
 
 
 def _predictions(rows: list[Row]) -> list[str]:
-    found = [row for row in rows if row["method"] == "weights"]
+    found = sorted((row for row in rows if row["method"] == "weights"), key=lambda row: -row["asked_share"])
     if not found:
         return []
     cells = [
