@@ -70,7 +70,7 @@ class Solver:
         """The exact plan for a text of so many tokens in `most` bytes, everything counted."""
         limit = most / length
         while limit >= self.least and (found := self.answer(limit, 0.0)):
-            damage, _, layers = found
+            damage, _, layers, _ = found
             over = stored_bytes(layers, length) - most
             if over <= 0:
                 return finish(self.readings.source, self.readings, layers, damage, "exact", (), self.readings.seed)

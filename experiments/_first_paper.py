@@ -46,7 +46,8 @@ def bound(source: ModelShape, readings: Readings, budgets: Budgets, allow: tuple
     offered = menus(source, readings, allow, ways(readings))
     found = solve(source, by_theory(source, offered, facts_of(readings)), budgets, allow)
     known = [{c.sizes: c.damage for kind in (m.heads, m.qk, m.v, m.mlp) for c in kind} for m in offered]
-    damage = sum(prices[choice.sizes] for prices, row in zip(known, found.choices, strict=True) for choice in row)
+    rows = found.choices[:-1]  # without those of the model as a whole
+    damage = sum(prices[choice.sizes] for prices, row in zip(known, rows, strict=True) for choice in row)
     return finish(source, readings, found.targets, damage, "bound", budgets, 0, gap=found.gap)
 
 

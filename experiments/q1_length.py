@@ -118,7 +118,7 @@ def plan_for(shape: ModelShape, readings: Readings, table: Table, share: float) 
     if solved is None:
         raise BudgetError(f"no plan meets {limit[0]:.3f} ms at length {table.length}; allow a larger share.")
     rows = _program.chosen(program, solved[0], len(shape.layers))
-    targets = [with_choices(layer, *row) for layer, row in zip(shape.layers, rows, strict=True)]
+    targets = [with_choices(layer, *row) for layer, row in zip(shape.layers, rows[:-1], strict=True)]
     damage = sum(choice.damage for row in rows for choice in row)
     return finish(shape, readings, targets, damage, "exact", (), 0, gap=solved[1])
 

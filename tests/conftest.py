@@ -15,8 +15,9 @@ from hypothesis import settings
 from hypothesis import strategies as some
 
 from headwise import families
-from headwise.checks import exactness, quality, speed
+from headwise.checks import _fresh, quality, speed
 from headwise.families.llama import FAMILY as llama
+from headwise.heal import refit
 from headwise.stages import frontier
 from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings
 
@@ -31,8 +32,9 @@ def _short_verifications() -> Iterator[None]:
     How long a sample is and how often a model is timed changes no figure that a test looks at.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exactness, "subprocess", Forking())
+        patch.setattr(_fresh, "subprocess", Forking())
         patch.setattr(quality, "SAMPLE_TOKENS", 8)
+        patch.setattr(refit, "WORTHWHILE", None)  # tiny models have hardly any damage
         patch.setattr(speed.measure.__wrapped__, "__defaults__", (256, 8, 1, speed.PLAIN))
         yield
 
@@ -40,7 +42,7 @@ def _short_verifications() -> Iterator[None]:
 @pytest.fixture
 def new_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs load their models again in processes that start from nothing, as they do for users."""
-    monkeypatch.setattr(exactness, "subprocess", subprocess)
+    monkeypatch.setattr(_fresh, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="module", autouse=True)

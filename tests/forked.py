@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class Forking:
-    """`subprocess` as `headwise.checks.exactness` uses it."""
+    """`subprocess` as `headwise.checks._fresh` uses it."""
 
     def __init__(self) -> None:
         self.server: subprocess.Popen[str] | None = None

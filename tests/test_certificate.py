@@ -14,9 +14,9 @@ from forked import failing
 from torch import nn
 
 from headwise import cli, families, heal
+from headwise.checks import _fresh, certificate, exactness, quality
 from headwise.checks import _lengths as lengths
 from headwise.checks import _retrieval as retrieval
-from headwise.checks import certificate, exactness, quality
 from headwise.cuts import save
 from headwise.errors import OutputError
 from headwise.families.gemma import FAMILY as gemma
@@ -165,7 +165,7 @@ def test_equal_proofs_have_equal_bytes(tmp_path: Path) -> None:
 def test_a_full_disk_is_no_failure_of_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proof = tmp_path / "proof.safetensors"
     exactness.save_proof({"logits": torch.ones(1)}, proof, "AutoModel")
-    monkeypatch.setattr(exactness.subprocess, "Popen", failing("OSError: [Errno 28] No space left on device"))
+    monkeypatch.setattr(_fresh.subprocess, "Popen", failing("OSError: [Errno 28] No space left on device"))
     with pytest.raises(OutputError, match=r"needs room in .* free some space"):
         exactness.reload_check(tmp_path / "model", proof, True)
     assert [path.name for path in tmp_path.iterdir()] == [proof.name], "nothing is left behind"
@@ -264,6 +264,13 @@ def test_a_healing_that_does_harm_is_not_kept(
     job = Job(llama, Causal(), whole, cut, text, text)
     kept, record = heal.healed("refit", job, judge)
     assert record.kept and kept is not cut and record.rehearsed <= record.rehearsed_before + 1e-9
+
+    monkeypatch.setattr(refit, "WORTHWHILE", 1e-3)
+    same, record = heal.healed("refit", job, judge)
+    assert (
+        same is cut and not record.kept and "left out: the damage is below 0.001 nats per token" in str(record.reason)
+    )
+    monkeypatch.setattr(refit, "WORTHWHILE", None)
 
     def harmful(job: Job) -> tuple[nn.Module, Healing]:
         worse = llama.tailor(job.cut)

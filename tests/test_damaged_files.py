@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from headwise import api, cli, families
-from headwise.checks import exactness, speed
+from headwise.checks import _fresh, speed
 from headwise.errors import HeadwiseError, ModelError, PlanError
 from headwise.files import tensors
 from headwise.files.json import DEEPEST, read_json
@@ -65,7 +65,7 @@ def copied(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(shutil.copytree(home, tmp_path / "home"))
     monkeypatch.setattr(frontier.solve, "__defaults__", (None, 0.2))
     monkeypatch.setattr(speed, "measure", lambda *given, **more: {})
-    monkeypatch.setattr(exactness.subprocess, "Popen", failing("not started"))
+    monkeypatch.setattr(_fresh.subprocess, "Popen", failing("not started"))
     return tmp_path / "home"
 
 

@@ -19,11 +19,10 @@ import torch
 from forked import failing
 
 from headwise import cli, families, probes
-from headwise.checks import exactness, quality, speed
+from headwise.checks import _fresh, quality, speed
 from headwise.families.llama import FAMILY as llama
 from headwise.latency import measured
 from headwise.report import figures
-from headwise.types import write_atomically
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -66,11 +65,11 @@ def home(tmp_path, monkeypatch):
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(Path(own("embedded")[0]) / name, folder / name)
     monkeypatch.setattr(families, "locate", lambda name: (str(folder), {}) if name == "embedded" else own(name))
-    monkeypatch.setattr(exactness.subprocess, "Popen", failing("not started in this test"))
+    monkeypatch.setattr(_fresh.subprocess, "Popen", failing("not started in this test"))
     monkeypatch.setattr(speed, "measure", lambda *given, **more: {})
     monkeypatch.setattr(quality, "samples", lambda *given, **more: ())
     monkeypatch.setattr(probes, "describe", lambda *given, **more: [])
-    monkeypatch.setattr(figures, "save", lambda figure, path: write_atomically(path, ""))
+    monkeypatch.setattr(figures, "encoded", lambda figure, suffix: b"")
     monkeypatch.setattr(measured, "Stacks", Clock)
     monkeypatch.setenv("HEADWISE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)

@@ -48,7 +48,7 @@ def test_a_private_module_is_no_plug_in(folder: str) -> None:
             "exat",
             "no strategy is called 'exat'. Did you mean 'exact'? Known: ",
         ),
-        ("headwise.budgets", "memory", "no budget is called 'memory'. Known: "),
+        ("headwise.budgets", "energy", "no budget is called 'energy'. Known: "),
     ],
 )
 def test_messages_name_the_kind_of_plug_in(package: str, name: str, text: str) -> None:

@@ -9,13 +9,13 @@ import torch
 
 from headwise.runtime import cache_headwise, coder_headwise
 from headwise.runtime.coder_headwise import FEW_STEPS, RowCoder
-from headwise.types import BITS, code_bytes, shape
+from headwise.types import BITS, code_bytes, codes
 
 
 def test_constants_are_those_that_costs_are_counted_with() -> None:
-    assert cache_headwise.WHOLE == shape.WHOLE_TOKENS
-    assert cache_headwise.NEAR == shape.NEAR_TOKENS
-    assert coder_headwise.GROUP == shape.CODE_GROUP
+    assert cache_headwise.WHOLE == codes.WHOLE_TOKENS
+    assert cache_headwise.NEAR == codes.NEAR_TOKENS
+    assert coder_headwise.GROUP == codes.CODE_GROUP
 
 
 def some_codes() -> list[dict[str, int]]:
@@ -34,7 +34,7 @@ def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: d
     x[0, 0, 0] = 0.0
     rows = coder.encode(x)
     assert rows.dtype == torch.uint8 and rows.shape == (2, 3, 11, coder.bytes)
-    assert coder.bytes == code_bytes(code, sum(code)) - shape.beside_bytes(sum(code))
+    assert coder.bytes == code_bytes(code, sum(code)) - codes.beside_bytes(sum(code))
     found = coder.decode(rows, x.dtype)
     bits = torch.tensor([b for b, count in zip(BITS, code, strict=True) for _ in range(count)])
     half = 1 - torch.where(bits <= 2, FEW_STEPS, 1.0) * (1 - 0.5**bits)  # few steps do not reach the largest numbers

@@ -5,9 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,10 +17,10 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import families
+from headwise.checks._fresh import Fresh
 from headwise.cost import kv_bytes_per_token, parameters, weight_bytes
 from headwise.errors import OutputError, PlanError
 from headwise.files import tensors
-from headwise.files.disk import UNFINISHED
 from headwise.runtime import foreign_code
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
@@ -37,35 +34,6 @@ ROUNDED = 3e-2  # the same where a large model is computed in its own format bot
 NEARLY = 0.99  # of the planned bytes of weights
 LARGE = 500_000_000  # numbers: a larger model is not loaded in float32 to be proven
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-RELOAD = """
-import ctypes, json, os, signal, sys
-try:
-    ctypes.CDLL(None).prctl(1, int(signal.SIGKILL))  # Linux: end with the parent process
-except (AttributeError, OSError):
-    pass
-if os.name == "posix":
-    os.kill(int(sys.argv[1]), 0)  # raises where it ended before
-import torch, transformers
-from safetensors.torch import load_file, save_file
-line = sys.stdin.readline()
-if not line:
-    sys.exit("nothing to load")
-folder, proof, out, remote, auto, dtype, device = json.loads(line)
-auto = getattr(transformers, auto)
-place = {"device_map": {"": device}} if device != "cpu" and torch.cuda.is_available() else {}
-model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=remote == "yes", **place).eval()
-assert "headwise" not in sys.modules
-with torch.no_grad():
-    given = {name: tensor.to(model.device) for name, tensor in load_file(proof).items() if name != "logits"}
-    found = model(**given)
-    coded = [part for part in model.modules() if getattr(part, "coders", None)]
-    if coded:
-        assert found["logits"].isfinite().all(), "answers are no numbers"
-        for part in coded:
-            part.coders = None
-        found = model(**given)
-    save_file({"logits": (found["logits"] if "logits" in found else found[0]).float().cpu().contiguous()}, out)
-"""
 
 
 @torch.no_grad()
@@ -119,7 +87,7 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         return Check(RELOADS, False, f"{folder.name}/{foreign} is not the file Headwise wrote; it was not run", "loads")
     how, before = _read_proof(proof)
     try:
-        with _Fresh.of(folder.parent) as fresh:
+        with Fresh.of(folder.parent) as fresh:
             return _reloaded(fresh, folder, proof, portable, how, before)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -129,44 +97,8 @@ def reload_check(folder: Path, proof: Path, portable: bool) -> Check:
         ) from None
 
 
-class _Fresh:
-    """A new process without headwise that waits for a model to load, and its folder for temporary files."""
-
-    ready: _Fresh | None = None  # begun before it was needed: to import its libraries takes seconds
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-        self.scratch = tempfile.TemporaryDirectory(dir=place, prefix=f"{UNFINISHED}reload-")
-        places = dict.fromkeys(("HF_MODULES_CACHE", "TMPDIR"), self.scratch.name)
-        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        command = [sys.executable, "-c", RELOAD, str(os.getpid())]
-        environment = {**os.environ, **places, "HF_HUB_OFFLINE": "1"}
-        self.process = subprocess.Popen(command, env=environment, text=True, **pipes)
-
-    @classmethod
-    def of(cls, place: Path) -> _Fresh:
-        """The process that waits beside the model's folder, or a new one."""
-        waiting, cls.ready = cls.ready, None
-        if waiting and waiting.place == place and waiting.process.poll() is None:
-            return waiting
-        return cls(place)
-
-    def __enter__(self) -> _Fresh:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.process.kill()
-        self.process.communicate()
-        self.scratch.cleanup()
-
-
-def expect_reload(place: Path) -> None:
-    """Begin the process that `reload_check` of a model in this folder will need."""
-    _Fresh.ready = _Fresh(place)
-
-
 def _reloaded(
-    fresh: _Fresh, folder: Path, proof: Path, portable: bool, how: tuple[str, str, str], before: torch.Tensor
+    fresh: Fresh, folder: Path, proof: Path, portable: bool, how: tuple[str, str, str], before: torch.Tensor
 ) -> Check:
     if how[2] == "cuda":
         torch.cuda.empty_cache()  # the other process needs room on the device

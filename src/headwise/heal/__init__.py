@@ -70,8 +70,9 @@ def healed(method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None
     before = first = judge(job.cut) if judge else None
     for module, options in stages(method, job.options):
         least = getattr(module, "WORTHWHILE", None)
-        if before and least and method == module.NAME and processes.agrees(before.expected_damage() < least):
-            reason = f"healing by {module.NAME} was left out: the damage is below {least:g} nats per token without it."
+        alone = method == module.NAME and job.task.unit.startswith("nats")
+        if before and least and alone and processes.agrees(before.expected_damage() < least):
+            reason = f"healing by {module.NAME} was left out: the damage is below {least:g} {job.task.unit} without it."
             records.append(Healing(module.NAME, 0, kept=False, reason=reason))
             continue
         start = time.perf_counter()

@@ -27,7 +27,7 @@ NAME = "refit"
 MEANING = "closed form, seconds to minutes, no gradients"
 AFTER = None
 OPTIONS = ()
-WORTHWHILE = 1e-3  # nats per token: of less damage a closed form repairs nothing that outweighs its own noise
+WORTHWHILE = 1e-3  # nats: of less damage a closed form repairs nothing that outweighs its own noise
 
 
 def heal(job: Job) -> tuple[nn.Module, Healing]:

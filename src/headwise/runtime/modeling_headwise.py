@@ -27,9 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import packed_ends, recording, saving, telling
-from .softmax_headwise import PAGED, filled, paged, paged_size, refuse_paged, served, tell_engine
-from .softmax_headwise import added as _added
-from .softmax_headwise import eager as _eager
+from .softmax_headwise import PAGED, added, eager, filled, paged, paged_size, refuse_paged, served, tell_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +51,7 @@ class Anatomy:
     patches: bool = False  # a model of timm: a layer takes the attention's output alone
     roles: dict[str, dict[str, str]] = field(default_factory=dict)  # of an encoder-decoder: role -> our part -> path
     handed: tuple[str, ...] = ()  # arguments that its stacks hand a layer by position, after stream and mask
-    settings: dict[str, str] = field(
-        default_factory=dict
-    )  # its activation and dropouts: their names in a configuration
+    settings: dict[str, str] = field(default_factory=dict)  # names of its activation and dropouts in a configuration
     post_norm: bool = False  # its norms come after the sums
     position_bias: bool = False  # its positions are a bias on the logits
 
@@ -131,12 +127,12 @@ class SoftmaxAttention(nn.Module):
         # A mask of ours (`masked=True`) is no common one: few kernels take it.
         name, masked = PAGED if self.paged else self.config._attn_implementation, kwargs.pop("masked", False)
         if masked and name == "eager":
-            attention_mask = _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
+            attention_mask = added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         elif masked:
             name = "sdpa"
         qk_dim, v_dim = q_BHTK.shape[-1], v_BGTV.shape[-1]
         if name == "sdpa" and self.softcap is not None:  # that kernel knows no cap
-            name, attention_mask = "eager", _added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
+            name, attention_mask = "eager", added(attention_mask, q_BHTK, k_BGTK, self.is_causal)
         # No fused CPU kernel takes unequal dimensions, and on CUDA the fast one with a gradient does not either.
         cpu = q_BHTK.device.type == "cpu"
         if name == "sdpa" and (qk_dim != v_dim or self.pooled) and (cpu or q_BHTK.requires_grad):
@@ -149,7 +145,7 @@ class SoftmaxAttention(nn.Module):
             q_BHTK, k_BGTK = q_BHTK * self.scaling, k_BGTK.contiguous()  # in memory as stock code has them
         if self.paged:
             q_BHTK, k_BGTK, v_BGTV = (filled(x, paged_size(qk_dim, v_dim)) for x in (q_BHTK, k_BGTK, v_BGTV))
-        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, _eager)  # vLLM finds this name and its one call
+        kernel = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager)  # vLLM finds this name and its one call
         z_BTHV, weights = kernel(
             self, q_BHTK, k_BGTK, v_BGTV, attention_mask, scaling=self.softmax_scaling,
             sliding_window=self.sliding_window, dropout=self.attention_dropout if self.training else 0.0,
@@ -339,9 +335,7 @@ class TailoredAttention(nn.Module):
 
     def looked_up(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys as `attended` takes them: keys in their cached form."""
-        if not self._many(q):
-            return self.project(q, k)
-        return q, self._project_keys(k)
+        return (q, self._project_keys(k)) if self._many(q) else self.project(q, k)
 
     def remembered(self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Rows:
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
@@ -394,7 +388,7 @@ class TailoredAttention(nn.Module):
         """The mask, plus the bias of this layer's own heads where positions are a bias (1, all heads, T, T)."""
         if position_bias is None:
             return mask
-        mask, bias = _added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
+        mask, bias = added(mask, q, k, self.attend.is_causal), position_bias[:, self.heads_H]
         if k.shape[2] > bias.shape[3]:  # places of a static cache that nothing fills yet
             bias = nn.functional.pad(bias, (0, k.shape[2] - bias.shape[3]))
         return bias if mask is None else bias + mask
@@ -452,7 +446,7 @@ class PatchAttention(TailoredAttention):
         """As the stock attention's."""
         q, k, v = self.heads(x, rope)
         q, k = self.project(q, k)
-        z, _ = self.attend(q, k, v, _added(attn_mask, q, k, is_causal))
+        z, _ = self.attend(q, k, v, added(attn_mask, q, k, is_causal))
         return self.resid_dropout(self.o_proj(z.flatten(2)))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import families, heal, processes, strategies, tasks
-from headwise.checks import certificate, exactness, quality, speed
+from headwise.checks import _fresh, certificate, exactness, quality, speed
 from headwise.checks._lengths import predicted
 from headwise.cost import parameters
 from headwise.cuts import blind_moments, reshape
@@ -51,7 +51,7 @@ class InMemory(Source):
     def expect_judgement(self, folder: RunFolder) -> None:
         """See `Source`. A CPU's cores have other work until then."""
         if self.model.device.type == "cuda" and processes.index() == 0:
-            exactness.expect_reload(folder.path)
+            _fresh.expect_reload(folder.path)
 
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`."""
