@@ -3,6 +3,7 @@
     python benchmarks/scale.py --shape 8b --work /large/disk --out benchmarks/results/scale.json
     python benchmarks/scale.py --shape 8b --limit 24 --work /large/disk --out benchmarks/results/scale.json
     python benchmarks/scale.py --model embedded --out benchmarks/results/scale.json
+    python benchmarks/scale.py --demo   # seconds of `headwise demo` on this machine, five times
     python benchmarks/scale.py --page   # rewrite the table of docs/SCALE.md from the committed results
 
 A shape is a checkpoint of random bf16 weights, made shard by shard: what is measured is time and memory, not quality.
@@ -17,8 +18,10 @@ import argparse
 import json
 import resource
 import shutil
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
@@ -111,6 +114,29 @@ def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: 
     return about | json.loads(lines[0][6:])
 
 
+def demo(times: int = 5) -> dict[str, Any]:
+    """Seconds of `headwise demo`, each in a process and a folder of its own."""
+    from solve import hardware
+
+    found = []
+    for _ in range(times):
+        with tempfile.TemporaryDirectory() as folder:
+            start = time.perf_counter()
+            subprocess.run([sys.executable, "-m", "headwise", "demo"], cwd=folder, stdout=-3, stderr=-3, check=True)
+            found.append(time.perf_counter() - start)
+    when = {"date": datetime.now(UTC).strftime("%Y-%m-%d"), "commit": commit()}
+    return {"seconds": found, **hardware(), **when}
+
+
+def of_demo(found: dict[str, Any]) -> str:
+    """What the page says about it."""
+    low, middle, high = (f"{pick(found['seconds']):.0f}" for pick in (min, statistics.median, max))
+    return (
+        f"`make demo`, once installed: {middle} s ({low} to {high}, {len(found['seconds'])} times) on "
+        f"{found['cores']} cores of {found['processor']}, without a GPU; {found['date']}, commit {found['commit']}."
+    )
+
+
 def table(results: dict[str, Any]) -> str:
     """The page's table, and under it the stages of every run."""
     if not results["rows"]:
@@ -134,7 +160,7 @@ def table(results: dict[str, Any]) -> str:
             "",
             f"- **{row['name']}**: {', '.join(told)}. {row['hardware']}, {row['date']}, commit {row['commit']}.",
         ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(["", of_demo(results["demo"])] if "demo" in results else [])])
 
 
 def filled(page: str, results: dict[str, Any]) -> str:
@@ -149,6 +175,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", choices=SHAPES)
     what.add_argument("--model")
+    what.add_argument("--demo", action="store_true")
     what.add_argument("--page", action="store_true")
     parser.add_argument("--name", help="of the row")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
@@ -163,6 +190,10 @@ def main() -> None:
     if asked.page:
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
         PAGE.write_text(filled(PAGE.read_text(), results))
+        return
+    if asked.demo:
+        found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
+        asked.out.write_text(json.dumps(found | {"demo": demo()}, indent=1) + "\n")
         return
     name = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}"
     model = asked.model
