@@ -30,7 +30,8 @@ def healing_parts(healing: dict[str, Any] | None) -> dict[str, tuple[HealRow, ..
 
 def recovery_in_words(healing: dict[str, Any] | None) -> str:
     """What healing recovered of the damage, on text that nothing was fitted to; empty where that was not measured."""
-    before, after = (as_number((healing or {}).get(name)) for name in ("rehearsed_before", "rehearsed"))
+    healing = healing or {}
+    before, after = (as_number(healing.get(name)) for name in ("rehearsed_before", "rehearsed"))
     if before is None or after is None or before <= 0:
         return ""
     if healing.get("kept") is False and not healing.get("tokens"):
