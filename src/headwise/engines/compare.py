@@ -24,10 +24,16 @@ CACHE_BYTES = 1 << 30
 
 
 def prompts_of(rows: torch.Tensor) -> list[list[int]]:
-    """Beginnings of held-out rows of text."""
+    """Beginnings of held-out rows of text; of few rows also what follows.
+
+    >>> [prompt[0] for prompt in prompts_of(torch.arange(128).view(2, 64))]
+    [0, 64, 32, 96]
+    """
     if rows.dim() != 2 or rows.is_floating_point() or rows.shape[1] < PROMPT_TOKENS:
         raise DataError(f"an engine is tried with prompts of {PROMPT_TOKENS} tokens, and the evaluation has no such.")
-    found: list[list[int]] = rows[:PROMPTS, :PROMPT_TOKENS].tolist()
+    count = rows.shape[1] // PROMPT_TOKENS
+    pieces = rows[:, : count * PROMPT_TOKENS].unflatten(1, (count, -1)).transpose(0, 1).flatten(0, 1)
+    found: list[list[int]] = pieces[(pieces >= 0).all(1)][:PROMPTS].tolist()  # shorter rows end in negative numbers
     return found
 
 

@@ -226,9 +226,9 @@ class Family(Streams, Naming, ABC):
         return without(settings, [index for index, layer in enumerate(layers) if not layer.gone], len(layers))
 
     def _copy_unsaved(self, like: nn.Module, model: nn.Module) -> None:
-        """Buffers that no state dictionary holds, such as rotary frequencies."""
-        theirs = dict(like.named_buffers())
-        for name, buffer in list(model.named_buffers()):
+        """Buffers that no state dictionary holds, such as rotary frequencies, under each of their names."""
+        theirs = dict(like.named_buffers(remove_duplicate=False))
+        for name, buffer in list(model.named_buffers(remove_duplicate=False)):
             if buffer.is_meta and name in theirs:
                 parent, _, last = name.rpartition(".")
                 model.get_submodule(parent).register_buffer(last, theirs[name].clone(), persistent=False)
