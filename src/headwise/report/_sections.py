@@ -299,7 +299,8 @@ def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     yield Code(run_command(settings, beside(dossier, "again")), "sh", "The whole run again, into a new folder")
     if dossier.plan and dossier.plan.budgets and dossier.sweep:
         again = "Another budget, into a new folder, from the same readings"
-        other = f"{dossier.sweep.budget}={'20%' if bits.is_coded(dossier.plan) else '60%'}"
+        at = "".join(dossier.plan.budgets[0].text.partition("@")[1:])
+        other = f"{dossier.sweep.budget}={'20%' if bits.is_coded(dossier.plan) else '60%'}{at}"
         yield Code(another_budget(dossier, dossier.sweep, other), "sh", again)
 
 
