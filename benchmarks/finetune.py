@@ -80,7 +80,7 @@ def table(found: dict[str, Any]) -> list[str]:
         lines.append(f"| {name} | {row['before']:.3f} | {row['after']:.3f} | {error} | {beyond} |")
     worst = f"Worst of the models as saved: {found['worst_beyond_source']:+.3f} nats beyond the source's change"
     told = f"{worst} (limit {found['limit']})." + (" Below 0 fine-tuning helps a cut model more than its source.")
-    about = f"{found['model']} on {found['data']}, {found['hardware']}, {kinds.when(rows)}"
+    about = f"{found['model']} on {found['data']}, {found['hardware']}, {kinds.when(rows, found)}"
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     note = "Nats per token of held-out text, with the 95% interval of the change, paired by rows."
     return [*lines, "", note, told, "", f"{about}; {versions}."]

@@ -97,9 +97,15 @@ def _make(model: str, settings: dict[str, Any], folder: Path, saving: AbstractCo
         api.reshape(folder, heal="refit", progress=False)
 
 
-def when(rows: list[dict[str, Any]]) -> str:
-    """On which days and at which commits the rows of a result were measured: one of each, if all is well."""
-    days, commits = (list(dict.fromkeys(row[name] for row in rows)) for name in ("date", "commit"))
+def when(rows: list[dict[str, Any]], whole: dict[str, Any] | None = None) -> str:
+    """On which days and at which commits the rows of a result were measured: one of each, if all is well.
+
+    Of older results the file as a whole names both.
+    """
+    days, commits = (
+        list(dict.fromkeys(row[name] if name in row else (whole or {})[name] for row in rows))
+        for name in ("date", "commit")
+    )
     return f"{', '.join(days)}, commit{'s' if commits[1:] else ''} {', '.join(commits)}"
 
 

@@ -149,7 +149,8 @@ def others(results: list[dict[str, Any]]) -> list[str]:
     if not results:
         return []
     kinds = [*COLUMNS, "end", "traceback", "hang", "outside", "crash"]
-    titles = ["commit", "date", "machine", "cases of", "kills", "limits and signals", "damaged inputs", *kinds]
+    titles = ["commit", "date", "machine", "cases of", "hang: seconds", "kills", "limits and signals",
+              "damaged inputs", *kinds]  # fmt: skip
     rows, told = [], []
     for result in results:
         parts = [result["crashes"], result["mutations"], *result["beside"].values()]
@@ -158,7 +159,8 @@ def others(results: list[dict[str, Any]]) -> list[str]:
         place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
         cases = f"{result['cases']:,} of {result['asked']:,}"
         kills, inputs = result["crashes"]["cases"], result["mutations"]["cases"]
-        rows.append([result["commit"], result["date"], place, cases, kills, aside, inputs, *counts])
+        longest = round(30 * result["settings"].get("patience", 1))
+        rows.append([result["commit"], result["date"], place, cases, longest, kills, aside, inputs, *counts])
         told += [f"- {result['commit']}: {' '.join(words.split())}" for words in result["failures"]]
     found = ["What they found, of each kind in each row the first ones:", "", *told, ""] if told else []
     note = "With the code of their time; wrong ends are in the column `end`."

@@ -220,7 +220,7 @@ def table(found: dict[str, Any]) -> list[str]:
     for (method, note), those in reasons.items():
         lines.append(f"- {method}: {note} ({len(those)} of them: {'; '.join(those[:2])}{' ...' if those[2:] else ''})")
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    lines += ["", f"{found['held_out']}; {found['hardware']}, {cut_kinds.when(rows)}; {versions}."]
+    lines += ["", f"{found['held_out']}; {found['hardware']}, {cut_kinds.when(rows, found)}; {versions}."]
     return lines
 
 
