@@ -70,7 +70,7 @@ class Held:
         self.family, self.model, self.device = family, model, "cpu"
         self.layers, self.shape = family.layers(model), family.shape_of(model.config)
         self.embed = lambda ids: family.embed(model, ids)
-        self.contexts = lambda parts, reader=family: reader.contexts(model, parts)
+        self.contexts = lambda parts, reader=family, dtype=None: reader.contexts(model, parts)
         self.run = lambda index, stream, context: family.run_layer(model, index, stream, context)
 
     def layer(self, index):

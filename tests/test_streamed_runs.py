@@ -66,7 +66,7 @@ def test_its_verdict_is_that_of_both_models_in_memory(finished, model):
 
 
 def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "available_bytes", lambda: 0)  # no memory to load the model whole
+    monkeypatch.setattr(verify, "available_bytes", lambda *_: 0)  # no memory to load the model whole
     again = tmp_path / "again"
     shutil.copytree(finished, again)
     assert call("allocate", again, "--budget", "kv=60%") == 0
@@ -93,7 +93,7 @@ def killed_at(layer: int, times: int = 1):
 
 
 def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished, model, tmp_path, monkeypatch):
-    monkeypatch.setattr(verify, "available_bytes", lambda: 0)
+    monkeypatch.setattr(verify, "available_bytes", lambda *_: 0)
     out, seen = tmp_path / "killed", []
     plain = Streamed.tensors
 

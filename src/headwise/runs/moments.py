@@ -46,9 +46,9 @@ def read_moments(path: Path, device: torch.device | str, layers: Sequence[LayerS
     ]
 
 
-def read_layer(path: Path, layer: LayerShape, index: int) -> Moments:
+def read_layer(path: Path, layer: LayerShape, index: int, device: str = "cpu") -> Moments:
     """The moments of one layer of a streamed model."""
-    found = checked(tensors.read(path, advice=AGAIN), layer, path, index, "cpu")
+    found = checked(tensors.read(path, advice=AGAIN), layer, path, index, device)
     return {name: tensor.double() for name, tensor in found.items()}
 
 

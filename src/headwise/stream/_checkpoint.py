@@ -23,10 +23,10 @@ class Checkpoint:
         self.folder = folder
         self.entries = {name: entry for file in files_of(folder) for name, entry in header(file).items()}
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """A copy of one tensor."""
+    def tensor(self, name: str, device: str = "cpu") -> torch.Tensor:
+        """A copy of one tensor, on a device."""
         with tensors.opened(self.entries[name].file, ModelError, AGAIN) as file:
-            found: torch.Tensor = file.get_tensor(name).clone()
+            found: torch.Tensor = file.get_tensor(name).to(device, copy=True)
             return found
 
     def rows(self, name: str, chosen: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

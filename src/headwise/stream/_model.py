@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -15,11 +15,13 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.families import CAUSAL, Family
 from headwise.families._folder import check_sizes, check_values
+from headwise.memory import available_bytes
 from headwise.stream._checkpoint import Checkpoint
 
 Tensors = dict[str, torch.Tensor]
 OLDER = {"lm_head.weight": "embed_out.weight"}  # names in files of GPT-NeoX
 HEAD_ROWS = 8_192  # of the output table that are held at a time
+KEPT_SHARE = 0.1  # of a GPU's free memory that the whole table may take
 
 
 class EmptyModel:
@@ -56,8 +58,14 @@ class EmptyModel:
 class Streamed(EmptyModel):
     """A model in a folder. What is small and outside its layers is in memory; embedding tables are read by rows."""
 
-    def __init__(self, folder: Path, device: str = "cpu", trust_remote_code: bool = False) -> None:
-        self.files = Checkpoint(folder)
+    def __init__(
+        self,
+        folder: Path,
+        device: str = "cpu",
+        trust_remote_code: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.files, self.dtype = Checkpoint(folder), dtype
         stock = _empty(folder, trust_remote_code)
         family = families.family_of(stock.config)
         super().__init__(family, family.frame(stock, family.shape_of(stock.config).layers), device)
@@ -71,7 +79,7 @@ class Streamed(EmptyModel):
         self.head = self.table if f"{at}.weight" in tied else f"{at}.weight"
         _settle_buffers(self.model, device)
         small = [name for name in self.outside() if name not in (self.table, self.head)]
-        tensors = {name: self._read(self.places[name]).to(device) for name in small}
+        tensors = {name: self._read(self.places[name], torch.float32) for name in small}
         self.model.load_state_dict(tensors, assign=True, strict=False)
         self.model.set_submodule(at, _Head(self, output.bias))
         self.model.eval().requires_grad_(False)
@@ -103,22 +111,22 @@ class Streamed(EmptyModel):
         return [name for name in self.places if not name.startswith(every)]
 
     def tensors(self, index: int) -> Tensors:
-        """The tensors of a layer by their full names in the tailored model, in float32."""
+        """The tensors of a layer by their full names in the tailored model, as it computes."""
         prefix = self.prefix(index)
         named = [(name, place) for name, place in self.places.items() if name.startswith(prefix)]
         if self.stock is None:
-            return {name: self._read(place) for name, place in named}
+            return {name: self._read(place, self.dtype) for name, place in named}
         found: Tensors = {}
         for name, place in named:  # one at a time: what is taken apart is there twice
-            found |= self.family.apart({name: self._read(place)}, self.stock)
+            found |= self.family.apart({name: self._read(place, self.dtype)}, self.stock)
         return found
 
-    def _read(self, place: str) -> torch.Tensor:
-        found = self.files.tensor(place)
+    def _read(self, place: str, dtype: torch.dtype) -> torch.Tensor:
+        found = self.files.tensor(place, self.device)
         if not found.is_floating_point():
             return found
         check_values(found, place, str(self.files.folder))
-        return found.float()
+        return found.to(dtype)
 
     def layer(self, index: int) -> AbstractContextManager[nn.Module]:
         """A layer with its weights."""
@@ -146,31 +154,57 @@ class Streamed(EmptyModel):
         """The residual stream before the first layer; of the table only the rows that occur are read."""
         known, place = ids.cpu().unique(return_inverse=True)
         with self._knowing(known):
-            return self.family.embed(self.model, place.to(self.device))
+            return self.family.embed(self.model, place.to(self.device)).to(self.dtype)
 
     @torch.no_grad()
-    def contexts(self, parts: Sequence[torch.Tensor], reader: Family | None = None) -> list[list[dict[str, Any]]]:
+    def contexts(
+        self, parts: Sequence[torch.Tensor], reader: Family | None = None, dtype: torch.dtype | None = None
+    ) -> list[list[dict[str, Any]]]:
         """The other arguments of layers (masks, positions), by batch and layer; `reader` may let rows begin anywhere.
 
-        They do not depend on the stream, so every token has the same embedding, which takes no memory.
+        They do not depend on the stream, so every token has the same embedding, which takes no memory. They come in the
+        number format of the layers, or in `dtype`.
         """
         words, width = self.files.entries[self.places[self.table]].shape
         blank = torch.zeros(1, 1, device=self.device).expand(words, width)
         with self._embedding(blank), _passing(self.layers), families.quietly():
-            return (reader or self.family).contexts(self.model, [part.to(self.device) for part in parts])
+            found = (reader or self.family).contexts(self.model, [part.to(self.device) for part in parts])
+        return [_converted(batch, dtype or self.dtype) for batch in found]
+
+
+def _converted(batch: list[dict[str, Any]], dtype: torch.dtype) -> list[dict[str, Any]]:
+    """The layers' arguments with their numbers in a format; what layers share stays shared."""
+    done: dict[int, Any] = {}
+
+    def convert(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(convert, value))
+        if not (isinstance(value, torch.Tensor) and value.is_floating_point()):
+            return value
+        if id(value) not in done:
+            done[id(value)] = value.to(dtype)
+        return done[id(value)]
+
+    return [{name: convert(value) for name, value in context.items()} for context in batch]
 
 
 class _Head(nn.Module):
-    """The output table, read in parts."""
+    """The output table, read in parts; a GPU with room keeps it, as it is stored."""
 
     def __init__(self, owner: Streamed, bias: Any) -> None:
         super().__init__()
         self.files, self.name, self.bias = owner.files, owner.places[owner.head], bias
+        self.kept: torch.Tensor | None = None
+
+    def _slices(self, device: torch.device) -> Iterable[torch.Tensor]:
+        size = self.files.entries[self.name].bytes
+        if self.kept is None and device.type == "cuda" and size <= KEPT_SHARE * available_bytes(device):
+            self.kept = self.files.tensor(self.name, str(device))
+        return self.files.slices(self.name, HEAD_ROWS) if self.kept is None else self.kept.split(HEAD_ROWS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The product with all rows."""
-        slices = self.files.slices(self.name, HEAD_ROWS)
-        found = torch.cat([nn.functional.linear(x, rows.to(x)) for rows in slices], -1)
+        found = torch.cat([nn.functional.linear(x, rows.to(x)) for rows in self._slices(x.device)], -1)
         return found if self.bias is None else found + self.bias
 
 

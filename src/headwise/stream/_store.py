@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from headwise.errors import PlanError
 from headwise.files import tensors as stored
-from headwise.files.disk import sync, write_file
+from headwise.files.disk import explained, sync, write_file
 from headwise.progress import Track
 from headwise.types import write_atomically
 
@@ -33,6 +34,15 @@ def read_tensors(path: Path, device: str | torch.device = "cpu") -> dict[str, to
     return stored.read(path, device, advice=AGAIN)
 
 
+def write_stream(path: Path, stream: torch.Tensor) -> None:
+    """Write a stream for this walk, whole or not at all. A power cut may lose it, so nothing waits for the disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_suffix(".new")
+    with explained(path):
+        save_file({"stream": stream.detach().cpu().contiguous()}, new)
+        os.replace(new, path)
+
+
 def read_stream(path: Path, device: str | torch.device) -> torch.Tensor:
     """The stream that a file holds."""
     found = read_tensors(path, device).get("stream")
@@ -46,15 +56,24 @@ def checksum(rows: torch.Tensor) -> int:
     return zlib.crc32(rows.cpu().numpy().tobytes())
 
 
+def _started() -> str:
+    """What stands for the time since this machine was started; empty where the system has no name for it."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
 class StreamStore:
     """Streams before every layer, in one folder for each; only those before the next layer are kept.
 
     A walk writes the streams behind a layer and then marks them `complete`. After a kill it resumes at `position`, the
-    last complete layer. `key` stands for the work: other work starts with an empty store.
+    last complete layer. `key` stands for the work: other work starts with an empty store, and so does the same work
+    after the machine was started anew, as streams are not forced to disk.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
-        self.folder, self.device, self.key = folder, device, json.dumps(key)
+        self.folder, self.device, self.key = folder, device, json.dumps({**key, "machine": _started()})
         name = folder / KEY
         if not name.is_file() or name.read_bytes() != self.key.encode():
             self.restart()
@@ -79,7 +98,7 @@ class StreamStore:
 
     def put(self, layer: int, name: str, stream: torch.Tensor) -> None:
         """Keep a stream before a layer."""
-        write_tensors(self._file(layer, name), {"stream": stream})
+        write_stream(self._file(layer, name), stream)
 
     def get(self, layer: int, name: str) -> torch.Tensor:
         """A stream before a layer."""

@@ -24,12 +24,13 @@ from headwise.data import batches, places
 from headwise.errors import PlanError
 from headwise.files.disk import explained, install
 from headwise.files.json import read_object
-from headwise.heal._layer_refit import LayerRefit
+from headwise.heal._layer_refit import LayerRefit, RefitBatch
+from headwise.memory import available_bytes
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import EmptyModel, Streamed, Tensors
-from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_tensors
+from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_stream, write_tensors
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, write_atomically
@@ -44,9 +45,10 @@ class _RowsOnDisk:
 
     KEPT = ("source", "cut", "source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
 
-    def __init__(self, folder: Path, context: dict[str, Any], device: str) -> None:
+    def __init__(self, folder: Path, source: torch.Tensor, cut: torch.Tensor, context: dict[str, Any]) -> None:
         shutil.rmtree(folder, ignore_errors=True)
-        self.__dict__.update(folder=folder, contexts=[context], device=device)
+        self.__dict__.update(folder=folder, contexts=[context], device=source.device)
+        self.source, self.cut = source, cut
 
     def __getattr__(self, name: str) -> Any:
         if name not in _RowsOnDisk.KEPT:
@@ -59,7 +61,7 @@ class _RowsOnDisk:
         if stream is None:
             path.unlink(missing_ok=True)
         else:
-            write_tensors(path, {"stream": stream})
+            write_stream(path, stream)
 
 
 class StreamedBuild:
@@ -78,9 +80,16 @@ class StreamedBuild:
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
         key["seed"] = seed
         self.store = StreamStore(self.work, key, source.device)
+        self.held = source.device != "cpu" and self._refit_bytes() <= available_bytes(source.device) // 2
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
+
+    def _refit_bytes(self) -> int:
+        """What the rows of a refit take while a layer is worked on, at most."""
+        shape = self.source.shape
+        wide = max(layer.mlp_width + layer.query_heads * layer.v_dim for layer in shape.layers)
+        return self.tokens * (8 * shape.hidden_size + 2 * wide) * self.source.dtype.itemsize
 
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
@@ -127,7 +136,7 @@ class StreamedBuild:
         if strategies.blind(self.plan.strategy):
             moments = weight_moments(layer, shape, source.shape.grain.rotary)
         else:
-            moments = read_layer(moments_file(self.moments, index), shape, index)
+            moments = read_layer(moments_file(self.moments, index), shape, index, source.device)
         made = cut_layer(layer, shape, self.plan.target.layers[index], self.plan.keep[index], moments)
         if contexts:
             made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer.get(name)}
@@ -143,11 +152,13 @@ class StreamedBuild:
     def _refit(self, index: int, theirs: Any, ours: Any, contexts: Sequence[dict[str, Any]]) -> None:
         """Refit the layer to make up for the cuts before it, and write both models' streams behind it."""
         family, scratch = self.source.family, self.work / "scratch"
-        rows: list[Any] = [
-            _RowsOnDisk(scratch / str(n), context, self.source.device) for n, context in enumerate(contexts)
-        ]
-        for number, row in enumerate(rows):
-            row.source, row.cut = (self.store.get(index, f"{side}.{number}") for side in ("source", "cut"))
+        rows: list[Any] = []
+        for number, context in enumerate(contexts):
+            source, cut = (self.store.get(index, f"{side}.{number}") for side in ("source", "cut"))
+            if self.held:
+                rows.append(RefitBatch(source, cut, [context]))
+            else:
+                rows.append(_RowsOnDisk(scratch / str(number), source, cut, context))
         worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
         worker.queries_and_keys()
         worker.values()
@@ -156,7 +167,7 @@ class StreamedBuild:
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
                 self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
-        shutil.rmtree(scratch)
+        shutil.rmtree(scratch, ignore_errors=True)
 
     def finish(self, tokenizer: Any, folder: Path, beside: Callable[[Path], object]) -> None:
         """Add what else belongs to a model and rename its folder: it appears whole or not at all.

@@ -64,15 +64,16 @@ class Walk:
     def run(self, track: Track = silently) -> None:
         """Measure every layer that is not done yet."""
         reader = self.source.family.offset(self.wanted.context, self.wanted.seed)
-        contexts, few = (self.source.contexts(parts, reader) for parts in (self.parts, self.few))
+        contexts, few = self.source.contexts(self.parts, reader), self.source.contexts(self.few, reader, torch.float32)
         for index in self.store.walk(self.count, self._begin, track, "layers, one at a time"):
             with self.source.layer(index) as layer, torch.no_grad():
                 self._layer(index, layer, [c[index] for c in contexts], [c[index] for c in few])
 
     def _begin(self) -> None:
-        for name, parts in (("rows", self.parts), ("few.0", self.few)):
-            for number, part in enumerate(parts):
-                self.store.put(0, f"{name}.{number}", self.source.embed(part))
+        for number, part in enumerate(self.parts):
+            self.store.put(0, f"rows.{number}", self.source.embed(part))
+        for number, part in enumerate(self.few):
+            self.store.put(0, f"few.0.{number}", self.source.embed(part).float())
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
         block, sums, store = self.source.family.block(layer), Sums(1), self.store
@@ -80,6 +81,7 @@ class Walk:
             for number, context in enumerate(contexts):
                 name = f"rows.{number}"
                 store.put(index + 1, name, self.source.run(index, store.get(index, name), context))
+        layer.float()  # small errors are measured from here on
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
         rows = [(store.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]

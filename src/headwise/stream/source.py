@@ -65,7 +65,7 @@ class Streaming(Source):
 
     def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
         """See `Source`. Both models are walked side by side; nothing is timed."""
-        cut = Streamed(folder.model, self.model.device)
+        cut = Streamed(folder.model, self.model.device, dtype=self.model.dtype)
         refuse_other_plan(folder, plan, cut.shape)
         rows, asked = {"evaluation": self.evaluation, "rehearsal": self.rehearsal}, self.certificate_rows(settings)
         found = compare(self.model, cut, rows, asked, self.seed, folder.streaming, folder.proof_file, track)
@@ -150,7 +150,10 @@ def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
     device = processes.begin(settings.device)
     _refuse(settings)
     where = _folder(settings.model)
-    model = Streamed(where, device, settings.trust_remote_code)
+    with families.explained(settings.model):
+        config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
+    dtype = families.computed_dtype(config, settings.dtype, device)
+    model = Streamed(where, device, settings.trust_remote_code, dtype)
     if any(layer.pooled > 1 for layer in model.shape.layers):
         raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
     with families.explained(settings.model), families.quietly():

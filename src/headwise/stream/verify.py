@@ -16,14 +16,14 @@ from headwise.cost import kv_bytes_per_token, parameters
 from headwise.data import batches
 from headwise.families import CAUSAL
 from headwise.files.disk import write_file
-from headwise.memory import SHARE, available_bytes
+from headwise.memory import SHARE, available_bytes, emptied
 from headwise.progress import Track, silently
 from headwise.stream._model import Streamed
 from headwise.stream._store import StreamStore, checksum
 from headwise.tasks.causal import Causal
 from headwise.types import Check, ModelShape, Plan
 
-RELOAD_FACTOR = 1.5  # memory that a fresh process takes to load a model in float32, over that of its numbers
+RELOAD_FACTOR = {"cpu": 1.5, "cuda": 1.1}  # memory that a fresh process takes to load a model, over its weights' bytes
 
 
 class StreamedComparison(NamedTuple):
@@ -66,7 +66,7 @@ class SideBySide:
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
-        return self.store.get(self.count, f"{side}.{name}")[row : row + 1]
+        return self.store.get(self.count, f"{side}.{name}")[row : row + 1].float()
 
     def _rows(self, which: str) -> list[tuple[str, int]]:
         """All rows of a name, by batch and place."""
@@ -103,7 +103,8 @@ class SideBySide:
         cut = self.models["cut"]
         logits = cut.family.logits(cut.model, self.last("cut", "proof.0", 0))
         tensors = {"input_ids": self.parts["proof.0"][:1], "logits": logits.float()}
-        write_file(path, lambda new: exactness.save_proof(tensors, new, CAUSAL))
+        how = str(cut.dtype).removeprefix("torch."), torch.device(cut.device).type
+        write_file(path, lambda new: exactness.save_proof(tensors, new, CAUSAL, *how))
 
 
 def compare(
@@ -145,7 +146,7 @@ def _too_large(source: Streamed, cut: Streamed, asked: certificate.Asked, folder
     folder.mkdir(parents=True, exist_ok=True)
     free, found = SHARE * shutil.disk_usage(folder).free, {}
     for label, rows in asked.rows().items():
-        needed = 4 * 2 * 2 * numbers * rows.numel()  # two models, before and behind a layer
+        needed = source.dtype.itemsize * 2 * 2 * numbers * rows.numel()  # two models, before and behind a layer
         reason = lengths.too_large(source.family, configs, rows.shape[1], source.device)
         if not reason and needed > free:
             reason = f"it takes {needed / 1e9:.1f} GB of disk, {free / 1e9:.1f} are free"
@@ -185,7 +186,9 @@ def checks(cut: Streamed, plan: Plan, source: ModelShape, folder: Path, proof: P
     """Sizes as planned, budgets met, and the model as a fresh process loads it; in words, where memory forbids that."""
     found, shape = counted(cut)
     made = [*exactness.plan_checks(found, plan, source), *exactness.budget_checks(plan.budgets, shape, found)]
-    needed, free = RELOAD_FACTOR * 4 * found["parameters"], available_bytes()
+    emptied()
+    place = torch.device("cpu" if cut.dtype == torch.float32 else cut.device)  # as the proof has it
+    needed, free = RELOAD_FACTOR[place.type] * cut.dtype.itemsize * found["parameters"], available_bytes(place)
     if needed < free:
         return [*made, exactness.reload_check(folder, proof, plan.portable)], []
     return made, [f"Reloading in a fresh process: it takes {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} are free."]
