@@ -1,6 +1,7 @@
 """What probing costs beside plain passes over the same text in the same batches, and the stages after it, in seconds.
 
     python benchmarks/probe_cost.py --device cuda   # a Llama of 0.3B random parameters
+    python benchmarks/probe_cost.py --device cuda --large 16   # 16 layers of Llama-3-8B's shape, in bf16
     python benchmarks/probe_cost.py --device cpu    # the embedded model
 
 Repeats are interleaved; ratios are of medians over neighbours in time, with the lowest and highest repeat. `agreement`
@@ -25,13 +26,14 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
+from provenance import commit
 from solve import hardware
 from torch import nn
 
 from headwise import budgets, cuts, data, families, strategies
 from headwise.devices import timed
 from headwise.families import Family
-from headwise.probes import gram, sensitivity
+from headwise.probes import fisher, gram, sensitivity
 from headwise.tasks.causal import Causal
 from headwise.types import Readings, write_atomically
 
@@ -39,6 +41,10 @@ RESULT = Path(__file__).parent / "results" / "probe_cost.json"
 SHAPE = dict(
     num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
     intermediate_size=2816, vocab_size=32000, tie_word_embeddings=True,
+)  # fmt: skip
+LARGE = dict(
+    hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128_256,
+    tie_word_embeddings=False, rope_theta=500_000.0,
 )  # fmt: skip
 LENGTH = 512
 BATCH = 4096  # tokens, as the probes read them
@@ -56,17 +62,20 @@ class Bench(NamedTuple):
     rows: torch.Tensor
 
 
-def bench_on(device: str, tokens: int) -> Bench:
-    """The model of a device; weights and text are random where there is nothing to load."""
+def bench_on(device: str, tokens: int, large: int = 0) -> Bench:
+    """The model of a device; weights and text are random where there is nothing to load. `large`: layers of an 8B."""
     torch.manual_seed(0)
     if device == "cpu":
         stock, tokenizer = families.load("embedded")
         rows = data.blocks_of(data.documents("stdlib"), tokenizer, LENGTH, tokens // LENGTH)
         name = "embedded"
     else:
+        config = transformers.LlamaConfig(**(LARGE | {"num_hidden_layers": large} if large else SHAPE))
         with torch.device(device):
-            stock = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)).eval()
-        rows, tokenizer = torch.randint(3, SHAPE["vocab_size"], (tokens // LENGTH, LENGTH)), None
+            torch.set_default_dtype(torch.bfloat16 if large else torch.float32)
+            stock = transformers.LlamaForCausalLM(config).eval()
+            torch.set_default_dtype(torch.float32)
+        rows, tokenizer = torch.randint(3, config.vocab_size, (tokens // LENGTH, LENGTH)), None
         name = f"random Llama, {sum(p.numel() for p in stock.parameters()) / 1e9:.2f}B parameters"
     family = families.family_of(stock.config)
     return Bench(name, family, family.tailor(stock), tokenizer, rows)
@@ -106,6 +115,7 @@ def works(bench: Bench, moments: Any) -> dict[str, Callable[[], Any]]:
         "sensitivity": lambda: sensitivity.measure(bench.family, bench.model, bench.rows, moments, True, 0),
         "forward and backward, activations alone": lambda: plain_backward(bench, weights=False),
         "sensitivity, passes alone": passes,
+        "fisher": lambda: fisher.collect(bench.family, bench.model, bench.rows, 0),
     }
 
 
@@ -132,6 +142,7 @@ def costs(bench: Bench, repeats: int, seconds: float) -> dict[str, Any]:
     found = {
         "gram": ratio(times, "gram", "forward"),
         "sensitivity": ratio(times, "sensitivity", "forward and backward"),
+        "fisher": ratio(times, "fisher", "forward and backward"),
         "sensitivity_strictly": ratio(times, "sensitivity", "forward and backward, activations alone"),
         "sensitivity_passes_strictly": ratio(
             times, "sensitivity, passes alone", "forward and backward, activations alone"
@@ -199,16 +210,18 @@ def profile(bench: Bench) -> None:
         print(seen.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=70), flush=True)
 
 
-def row(device: str, tokens: int, repeats: int, seconds: float, precision: str, profiled: bool) -> dict[str, Any]:
-    """Everything measured on one device at one precision of products."""
+def row(
+    device: str, tokens: int, repeats: int, seconds: float, precision: str, profiled: bool, large: int = 0
+) -> dict[str, Any]:
+    """Everything measured on one device at one precision of products; of a large model no copy in double precision."""
     torch.set_float32_matmul_precision(precision)
-    bench = bench_on(device, tokens)
+    bench = bench_on(device, tokens, large)
     if profiled:
         profile(bench)
     machine = torch.cuda.get_device_name(device) if device == "cuda" else hardware()
     return {
         "device": device,
-        "products": {"highest": "float32", "high": "TF32"}[precision] if device == "cuda" else "float32",
+        "products": "bf16" if large else {"highest": "float32", "high": "TF32"}[precision],
         "hardware": machine,
         "threads": torch.get_num_threads(),
         "model": bench.name,
@@ -217,7 +230,8 @@ def row(device: str, tokens: int, repeats: int, seconds: float, precision: str, 
         "length": LENGTH,
         **costs(bench, repeats, seconds),
         "stages": stages(bench),
-        "agreement": agreement(bench, min(tokens, 8192)),
+        "agreement": {} if large else agreement(bench, min(tokens, 8192)),
+        "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
             "python": platform.python_version(),
@@ -233,19 +247,20 @@ def section(result: dict[str, Any]) -> str:
         "## What probing costs",
         "",
         "`python benchmarks/probe_cost.py --device DEVICE`. `gram` (second moments, forward passes only) against a"
-        " plain forward pass, and `sensitivity` (prices of every unit, one backward pass, and working them out) against"
-        " a plain forward and backward pass with the weights' gradients, over the same text in the same batches; in"
-        " brackets the lowest and highest repeat. The last columns are the stages that follow, in seconds.",
+        " plain forward pass; `sensitivity` (prices of every unit, one backward pass, and working them out) and"
+        " `fisher` (prices of bits) against a plain forward and backward pass with the weights' gradients, over the"
+        " same text in the same batches; in brackets the lowest and highest repeat. The last columns are the stages"
+        " that follow, in seconds.",
         "",
-        "| device, products | model, tokens | gram | sensitivity | solve | reshape |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| device, products | model, tokens | gram | sensitivity | fisher | solve | reshape |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         machine = row["hardware"] if isinstance(row["hardware"], str) else row["hardware"]["processor"]
         cells = [f"{machine}, {row['products']}", f"{row['model']}, {row['tokens']}"]
-        for name in PROMISED:
-            found = row["ratios"][name]
-            cells.append(f"{found['median']:.2f} x ({found['low']:.2f} to {found['high']:.2f})")
+        for name in ("gram", "sensitivity", "fisher"):
+            found = row["ratios"].get(name)
+            cells.append(f"{found['median']:.2f} x ({found['low']:.2f} to {found['high']:.2f})" if found else "-")
         cells += [f"{row['stages'][name]:.1f} s" for name in ("solve", "reshape")]
         lines.append(f"| {' | '.join(cells)} |")
     every = [item for row in result["rows"] for item in row["agreement"].items()]
@@ -264,11 +279,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no further repeat after so many")
     parser.add_argument("--products", choices=("highest", "high"), default="highest", help="high: TF32")
+    parser.add_argument("--large", type=int, default=0, metavar="LAYERS", help="of an 8B model's shape, in bf16")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     tokens = asked.tokens or (32_768 if asked.device == "cuda" else 8_192)
-    new = row(asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile)
+    new = row(asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile, asked.large)
     old = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     kept = [r for r in old if (r["device"], r["products"]) != (new["device"], new["products"])]
     result = {"promised": PROMISED, "rows": sorted([*kept, new], key=lambda r: (r["device"] != "cuda", r["products"]))}

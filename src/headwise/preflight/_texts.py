@@ -11,7 +11,8 @@ from headwise.families import Family
 from headwise.registry import find
 from headwise.runs.heal_options import Options
 from headwise.runs.settings import Settings
-from headwise.stages.texts import calibration_source, one_row, shared_lines
+from headwise.stages.texts import one_row, shared_lines, sources
+from headwise.stream.source import writes_whole
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
 PACKED = 10  # bytes of text for a byte of a compressed file, at most
@@ -21,10 +22,10 @@ SURE = 16  # bytes for every token that is needed: so much text is long enough b
 def check(settings: Settings, family: Family, config: Any, task: str, length: int, streamed: bool = False) -> list[str]:
     """Notes about the texts, images or recordings of a run; what cannot be read raises."""
     notes: list[str] = []
-    for name in dict.fromkeys((calibration_source(settings), *([settings.eval] if settings.eval else []))):
+    for name in sources(settings):
         if own_text.writes_itself(name):
             own_text.refuse_to_write(family.class_name(config) or family.name, config, family.audio, task == "causal")
-            if streamed:
+            if streamed and not writes_whole(settings):
                 raise own_text.too_slow_to_write()
         if (source := name.removesuffix("+self")) == "self":
             continue

@@ -119,6 +119,11 @@ def calibration_source(settings: Settings) -> str:
     return settings.data or ("stdlib" if settings.model == families.EMBEDDED else "self")
 
 
+def sources(settings: Settings) -> tuple[str, ...]:
+    """What a run reads, each source once."""
+    return tuple(dict.fromkeys((calibration_source(settings), *([settings.eval] if settings.eval else []))))
+
+
 def shared_lines(settings: Settings) -> float | None:
     """The share of the evaluation's lines that are in the calibration text too; None where it is not known."""
     if settings.eval is None:

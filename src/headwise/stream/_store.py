@@ -1,10 +1,11 @@
-"""What flows between layers, kept on disk: a walk over the layers holds one batch in memory and can be resumed."""
+"""What flows between layers, kept while a walk over the layers needs it, so that the walk can be resumed."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +17,14 @@ from safetensors.torch import save_file
 from headwise.errors import PlanError
 from headwise.files import tensors as stored
 from headwise.files.disk import explained, sync, write_file
+from headwise.memory import available_bytes
 from headwise.progress import Track
 from headwise.types import write_atomically
 
 DONE, KEY = "complete", "key.json"
 AGAIN = "delete the run's folder streaming/ and run again"
+HELD_SHARE = 1 / 8  # of free memory: a stream that takes less stays there
+EVERY = 60.0  # seconds of work that a kill may lose where streams are held in memory
 
 
 def write_tensors(path: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -68,12 +72,16 @@ class StreamStore:
     """Streams before every layer, in one folder for each; only those before the next layer are kept.
 
     A walk writes the streams behind a layer and then marks them `complete`. After a kill it resumes at `position`, the
-    last complete layer. `key` stands for the work: other work starts with an empty store, and so does the same work
-    after the machine was started anew, as streams are not forced to disk.
+    last complete layer. With a GPU, streams stay in its memory or in the host's where there is room, and are written
+    once a minute; without one the host's memory is scarce, and all lie on disk. `key` stands for the work: other work
+    starts with an empty store, and so does the same work after the machine was started anew, as streams are not forced
+    to disk.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any], device: str = "cpu") -> None:
         self.folder, self.device, self.key = folder, device, json.dumps({**key, "machine": _started()})
+        self.held: dict[tuple[int, str], torch.Tensor] = {}
+        self.written = time.monotonic()
         name = folder / KEY
         if not name.is_file() or name.read_bytes() != self.key.encode():
             self.restart()
@@ -91,21 +99,37 @@ class StreamStore:
             self.complete(start := 0)
         for index in track(range(start, layers), label):
             yield index
-            self.complete(index + 1)
+            self.complete(index + 1, last=index + 1 == layers)
 
     def _file(self, layer: int, name: str) -> Path:
         return self.folder / f"{layer:05d}" / f"{name}.safetensors"
 
     def put(self, layer: int, name: str, stream: torch.Tensor) -> None:
         """Keep a stream before a layer."""
+        for place in dict.fromkeys((self.device, "cpu")) if self.device != "cpu" else ():
+            if stream.nbytes <= HELD_SHARE * available_bytes(place):
+                self.held[layer, name] = stream.detach().to(place)
+                return
         write_stream(self._file(layer, name), stream)
 
     def get(self, layer: int, name: str) -> torch.Tensor:
         """A stream before a layer."""
+        if (held := self.held.get((layer, name))) is not None:
+            return held.to(self.device)
         return read_stream(self._file(layer, name), self.device)
 
-    def complete(self, layer: int) -> None:
-        """Mark that all streams before a layer are there, and delete those before earlier layers."""
+    def complete(self, layer: int, last: bool = False) -> None:
+        """Mark that all streams before a layer are there, and delete those before earlier layers.
+
+        Streams that are held in memory are written if it is time, or if the layer is the last.
+        """
+        self.held = {(number, name): stream for (number, name), stream in self.held.items() if number >= layer}
+        partly = (self.folder / f"{layer:05d}").exists()  # some had no room in memory
+        if self.held and not (last or partly) and time.monotonic() - self.written < EVERY:
+            return
+        for (number, name), stream in self.held.items():
+            write_stream(self._file(number, name), stream)
+        self.written = time.monotonic()
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()
         sync(self.folder / f"{layer:05d}")
@@ -120,5 +144,6 @@ class StreamStore:
 
     def clear(self) -> None:
         """Delete everything, the key first: what a kill leaves of the rest does not count."""
+        self.held = {}
         (self.folder / KEY).unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)

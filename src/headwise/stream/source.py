@@ -12,16 +12,17 @@ import torch
 
 from headwise import devices, families, processes
 from headwise.checks import speed
+from headwise.data import own_text
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._folder import check_tokenizer
 from headwise.files import disk
-from headwise.memory import HELD, available_bytes, fits
-from headwise.progress import Track, silently
+from headwise.memory import HELD, available_bytes, emptied, fits
+from headwise.progress import Track, silently, stage
 from headwise.runs.folder import RunFolder
 from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
 from headwise.stages.source import Fitted, Judged, Probed, Source, codes_rows, refuse_other_plan
-from headwise.stages.texts import read_texts
+from headwise.stages.texts import read_texts, sources
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
 from headwise.stream.build import StreamedBuild
@@ -31,6 +32,7 @@ from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan, Readings
 
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+WRITING = 1.25  # times a model's weights: what it takes to write text
 log = logging.getLogger("headwise")
 
 
@@ -143,6 +145,13 @@ def _folder(model: str, local: bool = False) -> Path:
         return Path(snapshot_download(where, allow_patterns=FILES, local_files_only=local))
 
 
+def writes_whole(settings: Settings) -> bool:
+    """Whether a model that is streamed fits on a GPU while it does nothing but write text."""
+    device = devices.chosen(settings.device)
+    sizes = _sizes(settings, device) if device != "cpu" else None
+    return sizes is not None and WRITING * sizes[device] <= available_bytes(device)
+
+
 def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
     """Open the model and read the rows."""
     from transformers import AutoTokenizer
@@ -159,7 +168,13 @@ def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
     with families.explained(settings.model), families.quietly():
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
         check_tokenizer(tokenizer, settings.model)
-    texts = read_texts(settings, model.family, model.config, tokenizer, Causal(), None, track)
+    writer = None
+    if any(map(own_text.writes_itself, sources(settings))) and writes_whole(settings):
+        with stage(track, "loading the model"):
+            writer, _ = families.load(settings.model, device, settings.trust_remote_code, settings.task, dtype)
+    texts = read_texts(settings, model.family, model.config, tokenizer, Causal(), writer, track)
+    del writer
+    emptied()
     context = settings.served(model.family.longest(model.config))
     return Streaming(model.family, model, tokenizer, *texts, context=context, seed=settings.seed)
 

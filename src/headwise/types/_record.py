@@ -81,6 +81,8 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if origin is tuple:
         if not isinstance(data, list):
             raise PlanError(f"{where} must be a list, not {shortened(data)}.")
+        if _plain_numbers(arguments[0], data):  # there may be millions
+            return tuple(data)
         return tuple(_decode(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
     if origin is dict:
         if not isinstance(data, dict):
@@ -89,6 +91,13 @@ def _decode(kind: Any, data: Any, where: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, Record):
         return _decode_record(kind, data, where)
     return _decode_scalar(kind, data, where)
+
+
+def _plain_numbers(kind: Any, data: list[Any]) -> bool:
+    """Whether a list holds numbers of one kind and nothing else."""
+    if kind is int:
+        return all(type(item) is int and -INTEGER < item < INTEGER for item in data)
+    return kind is float and all(type(item) is float for item in data)
 
 
 @functools.cache
