@@ -19,7 +19,8 @@ SHARE = 0.8  # of the memory that is free: what would take more does not fit
 
 
 def available_bytes(device: torch.device | str = "cpu") -> int:
-    """What can be used without swapping, within the limits of a container; of a GPU what is free.
+    """What can be used without swapping, within the limits of a container; of a GPU what is free, with what torch has
+    reserved and does not use.
 
     A limit that this process set itself (`torch.cuda.set_per_process_memory_fraction`) holds too.
     """
@@ -27,8 +28,9 @@ def available_bytes(device: torch.device | str = "cpu") -> int:
         index = torch.device(device).index
         index = torch.cuda.current_device() if index is None else index
         free, whole = torch.cuda.mem_get_info(index)
-        allowed = torch.cuda.get_per_process_memory_fraction(index) * whole - torch.cuda.memory_reserved(index)
-        return max(0, min(int(free), int(allowed)))
+        reserved, held = torch.cuda.memory_reserved(index), torch.cuda.memory_allocated(index)
+        allowed = torch.cuda.get_per_process_memory_fraction(index) * whole - held
+        return max(0, min(int(free) + reserved - held, int(allowed)))
     found = [_known_to_system()]
     limit, used = (Path(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     try:

@@ -25,7 +25,7 @@ from headwise.errors import PlanError
 from headwise.files.disk import explained, install
 from headwise.files.json import read_object
 from headwise.heal._layer_refit import LayerRefit, RefitBatch
-from headwise.memory import available_bytes
+from headwise.memory import available_bytes, emptied
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
@@ -80,6 +80,7 @@ class StreamedBuild:
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
         key["seed"] = seed
         self.store = StreamStore(self.work, key, source.device)
+        emptied()
         self.held = source.device != "cpu" and self._refit_bytes() <= available_bytes(source.device) // 2
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
