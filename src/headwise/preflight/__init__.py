@@ -33,16 +33,15 @@ def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -
     """Check, and print the notes, and what memory the run will take."""
     for text in check(settings, out, latency):
         note(text)
-    if not (settings.stream or is_streamed(settings, RunFolder(out), warn=False)):
-        device = devices.chosen(settings.device)
-        if text := needed.in_words(memory_needed(settings), device):
-            note(text)
+    streamed = settings.stream or is_streamed(settings, RunFolder(out), warn=False)
+    if text := needed.in_words(memory_needed(settings, streamed), devices.chosen(settings.device)):
+        note(text)
 
 
-def memory_needed(settings: Settings) -> list[needed.Needed]:
+def memory_needed(settings: Settings, streamed: bool = False) -> list[needed.Needed]:
     """What a run will take of memory, stage by stage, as far as can be told without loading the model."""
     config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
-    return needed.needed(settings, config, devices.chosen(settings.device))
+    return needed.needed(settings, config, devices.chosen(settings.device), streamed)
 
 
 def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> list[str]:

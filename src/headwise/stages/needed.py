@@ -18,6 +18,7 @@ from headwise.types import ModelShape
 LIBRARIES = 3 << 30  # bytes of a process that has loaded torch and, on a GPU, its kernels
 SHARD = 4 << 30  # of weights, on their way to a file
 LITTLE = 16 << 30  # bytes that need no words
+ONE_BY_ONE = "one layer at a time"
 
 
 class Needed(NamedTuple):
@@ -29,12 +30,14 @@ class Needed(NamedTuple):
     way: str
 
 
-def needed(settings: Settings, config: Any, device: str) -> list[Needed]:
-    """The stages of a run with a decoder that is held in memory; nothing of other models, which are small."""
+def needed(settings: Settings, config: Any, device: str, streamed: bool = False) -> list[Needed]:
+    """The stages of a run with a decoder; nothing of other models, which are small. `streamed`: layer by layer."""
     family = families.family_of(config)
     if family.images or family.audio or families.task_of(config) != "causal":
         return []
     shape = family.shape_of(config)
+    if streamed:
+        return _Run(settings, family, shape, config, device).one_layer_at_a_time()
     shape = shape.with_layers(tuple(layer.pooling(heads_to_pool(settings, shape)) for layer in shape.layers))
     run = _Run(settings, family, shape, config, device)
     stages = [run.loading(), run.prices(), run.swaps(), run.healing(), run.saving(), run.verifying()]
@@ -61,6 +64,27 @@ class _Run:
         if self.device == "cpu":
             return Needed(name, 0, int(held + host + LIBRARIES), way)
         return Needed(name, int(held), int(host + LIBRARIES), way)
+
+    def one_layer_at_a_time(self) -> list[Needed]:
+        """Of a streamed model: one layer in its format and in float32, the output table, and streams that a GPU has
+        room for. On a CPU streams lie on disk, but for a batch, and all is in float32."""
+        if self.device == "cpu":
+            size = 3 * 4 * self.layers / self.size / len(self.shape.layers) + 3.0 * 8 * self.wide**2
+            return [self._stage("healing", size, ONE_BY_ONE)]
+        layer, numbers = self.layers / len(self.shape.layers), self.shape.hidden_size * self.size
+        table = self.shape.vocab_size * numbers
+        heads = max(layer.query_heads * layer.v_dim for layer in self.shape.layers)
+        rows = self.settings.tokens * self.size * (8 * self.shape.hidden_size + 2 * (self.wide + heads))
+        solves = 3.0 * 8 * self.wide**2
+        few = 4 * self.settings.swap_tokens * self.shape.hidden_size * len(self.shape.layers)
+        streams = 2 * self.settings.tokens * numbers
+        found = [self._stage("prices", (1 + 4 / self.size) * layer + table + streams + 2 * few, ONE_BY_ONE)]
+        if self.settings.heal != "none":
+            found.append(
+                self._stage("healing by refit", 2 * layer + table + streams + rows + solves, ONE_BY_ONE, 2.5 * table)
+            )
+        evaluated = 4 * 2 * self.settings.eval_tokens * numbers  # rows of several lengths, of both models
+        return [*found, self._stage("verifying", layer + 2 * table + evaluated + self.logits, ONE_BY_ONE, 2.5 * table)]
 
     def loading(self) -> Needed:
         return self._stage("loading", self.weights, "straight to the device" if self.device != "cpu" else "all at once")
@@ -122,7 +146,7 @@ def in_words(stages: list[Needed], device: str) -> str:
     if not stages:
         return ""
     most = max(stages, key=lambda stage: (stage.device, stage.host))
-    way = next(stage.way for stage in stages if stage.stage == "prices")
+    way = next((stage.way for stage in stages if stage.stage == "prices"), ONE_BY_ONE)
     host = max(stage.host for stage in stages)
     if max(most.device, host) < LITTLE:
         return ""
