@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import resource
 import shutil
 import statistics
@@ -248,8 +249,30 @@ def table(results: dict[str, Any]) -> str:
             "",
             f"- **{row['name']}**: {', '.join(told)}. {row['hardware']}, {row['date']}, commit {row['commit']}.",
         ]
+    lines += of_layers(results["rows"])
     lines += ["", of_demo(results["demo"])] if "demo" in results else []
     return "\n".join([*lines, *(of_growth(results["growth"]) if results.get("growth") else [])])
+
+
+def of_layers(rows: list[dict[str, Any]]) -> list[str]:
+    """What the page says about shapes of which only some layers were there."""
+    told, shapes = [], dict[str, list[tuple[int, dict[str, Any]]]]()
+    for row in rows:
+        if (match := re.match(r"(.+), (\d+) of (\d+) layers", row["name"])) and "why" not in row:
+            shapes.setdefault(f"{match[1]}|{match[3]}", []).append((int(match[2]), row))
+    for name, found in shapes.items():
+        if len(found) < 2:
+            continue
+        (few, short), *_, (many, long) = sorted(found, key=lambda pair: pair[0])
+        (shape, whole), each = name.split("|"), (long["seconds"] - short["seconds"]) / (many - few)
+        all_of_it = short["seconds"] + (int(whole) - few) * each
+        told += [
+            "",
+            f"{shape}: {each:.1f} s for every layer from {few} to {many} of them. Extrapolated to all {whole}: "
+            f"{all_of_it / 60:.0f} minutes, with {long['device_gib']:.0f} GiB on the device "
+            f"({short['device_gib']:.0f} GiB with {few} layers).",
+        ]
+    return told
 
 
 def filled(page: str, results: dict[str, Any]) -> str:

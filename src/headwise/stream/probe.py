@@ -20,6 +20,7 @@ from headwise.errors import PlanError
 from headwise.families import repeated
 from headwise.families._watch import spaced, watching
 from headwise.files.json import read_object
+from headwise.linalg import fast_products
 from headwise.probes import fisher
 from headwise.probes._magnitude import Orders
 from headwise.probes.gram import Sums
@@ -34,6 +35,7 @@ from headwise.types import ModelShape, Reading, Readings, write_atomically
 
 NAME = "stream"
 LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
+FOLLOWED = 32 * 4_096  # tokens times layers that are followed at most: time grows with layers, not with their square
 TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
 UNITLESS = "relative squared error of the residual stream"
 
@@ -56,7 +58,8 @@ class Walk:
     def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path) -> None:
         self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
         self.parts = batches(tokens)
-        count = max(1, (wanted.few or LOCAL_TOKENS) // tokens.shape[1])
+        most = max(LOCAL_TOKENS, FOLLOWED // len(source.layers))
+        count = max(1, min(wanted.few or LOCAL_TOKENS, most) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), 2048)
         self.count = len(source.layers)
         self.store = StreamStore(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
@@ -104,7 +107,8 @@ class Walk:
         for start in range(0, len(names), together):
             some = names[start : start + together]
             streams = torch.cat([self.store.get(index, name) for name in some])
-            stacks = self.source.run(index, streams, repeated(context, len(some)))
+            with fast_products(streams.device):  # TF32: far finer than what a cut does
+                stacks = self.source.run(index, streams, repeated(context, len(some)))
             for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
                 self.store.put(index + 1, name, stream)
 
