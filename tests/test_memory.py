@@ -135,3 +135,12 @@ def test_out_of_memory_for_good_ends_in_one_line_and_the_run_resumes(
     assert headwise(monkeypatch, *asked, "--recompute", "--out", out) in (0, 3), "it may be judged to be bad"
     told = capfd.readouterr().err
     assert "damage of bits" not in told and "writing the report" in told, "what was done is kept"
+
+
+def test_a_streamed_model_is_estimated_by_its_layers(eight_billion: LlamaConfig) -> None:
+    asked = Settings("model", ("kv=50%",))
+    found = needed.needed(asked, eight_billion, "cuda", streamed=True)
+    assert max(stage.device for stage in found) < 24 * GIB, "it fits a card on which its weights alone would hardly"
+    eight_billion.num_hidden_layers = 64
+    deeper = needed.needed(asked, eight_billion, "cuda", streamed=True)
+    assert max(stage.device for stage in deeper) < 24 * GIB, "twice the layers take no more"

@@ -19,7 +19,7 @@ from headwise.errors import ModelError
 from headwise.heal.refit import refit
 from headwise.probes import gram
 from headwise.runs.moments import read_moments, write_moments
-from headwise.stream import probe
+from headwise.stream import _store, probe
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
 from headwise.stream._store import StreamStore, read_tensors
@@ -122,6 +122,40 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
     mine, again = (families.load(str(tmp_path / side))[0] for side in ("ours", "theirs"))
     with torch.no_grad():
         assert torch.equal(mine(rows).logits, again(rows).logits)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "gemma2"])  # LayerNorm, and scaled embeddings
+def test_in_bfloat16_a_streamed_model_has_the_same_prices(name, tmp_path):
+    family = made(name, tmp_path / "m")
+    rows, wanted = family.example(in_memory(family, tmp_path / "m").config, 6, 24), probe.Wanted("m", few=48)
+    exact, short = (
+        probe.probe(Streamed(tmp_path / "m", dtype=dtype), rows, wanted, tmp_path / str(dtype))
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    for one, other in zip(exact.curves, short.curves, strict=True):
+        for a, b in zip(one.values, other.values, strict=True):
+            assert b == pytest.approx(a, rel=0.1, abs=0.02 * max(a))
+
+
+def test_streams_in_memory_are_written_in_time_and_a_walk_resumes_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(_store, "available_bytes", lambda place: 10**9)
+
+    def walked(every: float, stop: int | None = None) -> list[int]:
+        monkeypatch.setattr(_store, "EVERY", every)
+        store, seen = StreamStore(tmp_path / "s", {"work": 1}, "meta"), []
+        monkeypatch.setattr(store, "device", torch.device("cpu"))  # which is not "cpu": streams are held
+        for index in store.walk(4, lambda: store.put(0, "x", torch.zeros(2)), lambda items, label: items, ""):
+            if index == stop:
+                return seen
+            seen.append(index)
+            store.put(index + 1, "x", store.get(index, "x") + 1)
+        assert store.get(4, "x").tolist() == [4, 4]
+        return seen
+
+    assert walked(1000, stop=3) == [0, 1, 2]
+    assert walked(0, stop=3) == [0, 1, 2], "nothing had been written"
+    assert walked(1000) == [3], "all before had been"
+    assert walked(1000) == [], "the last is always written"
 
 
 def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
