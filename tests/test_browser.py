@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from browsing import Visit, barriers, lines, planned, sizes, wide
 from conftest import Invented, invent
 from report_parts import HOSTILE, make_dossier, make_verdict
 
@@ -63,49 +64,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     folder.record_verdict(make_verdict(plan))
     write_report(folder)
     return folder
-
-
-class Visit:
-    """A page that was opened, and everything it complained of or asked the network for."""
-
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
-        self.context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **context})
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(10_000)
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        self.page.on("console", lambda m: self.complaints.append(m.text) if m.type in ("error", "warning") else None)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
-        self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.goto(path.as_uri())
-
-    def __enter__(self) -> Any:
-        return self.page
-
-    def __exit__(self, kind: Any, *_: object) -> None:
-        self.context.close()
-        if kind is None:
-            assert self.complaints == [], "nothing to complain of"
-            assert all(url.startswith(("file:", "blob:")) for url in self.requests), self.requests
-            assert sum(url.startswith("file:") for url in self.requests) == 1, "one file, which loads nothing"
-
-
-def sizes(page: Any) -> list[list[int]]:
-    """Of every layer on the screen: query heads, query/key and value dimension, MLP width."""
-    script = """rows => rows.map(row => [".n-heads", ".n-qk", ".n-v", ".c-mlp .sr"].map(
-        name => parseInt(row.querySelector(name).textContent)))"""
-    return page.eval_on_selector_all("#model tbody tr", script)
-
-
-def planned(plan: Plan) -> list[list[int]]:
-    return [[s.query_heads, s.qk_dim, s.v_dim, s.mlp_width] for s in plan.target.layers]
-
-
-def lines(page: Any) -> list[tuple[str, str]]:
-    """Every line that the heads are drawn with."""
-    script = "paths => paths.map(p => [p.getAttribute('d'), p.getAttribute('stroke-width')])"
-    return [tuple(pair) for pair in page.eval_on_selector_all("#model .heads path", script)]
 
 
 def test_the_slider_shows_the_solvers_own_answers(browser: Any, run: RunFolder, tmp_path: Path) -> None:
@@ -257,11 +215,6 @@ def test_a_finger_moves_the_slider(browser: Any, run: RunFolder) -> None:
         assert sizes(page) != before and page.inner_text("#budget-state") != "this run"
 
 
-def wide(page: Any) -> float:
-    """By how much the page is wider than the screen."""
-    return page.evaluate("document.documentElement.scrollWidth - innerWidth")
-
-
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("hostile") / "report.html"
@@ -363,10 +316,3 @@ def test_no_serious_barrier(browser: Any, run: RunFolder, scheme: str) -> None:
         page.evaluate(UNFOLD)
         page.select_option("#layer", "1")
         assert barriers(page) == {}
-
-
-def barriers(page: Any) -> dict[str, str]:
-    """What axe-core finds serious or critical, with the first place where it does."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
-    found = axe.run(page).response["violations"]
-    return {v["id"]: v["nodes"][0]["html"][:200] for v in found if v["impact"] in ("serious", "critical")}
