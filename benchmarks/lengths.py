@@ -83,7 +83,7 @@ def _measure_way(
     seen = pipeline.probe(settings, bench, diagnose=False)
     rows = certificate.rows_for(
         config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens,
-        passages=PASSAGES,
+        passages=asked.passages,
     )  # fmt: skip
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")
@@ -272,6 +272,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=65_536)
     parser.add_argument("--swap-tokens", type=int, default=8_192)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--passages", type=int, default=PASSAGES, help="of retrieval, at every distance")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     parser.add_argument("--out", type=Path)
