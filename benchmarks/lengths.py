@@ -137,14 +137,16 @@ def page(folder: Path = RESULTS) -> str:
     results: dict[tuple[str, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("lengths-*.json")):
         result = json.loads(path.read_text())
-        known = results.setdefault((result["name"], result["length"]), result)
-        if known is not result:  # measured in parts
-            known["rows"] += result["rows"]
+        known = results.setdefault((result["name"], result["length"]), {**result, "rows": [], "parts": []})
+        known["parts"].append(result)
+        known["rows"] += result["rows"]
     lines = ["# Lengths", "", INTRO, ""]
     for result in results.values():
         lines += _section(result)
     for path in sorted(folder.glob("key-moments-*.json")):
         lines += _why(json.loads(path.read_text()))
+    for path in sorted(folder.glob("key-cuts-*.json")):
+        lines += _cuts(json.loads(path.read_text()))
     lines += ["Printed by `python benchmarks/lengths.py --print`; nothing here is typed by hand.", ""]
     return "\n".join(lines)
 
@@ -163,12 +165,21 @@ def _section(result: dict[str, Any]) -> list[str]:
         kept = row["budget"].removeprefix("kv=")
         lines.append(f"| {SPENT[_spend(row)]} | {_heads(row)} | {kept} | {row['heal']} | {row['way']} | {cells} |")
     lines += ["", *_judged(result, sizes[-1]), *_retrieved(result)]
-    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines.append(
-        f"- {result['calibration_tokens']:,} calibration tokens in rows of {result['length']:,}; "
-        f"{result['evaluation']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}."
+    return [*lines, *map(_measured, result["parts"]), ""]
+
+
+def _measured(part: dict[str, Any]) -> str:
+    """Which rows were measured where, on how much text, and by which code."""
+    rows = " and ".join(dict.fromkeys(f"{SPENT[_spend(row)]}, heads {_heads(row)}" for row in part["rows"]))
+    return (
+        f"- {rows[:1].upper() + rows[1:]}: {part['calibration_tokens']:,} calibration tokens in rows of "
+        f"{part['length']:,}, {part['eval_tokens']:,} evaluation tokens; {part['evaluation']}; {_made(part)}."
     )
-    return [*lines, ""]
+
+
+def _made(result: dict[str, Any]) -> str:
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['hardware']}, {result['date']}, commit {result['commit']}; {made}"
 
 
 WHY = """Directions of keys are chosen by moments about the mean key of each calibration row, because softmax ignores
@@ -176,8 +187,7 @@ what is added to all keys of a text. Rotary pairs that turn slowly hardly move w
 as such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over a
 context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
 look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head
-are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers. Whether a
-model loses less by the second was not measured, so cuts are made by the first."""
+are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers."""
 
 
 def _why(result: dict[str, Any]) -> list[str]:
@@ -191,9 +201,23 @@ def _why(result: dict[str, Any]) -> list[str]:
     for kept in dict.fromkeys(key.split(" ")[0] for key in means if key != "between"):
         cells = [means[f"{kept} by {by} in {where}"] for by in ("row", "all") for where in ("all", "row")]
         lines.append(f"| {float(kept):.1%} | {' | '.join(f'{cell:.2%}' for cell in cells)} |")
-    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    about = f"{result['data']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}"
-    return [*lines, "", f"- {about}; measured by `benchmarks/key_moments.py`.", ""]
+    return [*lines, "", f"- {result['data']}; {_made(result)}; measured by `benchmarks/key_moments.py`.", ""]
+
+
+CUTS = """Does a model lose less by other moments? {name}, keys of all layers cut alike, values not at all, by moments
+of {tokens:,} tokens in rows of {length:,} at random places of a context of {context:,}. Nats per token on
+{eval_tokens:,} tokens, ± one standard error over rows."""
+
+
+def _cuts(result: dict[str, Any]) -> list[str]:
+    """What other moments of keys do to a model, by length."""
+    sizes = list(result["cuts"][0]["damage"])
+    lines = [CUTS.format(**result), "", f"| directions kept | moments about | {' | '.join(sizes)} |"]
+    lines += ["| --- | --- |" + " --- |" * len(sizes)]
+    for row in result["cuts"]:
+        cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in row["damage"].values()]
+        lines.append(f"| {row['kept']:.0%} | {row['about']} | {' | '.join(cells)} |")
+    return [*lines, "", f"- {result['data']}; {_made(result)}; measured by `benchmarks/key_cuts.py`.", ""]
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
