@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from solve import hardware
+from provenance import hardware
 from torch import nn
 
 from headwise import budgets, cuts, data, families, strategies

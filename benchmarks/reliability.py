@@ -139,6 +139,9 @@ def measured(result: dict[str, Any]) -> list[str]:
     place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
     counts = f"{result['cases']:,} of {result['asked']:,} cases with seed {result['settings']['seed']}"
     about = f"{counts} on commit {result['commit']}, {result['date']}, {place}, {made}."
+    if len(result.get("places", {})) > 1:
+        told = "; ".join(f"{number:,} on {name}" for name, number in result["places"].items())
+        about += f" Begun on one machine and resumed on another: {told}."
     left = [f"{name} (without {package})" for name, package in result.get("left_out", {}).items()]
     lines = [about, "", *([f"Not run on this machine: {', '.join(left)}.", ""] if left else [])]
     return [*lines, *crashes(result), *beside(result), *files(result), *failures(result)]

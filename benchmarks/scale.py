@@ -116,7 +116,7 @@ def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: 
 
 def demo(times: int = 5) -> dict[str, Any]:
     """Seconds of `headwise demo`, each in a process and a folder of its own."""
-    from solve import hardware
+    from provenance import hardware
 
     found = []
     for _ in range(times):
