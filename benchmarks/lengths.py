@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
+HEALINGS = ("refit", "none")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
 FIRST = 512  # the shortest length, unless rows of the calibration are shorter
 PASSAGES = 128  # of every distance
@@ -55,16 +56,19 @@ def measure(asked: argparse.Namespace) -> None:
             continue
         allow = DEFAULT_UNITS if spend == "bits" else ("qk", "v", "mlp")
         wanted = replace(settings, pool=pool, context=ways[way], allow=allow)
-        left = [text for text in asked.budget or BUDGETS if not _known(found, spend, pool, way, text)]
+        made = {"spend": spend, "pool": pool, "way": way}
+        left = [
+            b for b in asked.budget or BUDGETS if not all(_known(found, {**made, "budget": b}, h) for h in HEALINGS)
+        ]
         if left:
             bench = pipeline.load_source(wanted)
             found |= _about(asked, settings, bench)
-            _measure_way(asked, wanted, bench, {"spend": spend, "pool": pool, "way": way}, left, found)
+            _measure_way(asked, wanted, bench, made, left, found)
 
 
-def _known(found: dict[str, Any], spend: str, pool: str, way: str, budget: str) -> bool:
-    rows = [(_spend(row), row["pool"], row["way"], row["budget"], row["heal"]) for row in found["rows"]]
-    return (spend, pool, way, budget, "refit") in rows
+def _known(found: dict[str, Any], plan: dict[str, str], healing: str) -> bool:
+    wanted = {**plan, "heal": healing}
+    return any({**row, "spend": _spend(row)} | wanted == {**row, "spend": _spend(row)} for row in found["rows"])
 
 
 def _spend(row: dict[str, Any]) -> str:
@@ -89,14 +93,16 @@ def _measure_way(
         one = replace(settings, budgets=(budget,), heal="none")
         fitted = pipeline.fit(one, bench, first=seen)
         refitted, _ = heal.healed("refit", bench.job(settings, fitted.model))
-        for name, model in (("none", fitted.model), ("refit", refitted)):
+        for name, model in zip(HEALINGS, (refitted, fitted.model), strict=True):
+            if _known(found, {**way, "budget": budget}, name):
+                continue
             told = certificate.measure(family, bench.model, model, rows)
             row: dict[str, Any] = {**way, "budget": budget, "heal": name}
             row["lengths"] = [length.to_json() for length in told.lengths]
             row["retrieval"] = [distance.to_json() for distance in told.retrieval]
             found["rows"].append(row)
             print(_line(row), flush=True)
-        write_atomically(asked.out, json.dumps(found, indent=1) + "\n")
+            write_atomically(asked.out, json.dumps(found, indent=1) + "\n")
 
 
 def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, Any]:
