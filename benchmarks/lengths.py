@@ -212,7 +212,9 @@ def _why(result: dict[str, Any]) -> list[str]:
 
 CUTS = """Does a model lose less by other moments? {name}, keys of all layers cut alike, values not at all, by moments
 of {tokens:,} tokens in rows of {length:,} at random places of a context of {context:,}. Nats per token on
-{eval_tokens:,} tokens, ± one standard error over rows."""
+{eval_tokens:,} tokens, ± one standard error over rows. Rows of the whole context see all that is served: what is lost
+by their moments too, moments are not the cause of. Sections with longer calibration rows show what helps: plans, prices
+and the refit then see long texts (`--length`)."""
 
 
 def _cuts(result: dict[str, Any]) -> list[str]:
