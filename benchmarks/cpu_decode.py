@@ -22,8 +22,7 @@ from typing import Any
 
 import torch
 import transformers
-from provenance import commit
-from solve import hardware
+from provenance import commit, hardware
 
 from headwise import cuts, families, pipeline, strategies
 from headwise.budgets import parse

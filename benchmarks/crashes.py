@@ -29,6 +29,7 @@ from scenarios import REPORT, Scenario
 from watched import SCRATCH, Fault
 
 LIMIT = 120.0  # seconds that a command may take
+LOADER = 127  # the exit code of the system's loader where a new thread gets no memory
 
 
 class Lab:
@@ -218,7 +219,8 @@ def memory(case: Path, scenario: Scenario, reference: Reference, asked: dict[str
     """Little memory: a line, or the system ends the process; never a traceback, never a file that cannot be resumed."""
     done = call(scenario.steps[0], case, LIMIT, Fault(memory=asked["bytes"]))
     found = []
-    if done.code >= 0 or done.hung:  # compiled code that gets no memory aborts: nothing of ours runs then
+    aborted = done.code < 0 or done.code == LOADER and "cannot allocate memory" in done.last_line
+    if not aborted or done.hung:  # compiled code that gets no memory aborts: nothing of ours runs then
         found = _ends_well(done, f"{asked['bytes'] // 2**20} MiB more than at its start")
     # Libraries that get little memory compute in smaller parts, so that what they kept may differ in its last bits.
     again = [problem for problem in resumed(case, scenario, reference, 0) if not problem.startswith("different")]

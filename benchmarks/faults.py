@@ -43,7 +43,7 @@ import tiny_inputs
 from crashes import Lab
 from fault_cases import Case, beside_cases, crash_cases, kinds_of, named, summary, words_of
 from folders import SOURCE, TEXT, Reference
-from provenance import commit
+from provenance import commit, hardware
 from scenarios import LEFT_OUT, RUN, SCENARIOS, Scenario
 
 RESULT = Path(__file__).parent / "results" / "faults.json"
@@ -186,13 +186,13 @@ def campaign(asked: argparse.Namespace) -> Case:
     root = workplace(asked.out)
     references = prepared(root, chosen, asked.jobs, asked.inputs if asked.mutations else [])
     lab, bases = Lab(root), root / "bases"
-    about = {name: getattr(asked, name) for name in ("seed", "crashes", "mutations", "scenario", "inputs")} | {
-        "commit": commit()
-    }
-    journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", about)
+    names = ("seed", "crashes", "mutations", "scenario", "inputs")
+    asked_for = {name: getattr(asked, name) for name in names} | {"commit": commit()}
+    journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", asked_for)
     cases = journal.cases(lambda: drawn(asked, references, bases))
-    todo = [case for case in cases if case["id"] not in journal.done]
     by_name = {s.name: s for s in chosen}
+    here = [case for case in cases if case["kind"] == "damage" or case["scenario"] in by_name]  # drawn elsewhere
+    todo = [case for case in here if case["id"] not in journal.done]
 
     def work(case: Case) -> Callable[[], Case]:
         if case["kind"] == "damage":
@@ -203,14 +203,16 @@ def campaign(asked: argparse.Namespace) -> Case:
     shown = time.monotonic()
     for case, row in pooled(((c, work(c)) for c in todo), asked.jobs, start + 60 * asked.minutes):
         row = row or {"problems": ["harness: the process of the case died"]}
-        journal.add({"id": case["id"], "kind": case["kind"], "row": case.get("scenario", case.get("row")), **row})
+        about = {"id": case["id"], "kind": case["kind"], "row": case.get("scenario", case.get("row")), "place": place()}
+        journal.add({**about, **row})
         if time.monotonic() - shown > 15 or row["problems"] and asked.loud:
             shown = time.monotonic()
             print(progress(journal, len(cases), shown - start, row if asked.loud else None), flush=True)
     shutil.rmtree(root, ignore_errors=True)
     wanted = {case["id"] for case in cases}
     rows = [row for name, row in journal.done.items() if name in wanted]
-    result = summary(rows, references, len(cases)) | {"seconds": round(time.monotonic() - start)}
+    places = dict(Counter(row.get("place", "") for row in rows))
+    result = summary(rows, references, len(cases)) | {"places": places, "seconds": round(time.monotonic() - start)}
     if len(rows) == len(cases):
         shutil.rmtree(journal.path.parent)
     return result
@@ -236,10 +238,14 @@ def progress(journal: Journal, count: int, seconds: float, row: Case | None) -> 
 
 def machine() -> Case:
     """Hardware and versions."""
-    from solve import hardware  # which imports headwise: not before the campaign
-
     found = {name: metadata.version(name) for name in ("torch", "transformers", "safetensors")}
     return {"hardware": hardware(), "versions": {"python": platform.python_version(), **found}}
+
+
+def place() -> str:
+    """This machine in a few words: a campaign may be resumed on another."""
+    found = hardware()
+    return f"{found['processor']}, {found['cores']} cores"
 
 
 def main() -> None:

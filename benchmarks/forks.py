@@ -236,9 +236,10 @@ def prepare(place: Path) -> None:
         importlib.import_module(name)
     with contextlib.suppress(ImportError):  # which lists the fonts of the machine once
         importlib.import_module("matplotlib.font_manager")
-    interpreters.start(str(place / "python"))
+    processes = interpreters.start(str(place / "python"))
     _announce_writers()
     importlib.import_module("headwise.cli.commands")
+    importlib.import_module("headwise.checks._fresh").subprocess = processes  # type: ignore[attr-defined]
     gc.freeze()  # what is shared by all children is not looked at again by any
 
 

@@ -1,7 +1,8 @@
 """Forked interpreters: what a command starts as `python -c ...` needs no seconds of imports either.
 
-`start` forks a process that has imported torch and transformers but never headwise. From then on `subprocess.run` asks
-it for a fork wherever a command would start this interpreter and read what it prints; other commands run as ever.
+`start` forks a process that has imported torch and transformers but never headwise, and gives what stands for
+`subprocess` in a module that starts this interpreter: its `Popen` asks that process for a fork. The fork ends with the
+process that asked for it, as a child that was started does.
 """
 
 from __future__ import annotations
@@ -21,9 +22,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
-
-FLAGS = {"-I", "-E", "-s", "-B", "-u", "-P", "-S"}  # of an interpreter that may be forked instead of started
 
 
 def settle(folder: Path, environment: dict[str, str]) -> None:
@@ -60,20 +60,16 @@ def finish(work: Callable[[], Any]) -> None:
 
 def _python(request: dict[str, Any], pipes: Sequence[int]) -> None:
     """Run what an interpreter was asked to run; never returns."""
-    arguments = request["arguments"]
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, pipe in zip((1, 2), pipes, strict=True):
+    for number, pipe in enumerate(pipes):
         os.dup2(pipe, number)
         os.close(pipe)
+    sys.stdin = os.fdopen(0)
     settle(Path(request["folder"]), request["environment"])
     for name, limit in request["limits"]:
         resource.setrlimit(name, limit)
-    if arguments[0] == "-c":
-        code, sys.argv = arguments[1], ["-c", *arguments[2:]]
-    else:
-        code, sys.argv = Path(arguments[0]).read_text(), arguments
+    sys.argv = ["-c", *request["arguments"]]
     space = {"__name__": "__main__", "__builtins__": __builtins__}
-    finish(lambda: exec(compile(code, sys.argv[0], "exec"), space))
+    finish(lambda: exec(compile(request["code"], "-c", "exec"), space))
 
 
 def _serve(place: str) -> None:
@@ -97,80 +93,80 @@ def _serve(place: str) -> None:
 
 
 def _answer(client: socket.socket) -> None:
-    """Run one request in a child and tell its exit code; never returns."""
-    first, pipes, _, _ = socket.recv_fds(client, 1 << 16, 2)
+    """Run one request in a child, and end it when nobody waits any more; tell its exit code; never returns."""
+    first, pipes, _, _ = socket.recv_fds(client, 1 << 16, 3)
     request = json.loads(first + (b"" if first.endswith(b"\n") else client.makefile("rb").readline()))
+    alive, held = os.pipe()
     child = os.fork()
     if child == 0:
         client.close()
         _python(request, pipes)
-    for pipe in pipes:
+    for pipe in (*pipes, held):
         os.close(pipe)
+    if client in select.select([client, alive], [], [])[0]:
+        os.kill(child, signal.SIGKILL)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with contextlib.suppress(OSError):
         client.sendall(f"{code}\n".encode())
     os._exit(0)
 
 
-def _asked(place: str, request: dict[str, Any], timeout: float | None) -> tuple[int, list[bytes]]:
-    """The exit code of an interpreter and what it printed on both outputs."""
-    out, error = os.pipe(), os.pipe()
-    found = {out[0]: b"", error[0]: b""}
-    with socket.socket(socket.AF_UNIX) as server:
-        server.connect(place)
-        socket.send_fds(server, [json.dumps(request).encode() + b"\n"], [out[1], error[1]])
-        for pipe in (out[1], error[1]):
+class Interpreter:
+    """What `subprocess.Popen` gives for `python -c CODE ARGUMENTS` with three pipes of text."""
+
+    def __init__(self, place: str, command: Sequence[str], env: dict[str, str]) -> None:
+        given, printed, told = os.pipe(), os.pipe(), os.pipe()
+        limits = [(name, resource.getrlimit(name)) for name in (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)]
+        request = {"code": command[2], "arguments": command[3:], "folder": os.getcwd()}
+        asked = json.dumps({**request, "environment": env, "limits": limits}).encode() + b"\n"
+        self.server = socket.socket(socket.AF_UNIX)
+        self.server.connect(place)
+        theirs = [given[0], printed[1], told[1]]
+        socket.send_fds(self.server, [asked], theirs)
+        for pipe in theirs:
             os.close(pipe)
-        left = set(found)
-        while left:
-            ready = select.select(left, [], [], timeout)[0]
-            if not ready:
-                raise TimeoutError
-            for pipe in ready:
+        self.stdin = os.fdopen(given[1], "w")
+        self.outputs = {printed[0]: b"", told[0]: b""}
+        self.open = set(self.outputs)
+        self.returncode: int | None = None
+
+    def communicate(self, given: str = "") -> tuple[str, str]:
+        """What it prints on both outputs until it ends."""
+        with contextlib.suppress(OSError, ValueError):
+            self.stdin.write(given)
+        with contextlib.suppress(OSError):
+            self.stdin.close()
+        while self.open:
+            for pipe in select.select(self.open, [], [])[0]:
                 part = os.read(pipe, 1 << 16)
-                found[pipe] += part
-                left -= set() if part else {pipe}
-        code = int(server.makefile().readline() or -signal.SIGKILL)
-    for pipe in found:
-        os.close(pipe)
-    return code, list(found.values())
+                self.outputs[pipe] += part
+                if not part:
+                    self.open.discard(pipe)
+                    os.close(pipe)
+        self.poll(None)
+        printed, told = (content.decode(errors="replace") for content in self.outputs.values())
+        return printed, told
+
+    def poll(self, seconds: float | None = 0) -> int | None:
+        """The exit code, if it ended within so many seconds."""
+        if self.returncode is None and select.select([self.server], [], [], seconds)[0]:
+            self.returncode = int(self.server.recv(64) or -signal.SIGKILL)
+        return self.returncode
+
+    def kill(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            self.server.shutdown(socket.SHUT_WR)
 
 
-def _forking(place: str, real: Callable[..., Any]) -> Callable[..., Any]:
-    """`subprocess.run` that forks interpreters where it can."""
-    known = {"env", "capture_output", "text", "check", "cwd", "timeout", "stdin"}
-    inherited = (resource.RLIMIT_FSIZE, resource.RLIMIT_AS)
-
-    def run(command: Any, **named: Any) -> Any:
-        rest = list(map(str, command[1:])) if isinstance(command, (list, tuple)) else []
-        while rest and rest[0] in FLAGS:
-            rest.pop(0)
-        ours = rest and str(command[0]) == sys.executable and (rest[0] == "-c" or not rest[0].startswith("-"))
-        if not ours or not named.get("capture_output") or set(named) - known:
-            return real(command, **named)
-        request = {
-            "arguments": rest,
-            "folder": str(named.get("cwd") or os.getcwd()),
-            "environment": dict(named.get("env") or os.environ),
-            "limits": [(name, resource.getrlimit(name)) for name in inherited],
-        }
-        try:
-            code, found = _asked(place, request, named.get("timeout"))
-        except TimeoutError:
-            raise subprocess.TimeoutExpired(command, named["timeout"]) from None
-        said = [part.decode(errors="replace") for part in found] if named.get("text") else found
-        done = subprocess.CompletedProcess(command, code, *said)
-        if named.get("check"):
-            done.check_returncode()
-        return done
-
-    return run
-
-
-def start(place: str) -> None:
-    """Begin to serve at a socket, and let `subprocess.run` ask there."""
+def start(place: str) -> Any:
+    """Begin to serve at a socket; what stands for `subprocess` in a module that starts interpreters."""
     if os.fork() == 0:
         _serve(place)
     while not os.path.exists(place):
         time.sleep(0.01)
-    subprocess.run = _forking(place, subprocess.run)  # type: ignore[assignment]
+
+    def popen(command: Sequence[str], *, env: dict[str, str], **_: Any) -> Interpreter:
+        return Interpreter(place, command, env)
+
+    return SimpleNamespace(PIPE=subprocess.PIPE, Popen=popen)

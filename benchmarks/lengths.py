@@ -24,6 +24,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "LENGTHS.md"
 BUDGETS = ("kv=90%", "kv=75%", "kv=50%")
+HEALINGS = ("refit", "none")
 FACTOR, ABOVE = 1.25, 0.01  # damage at the full context may be so many times that at the first length, and so much more
 FIRST = 512  # the shortest length, unless rows of the calibration are shorter
 PASSAGES = 128  # of every distance
@@ -55,16 +56,19 @@ def measure(asked: argparse.Namespace) -> None:
             continue
         allow = DEFAULT_UNITS if spend == "bits" else ("qk", "v", "mlp")
         wanted = replace(settings, pool=pool, context=ways[way], allow=allow)
-        left = [text for text in asked.budget or BUDGETS if not _known(found, spend, pool, way, text)]
+        made = {"spend": spend, "pool": pool, "way": way}
+        left = [
+            b for b in asked.budget or BUDGETS if not all(_known(found, {**made, "budget": b}, h) for h in HEALINGS)
+        ]
         if left:
             bench = pipeline.load_source(wanted)
             found |= _about(asked, settings, bench)
-            _measure_way(asked, wanted, bench, {"spend": spend, "pool": pool, "way": way}, left, found)
+            _measure_way(asked, wanted, bench, made, left, found)
 
 
-def _known(found: dict[str, Any], spend: str, pool: str, way: str, budget: str) -> bool:
-    rows = [(_spend(row), row["pool"], row["way"], row["budget"], row["heal"]) for row in found["rows"]]
-    return (spend, pool, way, budget, "refit") in rows
+def _known(found: dict[str, Any], plan: dict[str, str], healing: str) -> bool:
+    wanted = {**plan, "heal": healing}
+    return any({**row, "spend": _spend(row)} | wanted == {**row, "spend": _spend(row)} for row in found["rows"])
 
 
 def _spend(row: dict[str, Any]) -> str:
@@ -83,20 +87,22 @@ def _measure_way(
     seen = pipeline.probe(settings, bench, diagnose=False)
     rows = certificate.rows_for(
         config, bench.tokenizer, bench.long, min(FIRST, settings.length), family.longest(config), settings.eval_tokens,
-        passages=PASSAGES,
+        passages=asked.passages,
     )  # fmt: skip
     for budget in budgets:
         one = replace(settings, budgets=(budget,), heal="none")
         fitted = pipeline.fit(one, bench, first=seen)
         refitted, _ = heal.healed("refit", bench.job(settings, fitted.model))
-        for name, model in (("none", fitted.model), ("refit", refitted)):
+        for name, model in zip(HEALINGS, (refitted, fitted.model), strict=True):
+            if _known(found, {**way, "budget": budget}, name):
+                continue
             told = certificate.measure(family, bench.model, model, rows)
             row: dict[str, Any] = {**way, "budget": budget, "heal": name}
             row["lengths"] = [length.to_json() for length in told.lengths]
             row["retrieval"] = [distance.to_json() for distance in told.retrieval]
             found["rows"].append(row)
             print(_line(row), flush=True)
-        write_atomically(asked.out, json.dumps(found, indent=1) + "\n")
+            write_atomically(asked.out, json.dumps(found, indent=1) + "\n")
 
 
 def _about(asked: argparse.Namespace, settings: Any, bench: Any) -> dict[str, Any]:
@@ -137,14 +143,16 @@ def page(folder: Path = RESULTS) -> str:
     results: dict[tuple[str, int], dict[str, Any]] = {}
     for path in sorted(folder.glob("lengths-*.json")):
         result = json.loads(path.read_text())
-        known = results.setdefault((result["name"], result["length"]), result)
-        if known is not result:  # measured in parts
-            known["rows"] += result["rows"]
+        known = results.setdefault((result["name"], result["length"]), {**result, "rows": [], "parts": []})
+        known["parts"].append(result)
+        known["rows"] += result["rows"]
     lines = ["# Lengths", "", INTRO, ""]
     for result in results.values():
         lines += _section(result)
     for path in sorted(folder.glob("key-moments-*.json")):
         lines += _why(json.loads(path.read_text()))
+    for path in sorted(folder.glob("key-cuts-*.json")):
+        lines += _cuts(json.loads(path.read_text()))
     lines += ["Printed by `python benchmarks/lengths.py --print`; nothing here is typed by hand.", ""]
     return "\n".join(lines)
 
@@ -163,12 +171,21 @@ def _section(result: dict[str, Any]) -> list[str]:
         kept = row["budget"].removeprefix("kv=")
         lines.append(f"| {SPENT[_spend(row)]} | {_heads(row)} | {kept} | {row['heal']} | {row['way']} | {cells} |")
     lines += ["", *_judged(result, sizes[-1]), *_retrieved(result)]
-    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines.append(
-        f"- {result['calibration_tokens']:,} calibration tokens in rows of {result['length']:,}; "
-        f"{result['evaluation']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}."
+    return [*lines, *map(_measured, result["parts"]), ""]
+
+
+def _measured(part: dict[str, Any]) -> str:
+    """Which rows were measured where, on how much text, and by which code."""
+    rows = " and ".join(dict.fromkeys(f"{SPENT[_spend(row)]}, heads {_heads(row)}" for row in part["rows"]))
+    return (
+        f"- {rows[:1].upper() + rows[1:]}: {part['calibration_tokens']:,} calibration tokens in rows of "
+        f"{part['length']:,}, {part['eval_tokens']:,} evaluation tokens; {part['evaluation']}; {_made(part)}."
     )
-    return [*lines, ""]
+
+
+def _made(result: dict[str, Any]) -> str:
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return f"{result['hardware']}, {result['date']}, commit {result['commit']}; {made}"
 
 
 WHY = """Directions of keys are chosen by moments about the mean key of each calibration row, because softmax ignores
@@ -176,8 +193,7 @@ what is added to all keys of a text. Rotary pairs that turn slowly hardly move w
 as such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over a
 context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
 look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head
-are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers. Whether a
-model loses less by the second was not measured, so cuts are made by the first."""
+are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers."""
 
 
 def _why(result: dict[str, Any]) -> list[str]:
@@ -191,9 +207,25 @@ def _why(result: dict[str, Any]) -> list[str]:
     for kept in dict.fromkeys(key.split(" ")[0] for key in means if key != "between"):
         cells = [means[f"{kept} by {by} in {where}"] for by in ("row", "all") for where in ("all", "row")]
         lines.append(f"| {float(kept):.1%} | {' | '.join(f'{cell:.2%}' for cell in cells)} |")
-    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    about = f"{result['data']}; {result['hardware']}, {result['date']}, commit {result['commit']}; {made}"
-    return [*lines, "", f"- {about}; measured by `benchmarks/key_moments.py`.", ""]
+    return [*lines, "", f"- {result['data']}; {_made(result)}; measured by `benchmarks/key_moments.py`.", ""]
+
+
+CUTS = """Does a model lose less by other moments? {name}, keys of all layers cut alike, values not at all, by moments
+of {tokens:,} tokens in rows of {length:,} at random places of a context of {context:,}. Nats per token on
+{eval_tokens:,} tokens, ± one standard error over rows. Rows of the whole context see all that is served: what is lost
+by their moments too, moments are not the cause of. Sections with longer calibration rows show what helps: plans, prices
+and the refit then see long texts (`--length`)."""
+
+
+def _cuts(result: dict[str, Any]) -> list[str]:
+    """What other moments of keys do to a model, by length."""
+    sizes = list(result["cuts"][0]["damage"])
+    lines = [CUTS.format(**result), "", f"| directions kept | moments about | {' | '.join(sizes)} |"]
+    lines += ["| --- | --- |" + " --- |" * len(sizes)]
+    for row in result["cuts"]:
+        cells = [f"{mean:.4f} ± {error:.4f}" for mean, error in row["damage"].values()]
+        lines.append(f"| {row['kept']:.0%} | {row['about']} | {' | '.join(cells)} |")
+    return [*lines, "", f"- {result['data']}; {_made(result)}; measured by `benchmarks/key_cuts.py`.", ""]
 
 
 def _order(row: dict[str, Any]) -> tuple[Any, ...]:
@@ -272,6 +304,7 @@ def main() -> None:
     parser.add_argument("--eval-tokens", type=int, default=65_536)
     parser.add_argument("--swap-tokens", type=int, default=8_192)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--passages", type=int, default=PASSAGES, help="of retrieval, at every distance")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     parser.add_argument("--out", type=Path)

@@ -26,8 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from provenance import commit
-from solve import hardware
+from provenance import commit, hardware
 from torch import nn
 
 from headwise import budgets, cuts, data, families, strategies

@@ -1,10 +1,12 @@
-"""Which code a result was measured with."""
+"""Which code a result was measured with, and where."""
 
 from __future__ import annotations
 
 import os
+import platform
 import subprocess
 from pathlib import Path
+from typing import Any
 
 
 def commit() -> str:
@@ -18,3 +20,10 @@ def commit() -> str:
         return given
     changed = any("results/" not in line for line in ask("status", "--porcelain", "-uno").splitlines())
     return ask("rev-parse", "--short=12", "HEAD").strip() + ("+" if changed else "")
+
+
+def hardware() -> dict[str, Any]:
+    """The processor's own name and how many cores this process may use."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {"processor": model, "cores": len(os.sched_getaffinity(0))}

@@ -70,7 +70,9 @@ LIMITS = """## What is not covered
   synced before a rename is relied on, but no power was cut.
 - Network file systems, several machines on one folder, systems other than Linux.
 - A kill during a write is represented by half of the file; other parts of a file were not tried.
-- Compiled code that gets no memory may end the process without a message; the run must still resume.
+- Compiled code that gets no memory may end the process without a message; the run must still resume. Python itself
+  waits forever for a thread that got no memory to start (`Thread.start`), which transformers does while it loads a
+  model: seen with about 1 MiB left. Stop such a command; the same command resumes.
 - `headwise search`: what a killed trial found is lost; the study resumes with another trial.
 - `headwise demo` is killed nowhere: it is `headwise run` with given settings. Engines (`verify --engine`) are not
   started: without one the command must end in one line, which is among the odd arguments.
@@ -139,6 +141,9 @@ def measured(result: dict[str, Any]) -> list[str]:
     place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
     counts = f"{result['cases']:,} of {result['asked']:,} cases with seed {result['settings']['seed']}"
     about = f"{counts} on commit {result['commit']}, {result['date']}, {place}, {made}."
+    if len(result.get("places", {})) > 1:
+        told = "; ".join(f"{number:,} on {name}" for name, number in result["places"].items())
+        about += f" Begun on one machine and resumed on another: {told}."
     left = [f"{name} (without {package})" for name, package in result.get("left_out", {}).items()]
     lines = [about, "", *([f"Not run on this machine: {', '.join(left)}.", ""] if left else [])]
     return [*lines, *crashes(result), *beside(result), *files(result), *failures(result)]

@@ -205,7 +205,7 @@ def of_growth(rows: list[dict[str, Any]]) -> list[str]:
 
 def demo(times: int = 5) -> dict[str, Any]:
     """Seconds of `headwise demo`, each in a process and a folder of its own."""
-    from solve import hardware
+    from provenance import hardware
 
     found = []
     for _ in range(times):

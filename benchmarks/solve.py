@@ -10,7 +10,6 @@ call it: menus, integer program, solve, frontier of twelve further solves. Write
 from __future__ import annotations
 
 import json
-import os
 import platform
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import scipy
+from provenance import hardware
 
 from headwise import budgets, strategies
 from headwise.types import Grain, LayerShape, ModelShape, Reading, Readings, write_atomically
@@ -110,13 +110,6 @@ def measure(seed: int) -> dict[str, Any]:
         "different_layers": len(set(plan.target.layers)),
         "frontier_points": len(plan.frontier),
     }
-
-
-def hardware() -> dict[str, Any]:
-    """The processor's own name and how many cores this process may use."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-    return {"processor": model, "cores": len(os.sched_getaffinity(0))}
 
 
 def main() -> None:

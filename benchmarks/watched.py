@@ -96,11 +96,12 @@ class Watch:
 
     def changed(self, event: str, path: str) -> None:
         """A change is about to happen."""
-        if path.startswith(f"{self.root}/{SCRATCH}") or path.startswith(("/dev/", "/proc/")):
+        inside = path.startswith(f"{self.root}/")
+        if path.startswith(f"{self.root}/{SCRATCH}") or not inside and path.startswith(("/dev/", "/proc/")):
             return
         if event == "os.mkdir" and os.path.isdir(path):
             return
-        if not path.startswith(f"{self.root}/"):
+        if not inside:
             os.write(self.pipe, f"outside\t{event} {path}\n".encode(errors="replace"))
             return
         self.count += 1

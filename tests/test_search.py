@@ -50,6 +50,9 @@ def test_a_command_finds_writes_and_goes_on(text: str, tmp_path: Path) -> None:
     more = ask(3, "--depth", 2)
     assert "3 of 3 trials" in more.stderr and "1 of 3" not in more.stderr, "what was done is not done again"
     assert "was begun with depth 2, not 1" in str(ask(4, "--depth", 1).exception)
+    journal = out / "journal.log"
+    journal.write_text(journal.read_text().replace("hidden_size", "hidden"))
+    assert "is damaged; begin another" in str(ask(3, "--depth", 2).exception)
 
 
 def test_workers_share_a_storage(text: str, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from headwise.errors import HeadwiseError, OutputError
-from headwise.types import write_atomically
+from headwise.errors import DataError, HeadwiseError, OutputError
+from headwise.types import LayerShape, write_atomically
 
 PRICES = {"parameters": "parameters", "train_flops_per_token": "training FLOPs per token"}
 STYLE = (
@@ -26,9 +26,28 @@ def rows_of(study: Any) -> list[dict[str, Any]]:
     found = []
     for trial in study.get_trials(deepcopy=False):
         if trial.state.name in ("COMPLETE", "PRUNED") and "parameters" in trial.user_attrs:
+            _refuse_foreign(trial)
             loss = trial.value if trial.state.name == "COMPLETE" else None
             found.append({"number": trial.number, "loss": loss, "params": dict(trial.params), **dict(trial.user_attrs)})
     return found
+
+
+def _refuse_foreign(trial: Any) -> None:
+    """Refuse a trial that does not say what every trial of a search says."""
+    noted, layers = trial.user_attrs, trial.user_attrs.get("layers")
+    numbers = [noted.get(name) for name in (*PRICES, "hidden_size")]
+    known = all(isinstance(number, (int, float)) and number > 0 for number in numbers)
+    try:
+        shapes = [LayerShape.from_json(layer) for layer in layers] if isinstance(layers, list) else []
+    except (HeadwiseError, TypeError, ValueError, KeyError):
+        shapes = []
+    if not known or not shapes:
+        raise damaged(trial.number)
+
+
+def damaged(number: int) -> DataError:
+    """What is said of a trial that cannot be read."""
+    return DataError(f"trial {number} of the study is damaged; begin another with --out or --study.")
 
 
 def front(rows: Sequence[dict[str, Any]], price: str) -> list[int]:

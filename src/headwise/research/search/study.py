@@ -24,7 +24,7 @@ from headwise.errors import BudgetError, DataError, HeadwiseError
 from headwise.research.designs import configs
 from headwise.research.designs.proposals import train_flops
 from headwise.research.designs.shapes import Sketch
-from headwise.research.search import space
+from headwise.research.search import front, space
 from headwise.research.train.model import read_tokenizer
 from headwise.training.loop import FitSettings, fit
 from headwise.types import ModelShape, Record
@@ -134,7 +134,10 @@ class Trials:
     def shape_of(self, found: Mapping[str, Any]) -> ModelShape:
         """The shape of a finished trial."""
         chosen = installed().trial.FixedTrial(dict(found["params"]))
-        return space.suggest(chosen, self.make, self.budgets, self.rules)[0]
+        try:
+            return space.suggest(chosen, self.make, self.budgets, self.rules)[0]
+        except (KeyError, ValueError, TypeError):
+            raise front.damaged(found["number"]) from None
 
 
 def storage_of(where: str | None, out: Path) -> Any:
