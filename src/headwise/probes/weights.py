@@ -18,7 +18,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.families import Family
-from headwise.linalg import Rounded, rounded, rounding_cost
+from headwise.linalg import Rounded, rounded, rounding_cost, two_factors
 from headwise.probes._backward import drawn_labels, passes
 from headwise.probes._layers import LayerRunner, Row, reading
 from headwise.probes._products import Gram
@@ -27,7 +27,7 @@ from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, ModelShape, Reading
 from headwise.types.unit import UNIT_OF
-from headwise.types.weights import MATRICES, WHOLE, WIDTHS, group_of
+from headwise.types.weights import MATRICES, WHOLE, WIDTHS, group_of, ranks
 
 NAME = "weights"
 MEANING = "what weights stored in few bits cost, from gradients"
@@ -77,6 +77,11 @@ class _Sums:
         return found | {f"g_{name}": processes.total(self.squares[name]) / terms for name in sorted(self.squares)}
 
 
+def input_moment(moments: Moments, name: str) -> torch.Tensor:
+    """The second moment of a matrix's inputs: one of its own where a thin factor comes before it."""
+    return moments[f"w_{name}"] if f"w_{name}" in moments else moments[f"w_{INPUTS[name]}"]
+
+
 def modules(family: Family, model: nn.Module, index: int) -> dict[str, nn.Linear]:
     """The matrices of a layer by our names."""
     return matrices(family, family.layers(model)[index])
@@ -93,7 +98,7 @@ def matrices(family: Family, layer: nn.Module) -> dict[str, nn.Linear]:
 @contextmanager
 def watching(family: Family, model: nn.Module) -> Iterator[list[_Sums]]:
     """Sum over the matrices of all layers, and last over the tables of words, until the end."""
-    count = len(family.layers(model))
+    count, wide = len(family.layers(model)), int(model.config.hidden_size)
     sums, handles = [_Sums() for _ in range(count + 1)], []
 
     def hook(place: int, matrix: str, source: str) -> Callable[..., None]:
@@ -112,7 +117,8 @@ def watching(family: Family, model: nn.Module) -> Iterator[list[_Sums]]:
     try:
         for index in range(count):
             for name, module in modules(family, model, index).items():
-                handles.append(module.register_forward_hook(hook(index, name, INPUTS[name])))
+                read = INPUTS[name] if module.in_features == wide or name in ("o", "down") else name
+                handles.append(module.register_forward_hook(hook(index, name, read)))
         handles.append(family.layers(model)[0].register_forward_hook(first, with_kwargs=True))
         head = model.get_output_embeddings()
         handles.append(head.register_forward_hook(hook(count, "head", "head")))
@@ -185,13 +191,29 @@ def measure(
     return curves
 
 
+def measure_ranks(
+    family: Family, model: nn.Module, moments: Sequence[Moments], shape: ModelShape, tokens: int, seed: int
+) -> Reading:
+    """Predicted damage of every rank of the projection of queries."""
+    rows: list[Row] = []
+    for layer, block, moment in zip(shape.layers, family.blocks(model), moments, strict=True):
+        attention = block.attention
+        weight = attention.q_proj.weight @ attention.q_in.weight if attention.q_rank else attention.q_proj.weight
+        lost = two_factors(weight.detach(), moment["w_in"], moment["g_q"])[1].square().flip(0).cumsum(0).flip(0)
+        sizes = ranks(weight.shape[0], weight.shape[1], layer.query_rank)
+        rows.append((sizes, (0.0, *(0.5 * float(lost[rank]) for rank in sizes[1:])), None))
+    unit = UNIT_OF["damage.q_rank"]
+    meaning = f"Predicted loss increase with {unit.cut}, by rank."
+    return reading(NAME, unit.kind, "rank", rows, Causal.unit, meaning, tokens, seed)
+
+
 def table_of(model: Any, name: str) -> Any:
     """The module that holds the table of words, or that of the output."""
     return model.get_input_embeddings() if name == "w_embed" else model.get_output_embeddings()
 
 
 def _costs(name: str, weight: torch.Tensor, moments: Moments) -> list[float]:
-    moment = moments[f"w_{INPUTS[name]}"]
+    moment = input_moment(moments, name)
     news = rounded(weight, moment, PACKED, group_of(weight.shape[1]))
     return rising([rounding_cost(weight, new, moment, moments[f"g_{name}"]) for new in news])
 
@@ -200,7 +222,7 @@ def round_layer(family: Family, layer: nn.Module, target: LayerShape, moments: M
     """Give a layer's matrices the target's widths, by what a probing found of their inputs."""
     for name, module in matrices(family, layer).items():
         if (bits := getattr(target, f"w_{name}")) != WHOLE:
-            round_matrix(module, moments[f"w_{INPUTS[name]}"], bits)
+            round_matrix(module, input_moment(moments, name), bits)
 
 
 def round_matrix(module: Any, moment: torch.Tensor, bits: int) -> Rounded:

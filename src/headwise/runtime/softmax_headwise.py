@@ -36,6 +36,11 @@ def refuse_paged(sizes: dict[str, Any]) -> None:
             "the cache of this model is coded in bits, which vLLM cannot hold. Make a model for vLLM: add --serve vllm "
             "to the headwise run command that made it."
         )
+    if sizes.get("q_rank"):
+        raise ValueError(
+            "queries of this model are computed by two factors, which vLLM does not run. Make a model for vLLM: leave "
+            "rank out of --allow in the headwise run command that made it."
+        )
     if not paged_size(sizes["qk_dim"], sizes["v_dim"]):
         raise ValueError(
             f"cached rows of this model have {max(sizes['qk_dim'], sizes['v_dim']):,} numbers, and vLLM takes at most "

@@ -26,7 +26,7 @@ from headwise.types import (
 from headwise.types.unit import Order
 from headwise.types.weights import MATRICES, WHOLE
 
-PRICED = tuple(unit for unit in UNITS if unit not in ("bits", "weights"))  # what any probing prices
+PRICED = tuple(unit for unit in UNITS if unit not in ("rank", "bits", "weights"))  # what any probing prices
 
 
 class Choice(NamedTuple):
@@ -113,6 +113,7 @@ def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budge
     helps = {
         "bits": untimed and source.codable and any(map(prices.of_cache, budgets)),
         "weights": untimed and source.packable and any(map(prices.of_weights, budgets)),
+        "rank": untimed and not any(map(prices.of_weights, budgets)),
     }
     return tuple(unit for unit in allow if helps.get(unit, True))
 
