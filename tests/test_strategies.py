@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from contextlib import suppress
@@ -17,6 +18,7 @@ from headwise import strategies
 from headwise.errors import BudgetError, PlanError, UnknownNameError
 from headwise.strategies import _program, _reach, exact
 from headwise.strategies._options import depth_steps
+from headwise.strategies._quiet import without_marked_lines
 from headwise.types import GONE, UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
 
 EVERY = pytest.mark.parametrize("strategy", strategies.known())
@@ -273,3 +275,12 @@ def test_a_solver_that_fails_is_not_taken_for_an_answer(monkeypatch):
     readings = invent(0, Invented(dim=16, mlp_width=64, sizes=6))
     with pytest.raises(MemoryError):
         strategies.allocate(readings, budgets_of(readings, "kv=70%", "params=90%"), "exact")
+
+
+def test_only_the_solvers_own_lines_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_marked_lines():
+        os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\nkept\n")
+        print("of Python")
+        os.write(2, b"HighsMipSolverData::x\nalso kept")
+    found = capfd.readouterr()
+    assert found.out == "kept\nof Python\n" and found.err == "also kept"
