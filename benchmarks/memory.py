@@ -111,7 +111,7 @@ def uniform(bench: Bench, moments: list[Any], bits: int, second_order: bool) -> 
     try:
         for index in range(len(bench.source.shape.layers)):
             for name, module in weights.modules(family, model, index).items():
-                put(module, weights.input_moment(moments[index], name))
+                put(module, moments[index][f"w_{weights.INPUTS[name]}"])
         for end, metric in weights.table_metric(moments[0], bench.source.shape.tied_embeddings).items():
             put(weights.table_of(model, end), metric)
         yield

@@ -141,7 +141,7 @@ def heads_in(layout: Layout, block: Block, queries: bool) -> torch.Tensor:
     """A layer's query or key projection as llama.cpp takes it (rows, hidden), its bias beside it."""
     attention = block.attention
     matrix, heads = (attention.q_proj, attention.query_heads) if queries else (attention.k_proj, attention.kv_heads)
-    weight = _with_bias(matrix, attention.q_in.weight.detach() if queries and attention.q_rank else None)
+    weight = _with_bias(matrix, attention.q_proj.first.weight.detach() if queries and attention.q_rank else None)
     weight = weight.view(heads, attention.qk_width, -1)
     found = weight.new_zeros((heads, layout.k_dim, weight.shape[-1]))
     place, slot = layout.placed(), {pair: number for number, pair in enumerate(layout.pairs)}

@@ -91,7 +91,6 @@ class FusedAttention(TailoredAttention):
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts) and len({bias is None for bias in biases}) == 1
-        plain &= not self.q_rank
         self.switch, self.joint = switch, joined(parts) if plain else None
         self.joint_bias = torch.cat([bias.detach() for bias in biases]) if plain and biases[0] is not None else None
         norms = [self.q_norm, self.k_norm]

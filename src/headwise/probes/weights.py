@@ -77,11 +77,6 @@ class _Sums:
         return found | {f"g_{name}": processes.total(self.squares[name]) / terms for name in sorted(self.squares)}
 
 
-def input_moment(moments: Moments, name: str) -> torch.Tensor:
-    """The second moment of a matrix's inputs: one of its own where a thin factor comes before it."""
-    return moments[f"w_{name}"] if f"w_{name}" in moments else moments[f"w_{INPUTS[name]}"]
-
-
 def modules(family: Family, model: nn.Module, index: int) -> dict[str, nn.Linear]:
     """The matrices of a layer by our names."""
     return matrices(family, family.layers(model)[index])
@@ -98,7 +93,7 @@ def matrices(family: Family, layer: nn.Module) -> dict[str, nn.Linear]:
 @contextmanager
 def watching(family: Family, model: nn.Module) -> Iterator[list[_Sums]]:
     """Sum over the matrices of all layers, and last over the tables of words, until the end."""
-    count, wide = len(family.layers(model)), int(model.config.hidden_size)
+    count = len(family.layers(model))
     sums, handles = [_Sums() for _ in range(count + 1)], []
 
     def hook(place: int, matrix: str, source: str) -> Callable[..., None]:
@@ -117,8 +112,7 @@ def watching(family: Family, model: nn.Module) -> Iterator[list[_Sums]]:
     try:
         for index in range(count):
             for name, module in modules(family, model, index).items():
-                read = INPUTS[name] if module.in_features == wide or name in ("o", "down") else name
-                handles.append(module.register_forward_hook(hook(index, name, read)))
+                handles.append(module.register_forward_hook(hook(index, name, INPUTS[name])))
         handles.append(family.layers(model)[0].register_forward_hook(first, with_kwargs=True))
         head = model.get_output_embeddings()
         handles.append(head.register_forward_hook(hook(count, "head", "head")))
@@ -198,7 +192,9 @@ def measure_ranks(
     rows: list[Row] = []
     for layer, block, moment in zip(shape.layers, family.blocks(model), moments, strict=True):
         attention = block.attention
-        weight = attention.q_proj.weight @ attention.q_in.weight if attention.q_rank else attention.q_proj.weight
+        weight = (
+            attention.q_proj.weight @ attention.q_proj.first.weight if attention.q_rank else attention.q_proj.weight
+        )
         lost = two_factors(weight.detach(), moment["w_in"], moment["g_q"])[1].square().flip(0).cumsum(0).flip(0)
         sizes = ranks(weight.shape[0], weight.shape[1], layer.query_rank)
         rows.append((sizes, (0.0, *(0.5 * float(lost[rank]) for rank in sizes[1:])), None))
@@ -213,7 +209,7 @@ def table_of(model: Any, name: str) -> Any:
 
 
 def _costs(name: str, weight: torch.Tensor, moments: Moments) -> list[float]:
-    moment = input_moment(moments, name)
+    moment = moments[f"w_{INPUTS[name]}"]
     news = rounded(weight, moment, PACKED, group_of(weight.shape[1]))
     return rising([rounding_cost(weight, new, moment, moments[f"g_{name}"]) for new in news])
 
@@ -222,7 +218,7 @@ def round_layer(family: Family, layer: nn.Module, target: LayerShape, moments: M
     """Give a layer's matrices the target's widths, by what a probing found of their inputs."""
     for name, module in matrices(family, layer).items():
         if (bits := getattr(target, f"w_{name}")) != WHOLE:
-            round_matrix(module, input_moment(moments, name), bits)
+            round_matrix(module, moments[f"w_{INPUTS[name]}"], bits)
 
 
 def round_matrix(module: Any, moment: torch.Tensor, bits: int) -> Rounded:

@@ -71,6 +71,23 @@ def filled(x: torch.Tensor, width: int) -> torch.Tensor:
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
+class TwoFactors(nn.Linear):
+    """A matrix of low rank: its own weight (rows, rank) after that of `first` (rank, columns)."""
+
+    def __init__(self, columns: int, rows: int, bias: bool, rank: int) -> None:
+        super().__init__(rank, rows, bias=bias)
+        self.first = nn.Linear(columns, rank, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows of `columns` numbers."""
+        return super().forward(self.first(x))
+
+
+def linear(columns: int, rows: int, bias: bool, rank: int) -> nn.Linear:
+    """A matrix, or two factors of one where a rank is given."""
+    return TwoFactors(columns, rows, bias, rank) if rank else nn.Linear(columns, rows, bias=bias)
+
+
 class Paged:
     """What an attention does in place of its own steps where an engine owns the cache: the same in fewer of them.
 

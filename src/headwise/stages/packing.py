@@ -55,7 +55,7 @@ def packed_model(
         for matrix, module in weights.modules(family, own, index).items():
             bits = getattr(layer, f"w_{matrix}")
             if bits != WHOLE and f"w_{matrix}" in fields:
-                found[names[module]] = weights.round_matrix(module, weights.input_moment(moments[index], matrix), bits)
+                found[names[module]] = weights.round_matrix(module, moments[index][f"w_{weights.INPUTS[matrix]}"], bits)
     metrics = weights.table_metric(moments[0], target.tied_embeddings)
     for end in (end for end in ENDS if end in fields and getattr(target, end) != WHOLE):
         module = weights.table_of(own, end)

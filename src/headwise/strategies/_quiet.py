@@ -20,7 +20,7 @@ def without_marked_lines() -> Iterator[None]:
     """
     try:
         _flush()
-        kept = [(channel, os.dup(channel), tempfile.TemporaryFile()) for channel in (1, 2)]
+        kept = [(channel, os.dup(channel), tempfile.TemporaryFile()) for channel in (1, 2)]  # noqa: SIM115  # closed below
     except (OSError, ValueError):  # closed: nobody reads them
         yield
         return

@@ -323,8 +323,8 @@ class ModelShape(Record):
 
     @property
     def packable(self) -> bool:
-        """Whether weights can be stored in few bits: a decoder's, unless they are already."""
-        return self.cached and not self.packed and not any(layer.role for layer in self.layers)
+        """Whether weights can be stored in few bits: a decoder's, unless they are, or its queries have two factors."""
+        return self.cached and not self.packed and not any(layer.role or layer.q_rank for layer in self.layers)
 
     @property
     def codable(self) -> bool:
