@@ -69,7 +69,7 @@ def _resident(found: list[Row]) -> list[str]:
             _against(row["cache"], row["planned_cache"]), _size(row["grown"]),
         ])  # fmt: skip
     heads = ["run", "weights, certified", "held when loaded", "held after the first run", "cache, planned",
-             "cache held", "growth of the process on load"]  # fmt: skip
+             "cache held", "with room for tokens to come", "with room for tokens to come", "growth of the process on load"]  # fmt: skip
     about = "; ".join(dict.fromkeys(map(_about, found)))
     return ["## Resident memory", "", *table(heads, cells), "", f"By benchmarks/memory_resident.py; {about}.", ""]
 

@@ -6,7 +6,8 @@
 A fresh process loads the model with transformers and compressed-tensors alone and reads random texts, as many and as
 long as the budget says. Counted are the bytes of all tensors that the model and its cache hold, and how much the
 process grew (what it holds for itself, `RssAnon`), which includes what Python and the allocator keep. Weights are
-counted before the first run, after it (stock transformers unpacks them then), and the cache after the last token.
+counted before the first run, after it (stock transformers unpacks them then), and the cache after the last token: what
+it holds, and with the room for 64 tokens to come that spares a copy at every token.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def measure(folder: str, texts: int, length: int) -> dict[str, Any]:
             cache = model(part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
         one = model(ids[:, -1:], past_key_values=cache, use_cache=True).past_key_values
     own = {t.data_ptr() for t in (*model.parameters(), *model.buffers())}
-    found["cache"] = held(t for t in inside(one, set()) if t.data_ptr() not in own)
+    kept = [t for t in inside(one, set()) if t.data_ptr() not in own]
+    found |= {"cache": sum(t.numel() * t.element_size() for t in kept), "cache_with_room": held(kept)}
     return found | {"tokens": length + 1, "texts": texts}
 
 
@@ -79,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--python", default=sys.executable, help="of an environment without headwise")
     parser.add_argument("--child", type=int, nargs=2, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
@@ -95,7 +98,7 @@ def main() -> None:
     (budget,) = plan.budgets
     length = budget.length - 1
     certified = json.loads((asked.run / "verdict.json").read_text())["size"]
-    command = [sys.executable, __file__, str(asked.run / "model"), "--child", str(budget.batch), str(length)]
+    command = [asked.python, __file__, str(asked.run / "model"), "--child", str(budget.batch), str(length)]
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     clean = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in paths if not (Path(p) / "headwise").exists())}
     done = subprocess.run(command, env=clean, capture_output=True, text=True, check=False)
