@@ -21,6 +21,8 @@ def parts(folder: Path) -> list[str]:
     """All tables whose results are there."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("params-*.json"))]
     lines = [line for result in found for line in _parameters(result)]
+    units = [json.loads(path.read_text()) for path in sorted(folder.glob("unit-prices-*.json"))]
+    lines += [line for result in units for line in _unit_prices(result)]
     held = [json.loads(path.read_text()) for path in sorted(folder.glob("resident-*.json"))]
     engine = folder / "serving-packed.json"
     return [*lines, *_resident(held), *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
@@ -48,6 +50,24 @@ def _parameters(result: dict[str, Any]) -> list[str]:
     heads = ["kept", "healed", *PLANS]
     picked = [[line[place] for place in columns] for line in [heads, *cells]]
     return [f"## Parameters: {name}", "", *table(picked[0], picked[1:]), "", about, ""]
+
+
+def _unit_prices(result: Row) -> list[str]:
+    heads = ["cut", "parameters less", "damage", "KL", "damage for a million"]
+    cells = [
+        [row["cut"], f"{row['saved'] / 1e6:.2f}M", f"{row['damage']:.4f}", f"{row['kl']:.4f}",
+         f"{row['damage'] / row['saved'] * 1e6:.4f}"] for row in result["rows"]
+    ]  # fmt: skip
+    about = f"{result['model']}: {result['read']:,} calibration tokens of {result['data']}, {result['evaluated']:,} of "
+    about += f"{result['eval']}; {_about(result)}."
+    return [
+        "## Parameters: what a unit costs",
+        "",
+        *table(heads, cells),
+        "",
+        f"By benchmarks/unit_prices.py. {about}",
+        "",
+    ]
 
 
 def _change(row: Row | None) -> str:

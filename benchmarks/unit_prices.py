@@ -1,6 +1,6 @@
 """What a million parameters less costs, unit by unit: the same small cut in every layer of a model, nothing healed.
 
-    python benchmarks/unit_prices.py MODEL --data other.txt --eval wikitext-eval.txt --out benchmarks/results/unit-prices.json
+    python benchmarks/unit_prices.py MODEL --data other.txt --eval wikitext-eval.txt --out unit-prices-smollm2.json
 
 Moments of inputs and gradients come from the calibration text, and damage is measured on the evaluation text. Two
 factors are the best for those moments. MLP channels go by the size of what they write, and the others make up for them
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory_parts import table
 from provenance import commit
 
 from headwise import families
@@ -127,18 +126,6 @@ class Bench:
         yield f"MLP channels, {CHANNELS:.0%} of them", self.channels
         yield f"all words at rank {RANK}", lambda: self.words(RANK, 0)
         yield f"{WHOLE_WORDS:,} words whole, others at rank {RARE_RANK}", lambda: self.words(RARE_RANK, WHOLE_WORDS)
-
-
-def prices(result: dict[str, Any]) -> list[str]:
-    """The table of a result, for a page."""
-    heads = ["cut", "parameters less", "damage", "KL", "damage for a million"]
-    cells = [
-        [row["cut"], f"{row['saved'] / 1e6:.2f}M", f"{row['damage']:.4f}", f"{row['kl']:.4f}",
-         f"{row['damage'] / row['saved'] * 1e6:.4f}"] for row in result["rows"]
-    ]  # fmt: skip
-    about = f"{result['model']}: {result['read']:,} calibration tokens of {result['data']}, {result['evaluated']:,} of "
-    about += f"{result['eval']}; {result['hardware']}, {result['date']}, commit {result['commit']}."
-    return [*table(heads, cells), "", about, ""]
 
 
 def main() -> None:
