@@ -7,6 +7,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from memory_parts import parts, table
+
 from headwise.files.disk import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,7 +30,8 @@ def tables(folder: Path = RESULTS) -> str:
     results = [json.loads(path.read_text()) for path in sorted(folder.glob("memory-*.json"))]
     if not results:
         return "No results yet: see benchmarks/memory.py."
-    return "\n".join(line for result in results for line in _section(result)).rstrip()
+    lines = [line for result in results for line in _section(result)]
+    return "\n".join([*lines, *parts(folder)]).rstrip()
 
 
 def _section(result: dict[str, Any]) -> list[str]:
@@ -37,7 +40,7 @@ def _section(result: dict[str, Any]) -> list[str]:
     source = next(row["bytes_before"] for row in rows if "cache" in row.get("bytes_before", {}))
     sizes = f"{source['weights'] / 1e6:.1f} MB of weights and {source['cache'] / 1e6:.1f} MB of cache"
     lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes} at 16 bits a number.", ""]
-    lines += [*_table(_heads(rows), _shares(rows)), ""]
+    lines += [*table(_heads(rows), _shares(rows)), ""]
     lines += _rivals(rows) + _predictions(rows)
     made: dict[str, list[str]] = {}
     for row in rows:
@@ -91,7 +94,7 @@ def _rivals(rows: list[Row]) -> list[str]:
     for row in sorted(found, key=lambda row: -row["share"]):
         widths = str(row["weight_bits"]), f"int{row['cache_bits']}"
         cells.append([f"{row['share']:.1%}", *widths, row["rounding"], _measured(row)])
-    return ["All uniform rivals:", "", *_table(["share", "weight bits", "cache", "rounding", "damage"], cells), ""]
+    return ["All uniform rivals:", "", *table(["share", "weight bits", "cache", "rounding", "damage"], cells), ""]
 
 
 def _predictions(rows: list[Row]) -> list[str]:
@@ -103,9 +106,4 @@ def _predictions(rows: list[Row]) -> list[str]:
          f"{row['kl'] / row['predicted']:.2f}" if row["predicted"] else ""] for row in found
     ]  # fmt: skip
     heads = ["weights kept", "bits a weight", "sum of prices", "measured", "measured / predicted"]
-    return ["Bits of weights alone, not healed:", "", *_table(heads, cells), ""]
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> list[str]:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return [f"| {' | '.join(line)} |" for line in lines]
+    return ["Bits of weights alone, not healed:", "", *table(heads, cells), ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 from contextlib import suppress
@@ -17,6 +18,7 @@ from headwise import strategies
 from headwise.errors import BudgetError, PlanError, UnknownNameError
 from headwise.strategies import _program, _reach, exact
 from headwise.strategies._options import depth_steps
+from headwise.strategies._quiet import without_marked_lines
 from headwise.types import GONE, UNITS, Budget, LayerKeep, LayerShape, ModelShape, Plan, Readings
 
 EVERY = pytest.mark.parametrize("strategy", strategies.known())
@@ -89,7 +91,8 @@ def test_an_unreachable_budget_names_one_that_is_reachable(strategy: str, text: 
         plan_for(strategy, readings, text)
     found = re.fullmatch(
         rf"{re.escape(text)} is out of reach: with everything that may be cut "
-        r"\(qk, v, mlp, heads, kv_heads, depth\) at its smallest legal size, ([0-9.]+)% remains\. Try --budget (\S+)\.",
+        r"\(qk, v, mlp, heads, kv_heads, (?:rank, )?depth\) at its smallest legal size, "
+        r"([0-9.]+)% remains\. Try --budget (\S+)\.",
         str(caught.value),
     )
     assert found, str(caught.value)
@@ -128,7 +131,7 @@ def test_unknown_units_and_strategies_are_named() -> None:
     readings = invent(1)
     with pytest.raises(PlanError) as caught:
         plan_for("exact", readings, "kv=80%", allow=("qk", "layers"))
-    known = "qk, v, mlp, bits, heads, kv_heads, weights, depth"
+    known = "qk, v, mlp, bits, heads, kv_heads, rank, weights, depth"
     assert str(caught.value) == f"'layers' is no unit that can be cut; --allow takes: {known}."
     with pytest.raises(UnknownNameError, match="no strategy is called 'exat'. Did you mean 'exact'?"):
         plan_for("exat", readings, "kv=80%")
@@ -209,7 +212,7 @@ def small_case(seed: int) -> tuple[Readings, tuple[Budget, ...], tuple[str, ...]
     rng = random.Random(seed)
     layers = rng.choice((2, 3))
     model = Invented(layers, rng.choice((1, 2)), rng.choice((1, 2)), rng.choice((4, 6)), 16, 2)
-    units = [unit for unit in UNITS if unit != "weights"]  # which have tests of their own
+    units = [unit for unit in UNITS if unit not in ("rank", "weights")]  # which have tests of their own
     allow = tuple(sorted(rng.sample(units, 2 if layers == 3 else 4)))
     texts = rng.sample(["kv", "params", "flops"], rng.choice((1, 2, 3)))
     readings = invent(seed, model)
@@ -272,3 +275,12 @@ def test_a_solver_that_fails_is_not_taken_for_an_answer(monkeypatch):
     readings = invent(0, Invented(dim=16, mlp_width=64, sizes=6))
     with pytest.raises(MemoryError):
         strategies.allocate(readings, budgets_of(readings, "kv=70%", "params=90%"), "exact")
+
+
+def test_only_the_solvers_own_lines_are_left_out(capfd: pytest.CaptureFixture[str]) -> None:
+    with without_marked_lines():
+        os.write(1, b"HighsMipSolverData::transformNewIntegerFeasibleSolution tmpSolver.run();\nkept\n")
+        os.write(1, b"of another\n")
+        os.write(2, b"HighsMipSolverData::x\nalso kept")
+    found = capfd.readouterr()
+    assert found.out == "kept\nof another\n" and found.err == "also kept"

@@ -208,7 +208,7 @@ def keep(**changes: Any) -> list[dict[str, Any]]:
             {"target": target(head_dim=6)},
             "plan.json.target.layers[0] has an unknown field 'head_dim'; "
             "known: query_heads, kv_heads, qk_dim, v_dim, mlp_width, qk_width, role, pooled, v_width, k_code, v_code, "
-            "w_q, w_k, w_v, w_o, w_gate, w_up, w_down.",
+            "q_rank, w_q, w_k, w_v, w_o, w_gate, w_up, w_down.",
         ),
         ({"keep": keep(kv_heads=["1"])}, "plan.json.keep[0].kv_heads[0] must be int, not '1'."),
         ({"keep": keep(rotary_pairs=[0, 3])}, "plan.json.keep[0].rotary_pairs[0] must be a list, not 0."),

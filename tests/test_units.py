@@ -65,9 +65,9 @@ def test_legal_sizes_are_steps_below_the_full_one(full: int, step: int, floor: i
 
 
 def test_units_are_named_once_and_have_labels() -> None:
-    assert UNITS == ("qk", "v", "mlp", "bits", "heads", "kv_heads", "weights", "depth") and set(DEFAULT_UNITS) <= set(
-        UNITS
-    )
+    assert UNITS == ("qk", "v", "mlp", "bits", "heads", "kv_heads", "rank", "weights", "depth") and set(
+        DEFAULT_UNITS
+    ) <= set(UNITS)
     assert len(UNIT_OF) == len(CUTS) and set(LABELS) == set(UNITS)
 
 

@@ -22,6 +22,7 @@ def layer_parameters(model: ModelShape, layer: LayerShape) -> int:
 def _layer_weights(model: ModelShape, layer: LayerShape) -> int:
     """Entries of all matrices that a token is multiplied with."""
     weights = sum(rows * columns for rows, columns in matrices(model, layer).values())
+    weights += layer.q_rank * model.hidden_size  # the other factor of queries
     if layer.projected:
         weights += 2 * layer.kv_heads * layer.qk_width * layer.qk_dim
     if layer.v_projected:  # back to every head's own values; the way there is in the weights
@@ -33,7 +34,7 @@ def matrices(model: ModelShape, layer: LayerShape) -> dict[str, tuple[int, int]]
     """Rows and columns of every matrix of a layer that can be stored in few bits."""
     wide, inner = model.hidden_size, layer.mlp_width
     found = {
-        "q": (layer.query_heads * layer.head_width, wide),
+        "q": (layer.query_heads * layer.head_width, layer.q_rank or wide),
         "k": (layer.kv_heads * layer.qk_width, wide),
         "v": (layer.kv_heads * layer.v_dim, wide),
         "o": (wide, layer.query_heads * layer.out_dim),

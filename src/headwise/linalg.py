@@ -112,6 +112,21 @@ def value_basis(gram_z: torch.Tensor, o_weight: torch.Tensor, kv_heads: int) -> 
 
 
 @_on_one_thread
+def two_factors(weight_RC: torch.Tensor, moment_CC: torch.Tensor, price_R: torch.Tensor) -> Decomposition:
+    """Factors A (R, n), B (n, C) of a matrix: at every rank r `A[:, :r] B[:r]` is the copy of least cost.
+
+    The cost of an error dW is `1/2 tr(G dW C dW')` with the second moment C of the inputs and a diagonal G, the
+    outputs' gradients squared. Returns A, the singular values and B; dropping those from r on costs
+    `1/2 sum(s[r:] ** 2)`.
+    """
+    root, inverse = roots(moment_CC)
+    price = price_R.to(root).clamp_min(PRICE_FLOOR * float(price_R.mean())).sqrt()[:, None]
+    u, s, vt = torch.linalg.svd(price * (weight_RC.to(root) @ root), full_matrices=False)
+    half = s.sqrt()
+    return u * half / price, s, half[:, None] * (vt @ inverse)
+
+
+@_on_one_thread
 def priced_basis(moment: torch.Tensor, price: torch.Tensor) -> Decomposition:
     """A basis B of rows in which coefficients `c`, `x = B c`, are uncorrelated, have variance 1 and have prices.
 
@@ -220,6 +235,7 @@ SHRINKS = (
     0.54,
     0.46,
 )  # of the largest number, beyond which all are clipped
+PRICE_FLOOR = 1e-3  # of the mean price of an output: few tokens may show no gradient at all
 DAMPING = 0.01  # of the mean of a moment's diagonal
 BLOCK = 128  # columns whose errors are handed on together
 

@@ -259,7 +259,8 @@ def _portable(family: Any) -> list[str]:
     if not family.portable:
         return []
     grains = {kind: family.shape_of(family.tiny(kind).config).grain for kind in family.model_types}
-    cuts = {kind: family.units if grain.portable is None else grain.portable for kind, grain in grains.items()}
+    every = tuple(unit for unit in family.units if unit != "rank")  # stock code has no place for two factors
+    cuts = {kind: every if grain.portable is None else grain.portable for kind, grain in grains.items()}
     if len(set(cuts.values())) == 1:
         return list(next(iter(cuts.values())))
     return [f"{kind}: {' '.join(units)}" for kind, units in cuts.items()]

@@ -14,6 +14,7 @@ from headwise.cuts._code import code
 from headwise.cuts._dims import cut_values, fold, keep_pairs, pair_columns, project
 from headwise.cuts._heads import Tensors, keep_heads
 from headwise.cuts._mlp import keep_channels
+from headwise.cuts._rank import factor_queries
 from headwise.cuts._save import save, write_folder
 from headwise.cuts._weights import weight_moments
 from headwise.errors import PlanError
@@ -57,7 +58,9 @@ def reshape_layer(
 
 
 def cut_layer(tensors: Tensors, shape: LayerShape, target: LayerShape, keep: LayerKeep, moments: Moments) -> Tensors:
-    """One layer, cut to its target sizes: heads first, then dimensions, then channels."""
+    """One layer, cut to its target sizes: ranks first, then heads, dimensions and channels."""
+    if target.q_rank and target.q_rank != shape.q_rank:
+        tensors = factor_queries(tensors, target.q_rank, moments)
     tensors, shape, moments = _cut_heads(tensors, shape, target, keep, moments)
     if target.qk_width < shape.qk_width and keep.rotary_pairs is not None:
         tensors = keep_pairs(tensors, shape, keep.rotary_pairs)

@@ -141,7 +141,8 @@ def heads_in(layout: Layout, block: Block, queries: bool) -> torch.Tensor:
     """A layer's query or key projection as llama.cpp takes it (rows, hidden), its bias beside it."""
     attention = block.attention
     matrix, heads = (attention.q_proj, attention.query_heads) if queries else (attention.k_proj, attention.kv_heads)
-    weight = _with_bias(matrix).view(heads, attention.qk_width, -1)
+    weight = _with_bias(matrix, attention.q_proj.first.weight.detach() if queries and attention.q_rank else None)
+    weight = weight.view(heads, attention.qk_width, -1)
     found = weight.new_zeros((heads, layout.k_dim, weight.shape[-1]))
     place, slot = layout.placed(), {pair: number for number, pair in enumerate(layout.pairs)}
     kept = pairs_of(block).repeat_interleave(heads // attention.kv_heads, 0)
@@ -165,6 +166,7 @@ def output_in(layout: Layout, block: Block) -> torch.Tensor:
     return torch.nn.functional.pad(weight, (0, layout.v_dim - attention.v_dim)).flatten(1)
 
 
-def _with_bias(matrix: torch.nn.Linear) -> torch.Tensor:
-    weight = matrix.weight.detach()
+def _with_bias(matrix: torch.nn.Linear, factor: torch.Tensor | None = None) -> torch.Tensor:
+    """A matrix, multiplied with the factor before it where there is one."""
+    weight = matrix.weight.detach() if factor is None else matrix.weight.detach() @ factor
     return weight if matrix.bias is None else torch.cat((weight, matrix.bias.detach().unsqueeze(1)), 1)

@@ -129,7 +129,7 @@ def _layer(block: Block, layer: Any, layout: Layout, number: int, turning: float
         "attn_v": (block.attention.v_proj, lambda: values_in(layout, block)),
     }
     for name, (matrix, made) in parts.items():
-        columns = matrix.in_features
+        columns = block.attention.hidden
         yield f"{name}.weight", lambda made=made, columns=columns: made()[:, :columns]  # type: ignore[misc]
         if matrix.bias is not None:
             yield f"{name}.bias", lambda made=made, columns=columns: made()[:, columns]  # type: ignore[misc]

@@ -25,6 +25,7 @@ class Rotary(Decoder):
     """Answers as Llama does; a family says where its models differ."""
 
     relative = True
+    units = (*Decoder.units, "rank")
     norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     small: ClassVar[dict[str, Any]] = {}  # its tiny model, where not as `SMALL`; None: its stock default
 
@@ -40,7 +41,7 @@ class Rotary(Decoder):
         """What a portable plan may cut, or none for everything: dimensions where pairs go, at fixed speeds."""
         if self.pairs(config) and (getattr(config, "rope_parameters", None) or {}).get("rope_type") not in MOVING:
             return None
-        return tuple(unit for unit in self.units if unit not in ("qk", "v"))
+        return tuple(unit for unit in self.units if unit not in ("qk", "v", "rank"))
 
     def qkv_bias(self, config: Any) -> bool:
         """Whether queries, keys and values have biases."""

@@ -13,7 +13,7 @@ from headwise.families._architecture import Architecture
 Tensors = dict[str, torch.Tensor]
 OWN = {  # our name of a tensor that no stock attention has -> where it is below the attention
     "q_down": "q_down_GWK", "k_down": "k_down_GWK", "v_up": "v_up_NVO", "pairs": "pairs_GP", "columns": "heads_H",
-    "k_mean": "k_mean_GK", "k_gain": "k_gain_GK", "v_gain": "v_gain_GV",
+    "q_in": "q_proj.first.weight", "k_mean": "k_mean_GK", "k_gain": "k_gain_GK", "v_gain": "v_gain_GV",
 }  # fmt: skip
 
 

@@ -61,7 +61,8 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     for text in latency:
         prices.workload(text, shape)
     cuts = strategies.cuts(module, settings.units)
-    _reach.check(shape, budgets, module, cuts, [*family.units, "depth", *_bits(settings)])
+    helpful = [unit for unit in family.units if unit != "rank" or not (settings.only_kv or streamed)]
+    _reach.check(shape, budgets, module, cuts, [*helpful, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
     notes += [words.to_do(budget, shape, settings.units) for budget in budgets if prices.of_weights(budget)]
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)

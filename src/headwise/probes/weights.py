@@ -18,7 +18,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.families import Family
-from headwise.linalg import Rounded, rounded, rounding_cost
+from headwise.linalg import Rounded, rounded, rounding_cost, two_factors
 from headwise.probes._backward import drawn_labels, passes
 from headwise.probes._layers import LayerRunner, Row, reading
 from headwise.probes._products import Gram
@@ -27,7 +27,7 @@ from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, ModelShape, Reading
 from headwise.types.unit import UNIT_OF
-from headwise.types.weights import MATRICES, WHOLE, WIDTHS, group_of
+from headwise.types.weights import MATRICES, WHOLE, WIDTHS, group_of, ranks
 
 NAME = "weights"
 MEANING = "what weights stored in few bits cost, from gradients"
@@ -183,6 +183,24 @@ def measure(
         damages = rising([table_cost(name, weight, new, moments[0], shape.tied_embeddings) for new in news])
         curves.append(_reading(f"damage.{name}", [(WIDTHS, (0.0, *damages), None)], tokens, seed))
     return curves
+
+
+def measure_ranks(
+    family: Family, model: nn.Module, moments: Sequence[Moments], shape: ModelShape, tokens: int, seed: int
+) -> Reading:
+    """Predicted damage of every rank of the projection of queries."""
+    rows: list[Row] = []
+    for layer, block, moment in zip(shape.layers, family.blocks(model), moments, strict=True):
+        attention = block.attention
+        weight = (
+            attention.q_proj.weight @ attention.q_proj.first.weight if attention.q_rank else attention.q_proj.weight
+        )
+        lost = two_factors(weight.detach(), moment["w_in"], moment["g_q"])[1].square().flip(0).cumsum(0).flip(0)
+        sizes = ranks(weight.shape[0], weight.shape[1], layer.query_rank)
+        rows.append((sizes, (0.0, *(0.5 * float(lost[rank]) for rank in sizes[1:])), None))
+    unit = UNIT_OF["damage.q_rank"]
+    meaning = f"Predicted loss increase with {unit.cut}, by rank."
+    return reading(NAME, unit.kind, "rank", rows, Causal.unit, meaning, tokens, seed)
 
 
 def table_of(model: Any, name: str) -> Any:

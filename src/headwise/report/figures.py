@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-PLACES = {"qk": 0, "v": 4, "mlp": 2, "bits": 6, "heads": 3, "kv_heads": 5, "weights": 7, "depth": 1}
+PLACES = {"qk": 0, "v": 4, "mlp": 2, "bits": 6, "heads": 3, "kv_heads": 5, "weights": 7, "depth": 1, "rank": 8}
 COLOURS = {unit: PALETTE[PLACES[unit]] for unit in UNITS}
 MARKS = {"diamond": "D", "ring": "o", "dot": "o", "dots": ".", "cross": "x"}
 DOTS = {"d": (".", "full"), "k": ("o", "full"), "o": ("o", "none")}

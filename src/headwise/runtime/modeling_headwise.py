@@ -27,7 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import packed_ends, recording, saving, telling
-from .softmax_headwise import PAGED, added, eager, filled, paged, paged_size, refuse_paged, served, tell_engine
+from .softmax_headwise import PAGED, added, eager, filled, linear, paged, paged_size, refuse_paged, served, tell_engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,9 +172,9 @@ class SoftmaxAttention(nn.Module):
 
 
 @torch.no_grad()
-def _linear(stock: nn.Module, columns: int, rows: int, bias: bool) -> nn.Linear:
+def _linear(stock: nn.Module, columns: int, rows: int, bias: bool, rank: int = 0) -> nn.Linear:
     """A new matrix whose random entries spread as those of the stock one that it replaces, whatever rule drew them."""
-    new = nn.Linear(columns, rows, bias=bias)
+    new = linear(columns, rows, bias, rank)
     for name in ("weight", "bias"):
         ours, theirs = getattr(new, name), getattr(stock, name, None)
         if ours is not None and theirs is not None and theirs.numel() and not (ours.is_meta or theirs.is_meta):
@@ -200,7 +200,7 @@ class TailoredAttention(nn.Module):
         self.query_heads, self.kv_heads = sizes["query_heads"], sizes["kv_heads"]
         self.qk_width, self.qk_dim, self.v_dim = sizes["qk_width"], sizes["qk_dim"], sizes["v_dim"]
         self.pooled = sizes.get("pooled", 1)  # key/value heads of which one row of the cache is made
-        self.v_width = sizes["v_width"] if self.pooled > 1 else self.v_dim
+        self.v_width, self.q_rank = sizes["v_width"] if self.pooled > 1 else self.v_dim, sizes.get("q_rank", 0)
         self.head_width, self.out_dim = self.qk_width // self.pooled, self.v_width // self.pooled
         coded = sizes.get("k_code") and sizes.get("v_code")
         both = (("k_code", self.qk_dim), ("v_code", self.v_dim))
@@ -226,7 +226,7 @@ class TailoredAttention(nn.Module):
         """Projections without weights worth keeping; a stock matrix may hold queries, keys and values."""
         queries, keys, values, output = (part(name) for name in "qkvo")
         bias = queries.bias is not None or part("bias") is not None
-        self.q_proj = _linear(queries, self.hidden, self.query_heads * self.head_width, bias)
+        self.q_proj = _linear(queries, self.hidden, self.query_heads * self.head_width, bias, self.q_rank)
         self.k_proj = _linear(keys, self.hidden, self.kv_heads * self.qk_width, keys.bias is not None)
         centred = self.coders is not None  # coded values have no mean: biases take it off and add it again
         self.v_proj = _linear(values, self.hidden, self.kv_heads * self.v_dim, bias or centred)

@@ -36,6 +36,11 @@ def refuse_paged(sizes: dict[str, Any]) -> None:
             "the cache of this model is coded in bits, which vLLM cannot hold. Make a model for vLLM: add --serve vllm "
             "to the headwise run command that made it."
         )
+    if sizes.get("q_rank"):
+        raise ValueError(
+            "queries of this model are computed by two factors, which vLLM does not run. Make a model for vLLM: leave "
+            "rank out of --allow in the headwise run command that made it."
+        )
     if not paged_size(sizes["qk_dim"], sizes["v_dim"]):
         raise ValueError(
             f"cached rows of this model have {max(sizes['qk_dim'], sizes['v_dim']):,} numbers, and vLLM takes at most "
@@ -64,6 +69,23 @@ def filled(x: torch.Tensor, width: int) -> torch.Tensor:
     """Zeros after the last dimension up to a width."""
     missing = width - x.shape[-1]
     return nn.functional.pad(x, (0, missing)) if missing else x
+
+
+class TwoFactors(nn.Linear):
+    """A matrix of low rank: its own weight (rows, rank) after that of `first` (rank, columns)."""
+
+    def __init__(self, columns: int, rows: int, bias: bool, rank: int) -> None:
+        super().__init__(rank, rows, bias=bias)
+        self.first = nn.Linear(columns, rank, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of rows of `columns` numbers."""
+        return super().forward(self.first(x))
+
+
+def linear(columns: int, rows: int, bias: bool, rank: int) -> nn.Linear:
+    """A matrix, or two factors of one where a rank is given."""
+    return TwoFactors(columns, rows, bias, rank) if rank else nn.Linear(columns, rows, bias=bias)
 
 
 class Paged:

@@ -8,6 +8,7 @@ from pathlib import Path
 from headwise import strategies
 from headwise.budgets import parse_all
 from headwise.errors import BudgetError, PlanError
+from headwise.progress import note
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.types import CUTS, Budget, Plan, Readings, Unit
@@ -51,6 +52,8 @@ def _allocated(folder: RunFolder, wanted: Settings) -> Plan:
 
 def plan_for(settings: Settings, readings: Readings, limits: tuple[Budget, ...]) -> Plan:
     """Decide every size for some limits, as the settings say."""
+    if "rank" in settings.units and not settings.only_kv and readings.curve("damage.q_rank") is None:
+        note("this probing priced no ranks, so none is cut; ranks are priced for limits on params and flops.")
     how = settings.strategy, settings.units, settings.portable, settings.seed
     if not settings.limits_sizes:
         return strategies.allocate(readings, limits, *how)
@@ -72,8 +75,7 @@ def units_to_measure(settings: Settings, folds: bool, coded: bool, packed: bool 
     if folds:  # then a projection is as good as dropping pairs
         units = [unit for unit in units if unit.curve != "qk_pairs"]
     units = [unit for unit in units if unit.allow != "bits" or coded]
-    if not packed:
-        units = [unit for unit in units if unit.allow != "weights"]
+    units = [unit for unit in units if unit.allow != ("rank" if packed else "weights")]
     if coded and (settings.only_kv or packed):  # codes do all that dropping directions can
         units = [unit for unit in units if unit.allow not in ("qk", "v")]
     return {unit.kind: unit for unit in units if unit.cached or not settings.only_kv}

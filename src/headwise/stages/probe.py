@@ -30,6 +30,7 @@ from headwise.runs.unfinished import Progress
 from headwise.stages import packing
 from headwise.stages.allocate import units_to_measure
 from headwise.stages.source import Probed, Source, codes_rows, packs_weights
+from headwise.tasks.causal import Causal
 from headwise.types import DAMAGE, GONE, LayerShape, Reading, Readings
 from headwise.types.weights import ENDS
 
@@ -85,6 +86,8 @@ class _Probing:
         self.coded = codes_rows(settings, self.shape, self.task)
         self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
         self.packed = packs_weights(settings, self.shape, self.task)
+        self.ranked = "rank" in settings.allow and type(self.task) is Causal
+        self.ranked &= not (settings.only_kv or self.packed or settings.portable)
         self.bits_alone |= self.packed and set(settings.allow) <= {"bits", "weights"}
         self.heals = settings.heal != "none"
 
@@ -132,6 +135,9 @@ class _Probing:
             found = [one | more for one, more in zip(found, self._with_less_memory(self._fisher), strict=True)]
         if self.packed:
             found = [one | more for one, more in zip(found, self._with_less_memory(self._weights), strict=True)]
+        if self.ranked:
+            needed = [{name: one[name] for name in ("w_in", "g_q")} for one in self._with_less_memory(self._weights)]
+            found = [one | more for one, more in zip(found, needed, strict=True)]
         if file:
             processes.by_first(partial(write_moments, file, found))
         self.progress.piece("moments", lambda: True)
@@ -189,6 +195,11 @@ class _Probing:
         if self.packed:
             widths = self.progress.piece("weights", lambda: _plain(self._widths()))
             found += [Reading.from_json(reading) for reading in widths]
+        if self.ranked:
+            read = data.count_tokens(self._some(packing.TOKENS), self.task.row_tokens)
+            found.append(
+                weights.measure_ranks(self.family, self.model, self.moments, self.shape, read, self.settings.seed)
+            )
         return found, known
 
     def _widths(self) -> list[Reading]:

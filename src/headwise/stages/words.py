@@ -12,6 +12,7 @@ from headwise.types.weights import WHOLE
 
 CHOSEN = {
     "qk": "query/key and value dimensions", "mlp": "MLP widths", "heads": "heads", "kv_heads": "key/value heads",
+    "rank": "ranks of query projections",
     "depth": "whole layers", "bits": "bits of cached keys and values", "weights": "bits of every weight matrix",
 }  # fmt: skip
 

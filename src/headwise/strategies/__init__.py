@@ -14,7 +14,9 @@ __all__ = ["POOLING", "allocate", "bits_alone", "blind", "chosen", "cuts", "keep
 
 DEFAULT = "exact"
 POOLING = ("exact", "uniform", "depth")  # know rows that heads share
-INNER = tuple(unit for unit in UNITS if unit not in ("depth", "bits", "weights"))  # what most strategies can cut
+INNER = tuple(
+    unit for unit in UNITS if unit not in ("rank", "depth", "bits", "weights")
+)  # what most strategies can cut
 
 
 def allocate(

@@ -26,7 +26,7 @@ from headwise.types import (
 from headwise.types.unit import Order
 from headwise.types.weights import MATRICES, WHOLE
 
-PRICED = tuple(unit for unit in UNITS if unit not in ("bits", "weights"))  # what any probing prices
+PRICED = tuple(unit for unit in UNITS if unit not in ("rank", "bits", "weights"))  # what any probing prices
 
 
 class Choice(NamedTuple):
@@ -109,10 +109,11 @@ def pairs(menu: LayerMenu, equal: bool) -> list[tuple[Choice, Choice]]:
 
 def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
     """The units that help under some budgets: bits where what they are of is limited and has none yet, and no time."""
-    untimed = not any(b.workload for b in budgets)
+    untimed, stored = not any(b.workload for b in budgets), any(map(prices.of_weights, budgets))
     helps = {
         "bits": untimed and source.codable and any(map(prices.of_cache, budgets)),
-        "weights": untimed and source.packable and any(map(prices.of_weights, budgets)),
+        "weights": untimed and source.packable and stored,
+        "rank": untimed and not stored,
     }
     return tuple(unit for unit in allow if helps.get(unit, True))
 
@@ -172,8 +173,7 @@ def _unchanged(shape: LayerShape, fields: tuple[str, ...]) -> Choice:
 def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], allow: Sequence[str]) -> str | None:
     """Why these budgets cannot be planned for: something that may be cut for them was not priced. None where all was.
 
-    Probing for the cache alone prices no MLP and no rotary pairs. A plan for parameters from such readings would
-    treat the MLP as something that cannot be cut.
+    Probing for the cache alone prices no MLP and no rotary pairs: a plan for parameters would never cut them.
     """
     wanted = [budget for budget in budgets if budget.name != "kv"]
     texts = " ".join(f"--budget {budget.text}" for budget in budgets)

@@ -26,6 +26,7 @@ from headwise import budgets as prices
 from headwise.strategies._knapsack import Knapsack
 from headwise.strategies._multipliers import Floats, Indices, Mask, free_choices, multipliers, nth, rows_of
 from headwise.strategies._options import Choice, LayerMenu, pairs, refuse, with_choices
+from headwise.strategies._quiet import without_marked_lines
 from headwise.types import Budget, LayerShape, ModelShape
 
 SCALE = 1e3  # of objective and budget rows: the solver's tolerances are absolute
@@ -315,13 +316,14 @@ def _branch_and_bound(program: Program, keep: Indices, limits: Floats, gap: floa
     hair = np.where(program.step > 0, 0.0, 2e-6)  # whole steps are larger than the solver's tolerance
     spend = [LinearConstraint(price / unit[:, None], -np.inf, limits / unit - hair)] if len(limits) else []
     scale = SCALE / max(float(damage.max()), 1e-30)
-    result = milp(
-        damage * scale,
-        constraints=[LinearConstraint(matrix, sides, sides), *spend],
-        integrality=np.ones(len(keep)),
-        bounds=Bounds(0, 1),
-        options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
-    )
+    with without_marked_lines():
+        result = milp(
+            damage * scale,
+            constraints=[LinearConstraint(matrix, sides, sides), *spend],
+            integrality=np.ones(len(keep)),
+            bounds=Bounds(0, 1),
+            options={"mip_rel_gap": gap, "node_limit": NODE_LIMIT},
+        )
     if result.x is None:
         if result.status == 4 and "infeasible" not in result.message.lower():  # HiGHS itself failed
             raise MemoryError(result.message)

@@ -22,10 +22,10 @@ from headwise.strategies._options import PRICED, applicable, menus, nothing_port
 from headwise.strategies._program import Program, build
 from headwise.types import BITS, Budget, LayerShape, ModelShape, Reading, Readings, code_bytes
 from headwise.types.unit import Order
-from headwise.types.weights import ENDS, FIELDS, WIDTHS
+from headwise.types.weights import ENDS, FIELDS, WIDTHS, ranks
 
 WEIGHTS = 33  # of two budgets against each other that are tried
-WAYS = ("qk_projected", "qk_pairs")
+WAYS = ("qk_projected", "qk_pairs", "q_rank")
 
 
 def check(
@@ -114,6 +114,8 @@ def _legal(source: ModelShape) -> Readings:
         "heads": [tuple(range(layer.queries_per_group, 0, -1)) for layer in source.layers],
         "kv_heads": [tuple(range(layer.kv_heads, 0, -1)) for layer in source.layers],
     }
+    wide = source.hidden_size
+    kinds["q_rank"] = [ranks(x.query_heads * x.head_width, wide, x.query_rank) for x in source.layers]
     if grain.rotary and not any(layer.projected for layer in source.layers):
         kinds["qk_pairs"] = [grain.qk_sizes(layer.qk_width) for layer in source.layers]
     order: Order = {}

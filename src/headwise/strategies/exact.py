@@ -42,7 +42,8 @@ class Depths:
     ) -> None:
         allow = applicable(source, allow, budgets)
         whole = any(map(prices.of_weights, budgets))  # else codes alone are solved much faster, for nearly as little
-        offered, steps = menus(source, readings, allow, ways(readings), whole), depth_steps(readings, allow)
+        curves = (*ways(readings), "q_rank")
+        offered, steps = menus(source, readings, allow, curves, whole), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone
         tables = ends(readings, allow)
         self.problem = cache(lambda place: Problem(source, without_layers(offered, steps[place][0]), budgets, tables))

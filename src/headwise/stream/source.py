@@ -191,10 +191,10 @@ def _refuse(settings: Settings) -> None:
     """What needs a whole model in memory, and what to do instead."""
     if settings.heal not in ("none", "refit"):
         raise HeadwiseError(f"--heal {settings.heal} needs both models in memory; streamed ones take refit or none.")
-    if settings.portable or "depth" in settings.allow or settings.rounds > 1:
+    if settings.portable or {"depth", "rank"} & set(settings.allow) or settings.rounds > 1:
         raise HeadwiseError(
-            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow depth, "
-            "or use a machine with more memory."
+            "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow "
+            "depth and rank, or use a machine with more memory."
         )
     if settings.pool not in ("auto", "none"):
         raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")

@@ -50,6 +50,7 @@ class LayerShape(Record):
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
     k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
     v_code: tuple[int, ...] = ()  # and how many of its v_dim values; the others get no bits
+    q_rank: int = 0  # of the projection of queries, where it is two factors; 0: it is one matrix
     w_q: int = WHOLE  # bits of a weight, as stored, of the projection of queries, and so on
     w_k: int = WHOLE
     w_v: int = WHOLE
@@ -61,6 +62,7 @@ class LayerShape(Record):
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
         names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
+        names += ("q_rank",) if self.q_rank else ()
         codes = {name: _by_bits(code) for name in CODES if (code := getattr(self, name))}
         packed = {name: bits for name in FIELDS if (bits := getattr(self, name)) != WHOLE}
         return {name: getattr(self, name) for name in names} | codes | packed
@@ -71,7 +73,7 @@ class LayerShape(Record):
         return {**data, **{name: _counts(data[name], name) for name in CODES if isinstance(data.get(name), dict)}}
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in SIZES}
+        sizes = {name: getattr(self, name) for name in (*SIZES, "q_rank")}
         if self.role not in ("", *ROLES):
             raise ShapeError(f"no layer has the role '{self.role}'; known: {', '.join(ROLES)}.")
         if negative := [name for name, size in sizes.items() if size < 0]:
@@ -114,6 +116,11 @@ class LayerShape(Record):
     def queries_per_group(self) -> int:
         """How many query heads share one key/value head."""
         return self.query_heads // self.kv_heads if self.kv_heads else 0
+
+    @property
+    def query_rank(self) -> int:
+        """The rank of the projection of queries: at most as many as they have numbers."""
+        return self.q_rank or self.query_heads * self.head_width
 
     @property
     def head_width(self) -> int:
@@ -316,8 +323,8 @@ class ModelShape(Record):
 
     @property
     def packable(self) -> bool:
-        """Whether weights can be stored in few bits: a decoder's, unless they are already."""
-        return self.cached and not self.packed and not any(layer.role for layer in self.layers)
+        """Whether weights can be stored in few bits: a decoder's, unless they are, or its queries have two factors."""
+        return self.cached and not self.packed and not any(layer.role or layer.q_rank for layer in self.layers)
 
     @property
     def codable(self) -> bool:

@@ -77,6 +77,11 @@ def _kv_heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     return {"query_heads": size * shape.queries_per_group, "kv_heads": size}
 
 
+def _q_rank(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
+    """Of full rank is one matrix."""
+    return {"q_rank": size if size < shape.query_heads * shape.head_width else 0}
+
+
 def _key_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
     """The code of keys that takes so many bytes, of those that the probing found best."""
     return {"k_code": _code(order, "k_bits", shape.qk_dim, size)}
@@ -122,6 +127,9 @@ CUTS = (
          "query heads dropped from every key/value group", _heads),
     Unit("kv_heads", "kv_heads", "kv_heads", "kv_heads", "key/value heads", "Key/value heads",
          "key/value heads dropped with their query heads", _kv_heads),
+    Unit("q_rank", "rank", "query_rank", "query_rank", "query rank", "Rank of the projection of queries",
+         "the projection of queries made of two thin factors", _q_rank,
+         cached=False),
     *(_weight(matrix, words) for matrix, words in WORDS.items()),
     Unit("depth", "depth", "layers removed", "", "whole layer", "Whole layers", "whole layers removed",
          lambda shape, size, folds, order: {}, swapped=False),

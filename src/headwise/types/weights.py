@@ -26,6 +26,17 @@ def group_of(columns: int) -> int:
     return next((size for size in GROUPS if columns % size == 0), columns)
 
 
+def ranks(rows: int, columns: int, full: int) -> tuple[int, ...]:
+    """A matrix's rank, and smaller ones at which its two factors have fewer entries than it has: about ten of them.
+
+    >>> ranks(576, 576, 576)[:3], ranks(576, 576, 192), ranks(16, 16, 16)
+    ((576, 256, 224), (192, 160, 128, 96, 64, 32), (16,))
+    """
+    most = max(0, rows * columns - 1) // max(1, rows + columns)
+    step = max(8, most // 9 // 8 * 8)
+    return full, *(rank for rank in range(most // step * step, 0, -step) if rank < full)
+
+
 def matrix_bytes(rows: int, columns: int, bits: int) -> int:
     """Bytes of a matrix as stored.
 
