@@ -68,7 +68,7 @@ class FastLayer(CacheLayerMixin):
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """All that it holds."""
-        return self.keys, self.values
+        return tuple(x for x in (self.keys, self.values) if x is not None)
 
     def reset(self) -> None:
         """Set the length to 0; what lies beyond the length is masked, so it may stay."""

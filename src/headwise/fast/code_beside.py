@@ -1,4 +1,4 @@
-"""What belongs to decode attention over rows in bits beside the two large kernels of `code_decode`, and the call of all.
+"""What belongs to decode attention over rows in bits beside the two large kernels, and the call of all.
 
 Queries as those kernels take them; the tokens of a text that are not coded, which are its first and its newest; and the
 sum of what all parts found. Imported only where Triton is.
@@ -8,14 +8,18 @@ Shape suffixes: B texts, H query heads, G rows per token, K and V coefficients, 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import CodeTile, _scores, _sums
-from headwise.fast.code_layout import TILE, CodeLayout
+from headwise.fast.code_decode import PROGRAMS, TILES, CodeTile, _scores
+from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
+from headwise.fast.code_sums import _sums
 from headwise.fast.flash_decode import _capped
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
@@ -26,7 +30,7 @@ COUNTS = ["S"]
 @triton.jit
 def _queries(
     q, own, mult, out, units, scaling, q_row, q_head, G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    SLOTS: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """A head's queries by slots, times the steps of their codes, in 16 bits; and what makes scores of products."""
     pair = (tl.program_id(0) // M).to(tl.int64)
@@ -41,7 +45,7 @@ def _queries(
     size = tl.max(tl.abs(x), 0)
     power = 12.0 - tl.ceil(tl.log2(tl.maximum(size, 1e-30)))
     tl.store(out + (pair * SLOTS + i) * M + m, (x * tl.exp2(power)).to(tl.float16), mask=there)
-    tl.store(units + pair * M + m, scaling * tl.exp2(10.0 - power))
+    tl.store(units + pair * M + m, scaling * tl.exp2(10.0 - power) / UP)
 
 
 @triton.jit
@@ -89,8 +93,8 @@ def _beside(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _combine(
-    part, tops, sums, beside, beside_tops, slots, mult, group, highest, out, S,
-    PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, SEG: tl.constexpr, GROUPS: tl.constexpr,
+    part, tops, sums, beside, beside_tops, slots, mult, out, S,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, SIDES2: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -111,8 +115,7 @@ def _combine(
         slot = tl.load(slots + d * 3 + i, mask=d < V, other=-1)
         there = (slot >= 0)[None, :] & (x > 0)[:, None]
         found = tl.load(part + ((pair * S + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
-        top = tl.load(highest + g * GROUPS + tl.load(group + slot // SEG, mask=slot >= 0, other=0), mask=slot >= 0, other=0)
-        unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * tl.exp2(top.to(tl.float32) * 0.125 - 14.0)
+        unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * (1024.0 / UP)
         z += tl.sum(found * x[:, None], 0) * unit
     mixed = z / tl.where(total > 0, total, 1.0)
     tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
@@ -121,9 +124,10 @@ def _combine(
 class CodeDecode:
     """Decode attention of one size over a cache of rows in bits."""
 
-    def __init__(self, keys: CodeLayout, values: CodeLayout, whole: int, near: int, tile: CodeTile | None = None) -> None:
-        self.keys, self.values, self.whole, self.near = keys, values, whole, near
-        self.tile = tile or CodeTile()
+    def __init__(
+        self, keys: CodeLayout, values: CodeLayout, whole: int, near: int, tile: CodeTile | None = None
+    ) -> None:
+        self.keys, self.values, self.whole, self.near, self.tile = keys, values, whole, near, tile
 
     def __call__(
         self, q_BHK: torch.Tensor, k: Any, v: Any, lengths_B: torch.Tensor, starts_B: torch.Tensor, scaling: float,
@@ -141,53 +145,101 @@ class CodeDecode:
         table = self.keys.tables(device)
         _queries[(pairs * M,)](
             q_BHK, table["own"], table["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
-            PARTS=parts, SLOTS=self.keys.slots, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
+            PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
         )  # fmt: skip
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
         _beside[(pairs, sides)](
             q_BHK, k.side, v.side, beside, beside_tops, lengths_B, starts_B, scaling, softcap or 1.0, q_BHK.stride(0),
             q_BHK.stride(1), G=G, SHARE=share, PARTS=parts, K=self.keys.size, V=V, M=M, R=BESIDE, SIDE=k.side.shape[2],
-            BLOCK=64, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
+            BLOCK=128, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
             PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
         )  # fmt: skip
-        found = self._coded(q16, units, k, v, lengths_B, starts_B, softcap, made, size)
+        given = (q16, units, k, v, lengths_B, starts_B, softcap, made, size)
+        tile = self.tile or _quickest(partial(self._coded, *given), (pairs, M, k.places, device))
+        found = self._coded(*given, tile)
         out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=device)
         table = self.values.tables(device)
         S = found[1].shape[1]
         _combine[(B * H, -(-V // 64))](
-            *found, beside, beside_tops, table["slots"], table["mult"], table["group"], v.tops, out, S, PARTS=parts,
-            SHARE=share, SLOTS=self.values.slots, SEG=self.values.segment, GROUPS=self.values.groups, V=V, M=M,
+            *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
+            SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
             SPLITS=triton.next_power_of_2(S), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
         )  # fmt: skip
         return out
 
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
-        softcap: float | None, made: Any, size: dict[str, Any],
+        softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Sums over coded places by slots, highest scores and sums of weights, of every split."""
-        tile, L, processors = self.tile, k.places, made.processors
+        L, processors = k.places, made.processors
         N = min(tile.places, L)
-        weights, tops, sums = made(L, dtype=torch.float16), made(L // N), made(L // N)
+        weights, tops = made(L, dtype=torch.float16), made(L // N)
         S = max(1, min(-(-processors * tile.programs // made.pairs), L // N))
         _scores[(made.pairs, S)](
-            q16, k.words, k.scales, self.keys.tables(q16.device)["group"], weights, tops, sums, units, lengths, starts,
-            S, L, softcap or 1.0, GROUPS=self.keys.groups, SEGMENTS=len(self.keys.segments),
-            **_chunks(self.keys), SEG=self.keys.segment, N=N, CAPPED=softcap is not None, UNROLLED=tile.unrolled,
-            HELD=tile.held and tile.unrolled, num_warps=tile.warps, num_stages=tile.stages, **size,
+            q16, k.words, k.scales, weights, tops, units, lengths, starts, S, L, softcap or 1.0,
+            SEGMENTS=len(self.keys.segments), **_chunks(self.keys), SEG=self.keys.segment, N=N,
+            CAPPED=softcap is not None, UNROLLED=tile.unrolled, HELD=tile.held and tile.unrolled,
+            num_warps=tile.warps, num_stages=tile.stages, **size,
         )  # fmt: skip
         c8, c4, c2, c1 = self.values.chunks
-        jobs = max(1, c8 + c4 + c2 * (1 if tile.fields >= 8 else 2) + 4 * c1)
+        jobs = c8 + c4 + 2 * c2 + 4 * c1 + 1
         S = max(1, min(-(-processors * tile.sum_programs // (made.pairs * jobs)), L // N))
         part, split_tops, split_sums = made(S, self.values.slots), made(S), made(S)
         _sums[(jobs, S, made.pairs)](
-            weights, v.words, v.scales, self.values.tables(q16.device)["group"], v.tops, tops, sums, part, split_tops,
-            split_sums, lengths, starts, S, L, GROUPS=self.values.groups, SLOTS=self.values.slots,
-            **_chunks(self.values), FIELDS=tile.fields, SEG=self.values.segment, N=N, BLOCK=16,
-            num_warps=tile.sum_warps, num_stages=tile.sum_stages, **size,
+            weights, v.words, v.scales, tops, part, split_tops, split_sums, lengths, starts, S, L, *self.values.chunks,
+            SEG=self.values.segment, N=N, BLOCK=16, num_stages=tile.sum_stages, **size,
         )  # fmt: skip
         return part, split_tops, split_sums
+
+
+_chosen: dict[Any, list[CodeTile]] = {}
+
+
+def _quickest(work: Callable[[CodeTile], object], key: Any) -> CodeTile:
+    """The quickest way to build kernels for a size, measured on first use; others where a row is too wide for it."""
+    if key not in _chosen:
+        if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return TILES[0]
+        times = {tile._replace(programs=n): _ms(work, tile._replace(programs=n)) for tile in TILES for n in PROGRAMS}
+        best = min(times, key=lambda tile: times[tile])
+        more = [best._replace(sum_stages=s, sum_programs=4 * n) for s in (3, 4) for n in PROGRAMS]
+        times |= {tile: _ms(work, tile) for tile in more}
+        _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
+        if math.isinf(min(times.values())):
+            raise RuntimeError("no kernel for rows in bits can be built here")
+    return next(tile for tile in _chosen[key] if _builds(work, tile, key))
+
+
+_built: set[Any] = set()
+
+
+def _builds(work: Callable[[CodeTile], object], tile: CodeTile, key: Any) -> bool:
+    """Whether kernels can be built in a way; tried once for every layer."""
+    own = (id(work.func.__self__), tile, key)  # type: ignore[attr-defined]
+    if own not in _built:
+        try:
+            work(tile)
+        except triton.runtime.errors.OutOfResources:
+            return False
+        _built.add(own)
+    return True
+
+
+def _ms(work: Callable[[CodeTile], object], tile: CodeTile) -> float:
+    """Milliseconds of a call; endless where kernels cannot be built."""
+    try:
+        work(tile)
+    except Exception:  # what compiling may raise is not listed anywhere
+        return math.inf
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(3):
+        work(tile)
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last))
 
 
 class _Room:

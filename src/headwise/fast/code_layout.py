@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+SCALE_UP = 16.0  # of scales as kernels read them: rows of small numbers keep their precision
 TILE = 64  # places whose scales, and whose values of a coefficient, lie side by side
 PLANES = (8, 4, 2, 1)
 
@@ -35,7 +36,7 @@ class CodeLayout:
     """Where the codes of a coder lie, and what their fields stand for."""
 
     def __init__(self, coder: Any) -> None:
-        self.size, self.kept, self.groups = coder.size, coder.kept, coder.groups
+        self.coder, self.size, self.kept, self.groups = coder, coder.size, coder.kept, coder.groups
         self.each = max(1, -(-coder.kept // coder.groups))  # coefficients of a scale
         self.segment = 64 if self.kept >= 256 else 32 if self.kept >= 64 else 16
         self.chunks: list[int] = []  # of every plane
@@ -56,25 +57,22 @@ class CodeLayout:
         for group in range(self.groups):
             those = range(group * self.each, min((group + 1) * self.each, self.kept))
             own = [k for k in those if self.bits[k] & plane]
-            found += [
-                Segment(plane, group, tuple(own[i : i + self.segment])) for i in range(0, len(own), self.segment)
-            ]
+            found += [Segment(plane, group, tuple(own[i : i + self.segment])) for i in range(0, len(own), self.segment)]
         return found
 
     def tables(self, device: torch.device) -> dict[str, torch.Tensor]:
         """What kernels look up, by name."""
         if device not in self._made:
             made = {name: torch.tensor(rows, device=device) for name, rows in self._lists().items()}
-            self._made[device] = {
-                name: x.int() if not x.is_floating_point() else x.float() for name, x in made.items()
-            }
+            self._made[device] = {name: x.int() if not x.is_floating_point() else x.float() for name, x in made.items()}
         return self._made[device]
 
     def _lists(self) -> dict[str, list[Any]]:
         """By slot: `own` its coefficient, `bits` all bits of its code, `below` those below its field, `mult` what the
         field as the kernels read it is multiplied by. By segment: `group`, `plane`. By chunk: `first` segment. By
         coefficient: up to three `slots`, -1 where there are none."""
-        own, bits, below, mult = [], [], [], []
+        own: list[int] = []
+        bits, below, mult = list[int](), list[int](), list[float]()
         slots: list[list[int]] = [[] for _ in range(max(1, self.size))]
         firsts, first = [], 0
         for plane, chunks in zip(PLANES, self.chunks, strict=True):
@@ -105,8 +103,7 @@ class CodeLayout:
         """What codes stand for (B, G, L, K), in float32: plain code, for prompts that come in parts and for tests."""
         B, G = words_BGN.shape[:2]
         chunks, tables = sum(self.chunks), self.tables(words_BGN.device)
-        scales = scales_BGN.view(B, G, -1, self.groups, TILE).transpose(3, 4).reshape(B, G, -1, self.groups)
-        L = scales.shape[2]
+        L = scales_BGN.shape[2] * 2 // max(2, len(self.segments))
         found = torch.zeros(B, G, L, max(1, self.size), device=words_BGN.device)
         if not chunks:
             return found
@@ -115,7 +112,8 @@ class CodeLayout:
         else:
             tiles = words_BGN.view(B, G, L // TILE, chunks * self.segment, TILE)
             words = tiles.transpose(3, 4).reshape(B, G, L, chunks * self.segment)
-        factor = torch.exp2(scales.float() / 8 - 16)
+        halves = scales_BGN.view(torch.float16).view(B, G, L // TILE, -1, TILE, 2)
+        factor = halves.transpose(3, 4).reshape(B, G, L, -1).float() / SCALE_UP
         for number, first in enumerate(tables["first"].tolist()):
             plane = self.segments[first].plane
             those = words[..., number * self.segment : (number + 1) * self.segment].int()
@@ -123,6 +121,6 @@ class CodeLayout:
                 slots = slice((first + f) * self.segment, (first + f + 1) * self.segment)
                 field = (those >> (f * plane)) & ((1 << plane) - 1)
                 steps = tables["mult"][slots] * 2.0 ** at(plane, f)[1]
-                numbers = (field - ((1 << plane) - 1) / 2) * steps * factor[..., self.segments[first + f].group, None]
+                numbers = (field - ((1 << plane) - 1) / 2) * steps * factor[..., first + f, None]
                 found.index_add_(3, tables["own"][slots], numbers)
         return found

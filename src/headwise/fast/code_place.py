@@ -14,15 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_layout import TILE, CodeLayout
+from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
+
+FIELDS = 16  # of a word, at most
 
 
 @triton.jit
 def _scale(x):
-    """The byte of a scale that covers some numbers, and the scale."""
-    size = tl.maximum(tl.max(tl.abs(x), 0), 0.000030517578125)
+    """Scales that cover rows of numbers."""
+    size = tl.maximum(tl.max(tl.abs(x), 1), 0.000030517578125)
     byte = tl.minimum(tl.maximum(tl.ceil(8.0 * tl.log2(size)) + 128.0, 0.0), 255.0)
-    return byte, tl.exp2((byte - 128.0) * 0.125)
+    return tl.exp2((byte - 128.0) * 0.125)
 
 
 @triton.jit
@@ -35,34 +37,34 @@ def _codes(x, factor, bits):
 
 
 @triton.jit
-def _row(x, k, size):
+def _row(x, k, there):
     """Some numbers of a row; what is not a number is padding, which is hidden."""
-    found = tl.load(x + k, mask=k < size, other=0.0).to(tl.float32)
+    found = tl.load(x + k, mask=there, other=0.0).to(tl.float32)
     return tl.where(found == found, found, 0.0)
 
 
 @triton.jit
 def _place_chunk(
-    x, words, scales, tops, own, bits, below, group, plane, first, chunk, at,
-    KEPT, EACH, GROUPS, CHUNKS, TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
+    x, words, scales, own, bits, below, group, plane, first, chunk, at, UP,
+    KEPT: tl.constexpr, EACH: tl.constexpr, CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr,
+    TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
-    """One chunk of a row's words, with the scales that it needs."""
-    j = tl.arange(0, SEG)
-    i = tl.arange(0, WIDE)
+    """One chunk of a row's words, with the scales of its segments."""
+    f, j, i = tl.arange(0, FIELDS), tl.arange(0, SEG), tl.arange(0, WIDE)
     segment = tl.load(first + chunk)
     width = tl.load(plane + segment)
-    word = tl.zeros([SEG], tl.int32)
-    for f in range(0, 16 // width):
-        slot = (segment + f) * SEG + j
-        g = tl.load(group + segment + f)
-        k = g * EACH + i
-        byte, factor = _scale(tl.where(i < EACH, _row(x, k, KEPT), 0.0))
-        tl.store(scales + (at // TILE * GROUPS + g) * TILE + at % TILE, byte.to(tl.uint8))
-        tl.atomic_max(tops + g, byte.to(tl.int32))
-        wide = tl.load(bits + slot)
-        code = _codes(_row(x, tl.load(own + slot), KEPT), factor, wide).to(tl.int32)
-        field = (code >> tl.load(below + slot)) & ((1 << width) - 1)
-        word += tl.where(wide > 0, field, 0) << (f * width)
+    used = f < 16 // width
+    k = tl.load(group + segment + f, mask=used, other=0)[:, None] * EACH + i[None, :]
+    factor = _scale(_row(x, k, used[:, None] & (i < EACH)[None, :] & (k < KEPT)))
+    half = tl.minimum(factor * UP, 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
+    pair = at // TILE * (SEGMENTS // 2) + (segment + f) // 2
+    tl.store(scales + (pair * TILE + at % TILE) * 2 + f % 2, half, mask=used)
+    slot = (segment + f)[:, None] * SEG + j[None, :]
+    wide = tl.load(bits + slot, mask=used[:, None], other=0)
+    numbers = _row(x, tl.load(own + slot, mask=used[:, None], other=0), wide > 0)
+    code = _codes(numbers, factor[:, None], wide).to(tl.int32)
+    field = (code >> tl.load(below + slot, mask=used[:, None], other=0)) & ((1 << width) - 1)
+    word = tl.sum(tl.where(wide > 0, field, 0) << (f * width)[:, None], 0)
     if BY_PLACE:
         place = (at * CHUNKS + chunk) * SEG + j
     else:
@@ -72,10 +74,10 @@ def _place_chunk(
 
 @triton.jit(do_not_specialize=["past", "T"])
 def _place_codes(
-    x, words, scales, tops, side, own, bits, below, group, plane, first, ends, starts, places, past, T,
+    x, words, scales, side, own, bits, below, group, plane, first, starts, places, past, T, UP,
     x_row, x_group, x_token, word_row, scale_row, KEPT: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr,
-    GROUPS: tl.constexpr, CHUNKS: tl.constexpr, FINE: tl.constexpr, G: tl.constexpr, WHOLE: tl.constexpr,
-    NEAR: tl.constexpr, SIDE: tl.constexpr, ON_DEVICE: tl.constexpr,
+    CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, FINE: tl.constexpr,
+    G: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, SIDE: tl.constexpr, ON_DEVICE: tl.constexpr,
     TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -93,18 +95,18 @@ def _place_codes(
     x += b * x_row + pair % G * x_group + token * x_token
     if chunk < CHUNKS:
         _place_chunk(
-            x, words + pair * word_row, scales + pair * scale_row, tops + pair * GROUPS, own, bits, below, group,
-            plane, first, chunk, at, KEPT, EACH, GROUPS, CHUNKS, TILE, SEG, WIDE, BY_PLACE,
+            x, words + pair * word_row, scales + pair * scale_row, own, bits, below, group, plane, first, chunk, at,
+            UP, KEPT, EACH, CHUNKS, SEGMENTS, FIELDS, TILE, SEG, WIDE, BY_PLACE,
         )  # fmt: skip
     else:
-        i = tl.arange(0, WIDE)
+        i = tl.arange(0, WIDE)[None, :]
         k = (chunk - CHUNKS) * FINE + i
         there = (i < FINE) & (k < SIZE)
-        new = tl.where(there, _row(x, k, SIZE), 0.0)
+        new = _row(x, k, there)
         side += pair * SIDE * SIZE
         if at + NEAR >= end:
-            byte, factor = _scale(new)
-            code = _codes(new, factor, tl.full([WIDE], 8, tl.int32))
+            factor = _scale(new)[:, None]
+            code = _codes(new, factor, tl.full([1, WIDE], 8, tl.int32))
             near = (code * 0.0078125 - 0.99609375) * factor
             tl.store(side + (WHOLE + at % NEAR) * SIZE + k, near.to(side.dtype.element_ty), mask=there)
         if (at >= start) & (at < start + WHOLE):
@@ -117,7 +119,7 @@ def place_codes(
 ) -> None:  # fmt: skip
     """Write new rows behind `past` others, which may be counted on the device if there is one new row.
 
-    `held` has the buffers of a side (`CodedSide`): words, scales, tops, and side for tokens that are not coded.
+    `held` has the buffers of a side (`CodedSide`): words, scales, and side for tokens that are not coded.
     """
     B, G, T, K = x_BGTK.shape
     x = x_BGTK if x_BGTK.stride(3) == 1 else x_BGTK.contiguous()
@@ -126,10 +128,10 @@ def place_codes(
     fine = -(-layout.size // fine_groups)
     known = isinstance(past, int)
     _place_codes[(B * G * T, chunks + fine_groups)](
-        x, held.words, held.scales, held.tops, held.side, table["own"], table["bits"], table["below"], table["group"],
-        table["plane"], table["first"], starts_B, starts_B, starts_B if known else past, past if known else 0, T,
-        *x.stride()[:3], held.words.stride(1), held.scales.stride(1), KEPT=layout.kept, SIZE=K, EACH=layout.each,
-        GROUPS=layout.groups, CHUNKS=chunks, FINE=fine, G=G, WHOLE=whole, NEAR=near, SIDE=held.side.shape[2],
-        ON_DEVICE=not known, TILE=TILE, SEG=layout.segment, WIDE=triton.next_power_of_2(max(fine, layout.each)),
-        BY_PLACE=by_place, num_warps=1,
+        x, held.words, held.scales.view(torch.int16), held.side, table["own"], table["bits"], table["below"],
+        table["group"], table["plane"], table["first"], starts_B, starts_B if known else past, past if known else 0, T,
+        SCALE_UP, *x.stride()[:3], held.words.stride(1), 2 * held.scales.stride(1), KEPT=layout.kept, SIZE=K,
+        EACH=layout.each, CHUNKS=chunks, SEGMENTS=len(layout.segments), FIELDS=FIELDS, FINE=fine, G=G, WHOLE=whole,
+        NEAR=near, SIDE=held.side.shape[2], ON_DEVICE=not known, TILE=TILE, SEG=layout.segment,
+        WIDE=triton.next_power_of_2(max(fine, layout.each)), BY_PLACE=by_place, num_warps=4,
     )  # fmt: skip

@@ -29,8 +29,10 @@ class CodedSide:
         self.layout, self.by_place, self.places = layout, by_place, places
         size, device = (rows, groups), like.device
         self.words = torch.zeros(*size, places * max(1, layout.words), dtype=torch.int16, device=device)
-        self.scales = torch.zeros(*size, places * layout.groups, dtype=torch.uint8, device=device)
-        self.tops = torch.zeros(*size, layout.groups, dtype=torch.int32, device=device)  # highest byte of a scale so far
+        pairs = max(1, len(layout.segments) // 2)
+        self.scales = torch.zeros(
+            *size, places * pairs, dtype=torch.int32, device=device
+        )  # two numbers of 16 bits each
         self.side = torch.zeros(*size, SIDE, layout.size, dtype=like.dtype, device=device)
 
     def of(self, rows: slice) -> CodedSide:
@@ -41,7 +43,7 @@ class CodedSide:
 
     def buffers(self) -> tuple[torch.Tensor, ...]:
         """All that it holds."""
-        return self.words, self.scales, self.tops, self.side
+        return self.words, self.scales, self.side
 
     def write(self, x_BGTK: torch.Tensor, starts_B: torch.Tensor, past: int | torch.Tensor) -> None:
         """Append rows behind `past` others."""
@@ -69,13 +71,14 @@ class CodedFastLayer(FastLayer):
 
     def __init__(self, capacity: int, layouts: tuple[CodeLayout, CodeLayout]) -> None:
         super().__init__(capacity)
-        self.layouts, self.sides = layouts, ()
+        self.layouts = layouts
+        self.sides: Any = ()
 
     def allocate_codes(self, rows: int, groups: int, like: torch.Tensor) -> None:
         """Make room for so many texts with so many rows per token."""
         self.dtype, self.device = like.dtype, like.device
         kinds = zip(self.layouts, (True, False), strict=True)
-        self.sides: Any = tuple(CodedSide(one, keys, rows, groups, self.capacity, like) for one, keys in kinds)
+        self.sides = tuple(CodedSide(one, keys, rows, groups, self.capacity, like) for one, keys in kinds)
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -87,8 +90,6 @@ class CodedFastLayer(FastLayer):
     def reset(self) -> None:
         """Forget all tokens."""
         super().reset()
-        for side in self.sides:
-            side.tops.zero_()
         self.is_initialized = bool(self.sides)
 
     def buffers(self) -> tuple[torch.Tensor, ...]:

@@ -108,7 +108,8 @@ class FusedAttention(TailoredAttention):
             self.columns_HW = torch.cat((pairs, self.pairs_GP)).repeat(1, 2)
         if per_head and norms[0] is not None:
             self.norms = torch.stack([norm.weight.detach() for norm in norms])
-        self.gains, self.decode = None, None
+        self.gains: Any = None
+        self.decode: Any = None
         if self.coders is not None and any((gain != 1).any() for gain in (self.k_gain_GK, self.v_gain_GV)):
             self.gains = self.k_gain_GK, self.v_gain_GV
 
@@ -189,7 +190,7 @@ class FusedAttention(TailoredAttention):
         if self.decode is None:
             from headwise.fast.code_beside import CodeDecode
 
-            self.decode = CodeDecode(*layer.layouts, WHOLE, NEAR)
+            self.decode = CodeDecode(layer.layouts[0], layer.layouts[1], WHOLE, NEAR)
         how = seen.ends_B, seen.starts_B, float(self.attend.scaling), self.attend.softcap
         z = self.decode(q[:, :, 0], *sides, *how).unsqueeze(1)
         z = z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
@@ -202,7 +203,9 @@ class FusedAttention(TailoredAttention):
         rows, heads = len(hidden), self.kv_heads * self.pooled
         keys = hidden.new_empty(rows, heads, 1, self.head_width)
         values = hidden.new_empty(rows, self.kv_heads, 1, self.v_dim)
-        q = self._placed_heads(hidden, positions, keys, values.as_strided(values.shape, (*values.stride()[:2], 0, 1)), True)
+        q = self._placed_heads(
+            hidden, positions, keys, values.as_strided(values.shape, (*values.stride()[:2], 0, 1)), True
+        )
         return q, keys.view(rows, self.kv_heads, 1, self.qk_width), values
 
     def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any) -> tuple[torch.Tensor, ...]:

@@ -101,8 +101,7 @@ def _draw_codes(layer: Any) -> None:
     """Random rows in bits."""
     for side in layer.sides:
         side.words.random_(-(2**15), 2**15)
-        side.scales.random_(112, 137)
-        side.tops.fill_(136)
+        side.scales.view(torch.float16).uniform_(4.0, 32.0)
         side.side.normal_()
 
 
