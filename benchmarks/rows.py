@@ -24,7 +24,9 @@ from provenance import commit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from headwise.fast.choice import case_of, quickest
 from headwise.fast.code_layout import CodeLayout
+from headwise.fast.paths import Seen
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.coder_headwise import RowCoder
 
@@ -163,13 +165,12 @@ def uncut_ways(texts: int, places: int) -> dict[str, Callable[[], Any]]:
 def measure(texts: int, places: int) -> list[dict[str, Any]]:
     """Rows of the result, one per way."""
     from headwise.fast.code_beside import CodeDecode
-    from headwise.fast.row_decode import row_decode
 
     whole = texts * places * UNCUT
     ways, sizes = uncut_ways(texts, places), {}
     k, v = made(texts, 1, places, 2 * POOLED).split(POOLED, -1)
-    q = made(texts, HEADS, POOLED)
-    ways["pooled 50%"] = partial(row_decode, q, k, v, *limits(texts, places), SCALING)
+    given = (made(texts, HEADS, 1, POOLED), k, v, Seen(*limits(texts, places), scaling=SCALING))
+    ways["pooled 50%"] = partial(quickest(case_of(*given)), *given)
     sizes["pooled 50%"] = texts * places * POOLED * 4
     for name, counts in CODES.items():
         layout = CodeLayout(RowCoder(counts, ROW))

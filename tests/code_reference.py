@@ -60,7 +60,11 @@ class CodeDecode:
 
     def __init__(self, *_: Any) -> None: ...
 
-    def __call__(self, q: torch.Tensor, k: Any, v: Any, ends: Any, starts: Any, scaling: float, softcap: Any = None):
+    def __call__(
+        self, q: torch.Tensor, k: Any, v: Any, ends: Any, starts: Any, scaling: float, softcap=None, write=None
+    ):
+        if write is not None:
+            write()
         end, share = int(ends[0]), q.shape[1] // k.words.shape[1]
         keys, values = (rows(side, starts.tolist(), end).repeat_interleave(share, 1) for side in (k, v))
         logits = (q.unsqueeze(2) @ keys.mT) * scaling

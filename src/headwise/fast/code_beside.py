@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -128,12 +129,16 @@ class CodeDecode:
         self, keys: CodeLayout, values: CodeLayout, whole: int, near: int, tile: CodeTile | None = None
     ) -> None:
         self.keys, self.values, self.whole, self.near, self.tile = keys, values, whole, near, tile
+        self.built: set[Any] = set()  # ways to build kernels that are known to work here
 
     def __call__(
         self, q_BHK: torch.Tensor, k: Any, v: Any, lengths_B: torch.Tensor, starts_B: torch.Tensor, scaling: float,
-        softcap: float | None = None,
+        softcap: float | None = None, write: Callable[[], None] | None = None,
     ) -> torch.Tensor:  # fmt: skip
-        """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a text are seen; `k` and `v`: `CodedSide`."""
+        """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a text are seen; `k` and `v`: `CodedSide`.
+
+        `write` puts the newest row into the cache: while coded places are read, for it is not among them.
+        """
         (B, H, _), G, V = q_BHK.shape, k.words.shape[1], self.values.size
         share = H // G
         M = max(16, min(HEADS, triton.next_power_of_2(share)))
@@ -149,18 +154,25 @@ class CodeDecode:
         )  # fmt: skip
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
-        _beside[(pairs, sides)](
-            q_BHK, k.side, v.side, beside, beside_tops, lengths_B, starts_B, scaling, softcap or 1.0, q_BHK.stride(0),
-            q_BHK.stride(1), G=G, SHARE=share, PARTS=parts, K=self.keys.size, V=V, M=M, R=BESIDE, SIDE=k.side.shape[2],
-            BLOCK=128, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
-            PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
-        )  # fmt: skip
+        aside = _aside(device)
+        with nullcontext() if aside is None else torch.cuda.stream(aside):
+            if write is not None:
+                write()
+            _beside[(pairs, sides)](
+                q_BHK, k.side, v.side, beside, beside_tops, lengths_B, starts_B, scaling, softcap or 1.0,
+                q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share, PARTS=parts, K=self.keys.size, V=V, M=M, R=BESIDE,
+                SIDE=k.side.shape[2], BLOCK=128, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
+                PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
+            )  # fmt: skip
         given = (q16, units, k, v, lengths_B, starts_B, softcap, made, size)
-        tile = self.tile or _quickest(partial(self._coded, *given), (pairs, M, k.places, device))
+        size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
+        tile = self.tile or _quickest(partial(self._coded, *given), size_of, self.built)
         found = self._coded(*given, tile)
         out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=device)
         table = self.values.tables(device)
         S = found[1].shape[1]
+        if aside is not None:
+            torch.cuda.current_stream(device).wait_stream(aside)
         _combine[(B * H, -(-V // 64))](
             *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
             SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
@@ -194,10 +206,23 @@ class CodeDecode:
         return part, split_tops, split_sums
 
 
+@cache
+def _second(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _aside(device: torch.device) -> torch.cuda.Stream | None:
+    """Where kernels run beside others, after all that was begun so far; none but on CUDA."""
+    if device.type != "cuda":
+        return None
+    _second(device).wait_stream(torch.cuda.current_stream(device))
+    return _second(device)
+
+
 _chosen: dict[Any, list[CodeTile]] = {}
 
 
-def _quickest(work: Callable[[CodeTile], object], key: Any) -> CodeTile:
+def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> CodeTile:
     """The quickest way to build kernels for a size, measured on first use; others where a row is too wide for it."""
     if key not in _chosen:
         if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -209,21 +234,16 @@ def _quickest(work: Callable[[CodeTile], object], key: Any) -> CodeTile:
         _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
         if math.isinf(min(times.values())):
             raise RuntimeError("no kernel for rows in bits can be built here")
-    return next(tile for tile in _chosen[key] if _builds(work, tile, key))
+    return next(tile for tile in _chosen[key] if tile in built or _builds(work, tile, built))
 
 
-_built: set[Any] = set()
-
-
-def _builds(work: Callable[[CodeTile], object], tile: CodeTile, key: Any) -> bool:
-    """Whether kernels can be built in a way; tried once for every layer."""
-    own = (id(work.func.__self__), tile, key)  # type: ignore[attr-defined]
-    if own not in _built:
-        try:
-            work(tile)
-        except triton.runtime.errors.OutOfResources:
-            return False
-        _built.add(own)
+def _builds(work: Callable[[CodeTile], object], tile: CodeTile, built: set[Any]) -> bool:
+    """Whether kernels can be built in a way."""
+    try:
+        work(tile)
+    except triton.runtime.errors.OutOfResources:
+        return False
+    built.add(tile)
     return True
 
 

@@ -185,14 +185,17 @@ class FusedAttention(TailoredAttention):
             layer.allocate_codes(cache.batch, self.kv_heads, k)
         sides = [side.of(cache.rows) for side in layer.sides]
         past = seen.end - 1 if cache.place is None else cache.place
-        for side, x in zip(sides, (k, v), strict=True):
-            side.write(x, seen.starts_B, past)
+
+        def write() -> None:
+            for side, x in zip(sides, (k, v), strict=True):
+                side.write(x, seen.starts_B, past)
+
         if self.decode is None:
             from headwise.fast.code_beside import CodeDecode
 
             self.decode = CodeDecode(layer.layouts[0], layer.layouts[1], WHOLE, NEAR)
         how = seen.ends_B, seen.starts_B, float(self.attend.scaling), self.attend.softcap
-        z = self.decode(q[:, :, 0], *sides, *how).unsqueeze(1)
+        z = self.decode(q[:, :, 0], *sides, *how, write).unsqueeze(1)
         z = z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
         z = self.own_values(z)
         z = self.o_proj(z) if hasattr(self, "o_proj") else z
