@@ -5,7 +5,8 @@ python benchmarks/generate.py --model llama-3-8b --rows 16x32k --texts 1x2k,8x8k
 
 Shapes of known models with random bfloat16 weights. The context is written into the caches as random keys and values,
 not read by a prefill, for all alike. Stock: an eager loop over StaticCache with sdpa attention. Stock compiled: the
-same, compiled with mode="reduce-overhead". Ours: greedy replays; pooled: all heads of a layer share rows.
+same, compiled with mode="reduce-overhead". Ours: greedy replays; pooled: all heads of a layer share rows, of 16 bits
+a number; coded: the same in few bits.
 The ideal moves weights and filled cache once, at the speed of a measured copy.
 """
 
@@ -24,15 +25,14 @@ from typing import Any
 import torch
 import transformers
 from attention import ideal
-from generate_models import DEVICE, MODELS, cut_model, pooled_model, stock_model
+from generate_models import DEVICE, MODELS, coded_model, cut_model, pooled_model, stock_model
 from provenance import commit
 from torch import nn
 from transformers import CompileConfig, StaticCache
 
 from headwise import families
 from headwise.devices import timed
-from headwise.fast.cache import FastCache
-from headwise.latency.measuring import replayed
+from headwise.latency.measuring import filled, replayed
 
 RESULT = Path(__file__).parent / "results" / "generate.json"
 CUTS: dict[str, Callable[[int], tuple[int, int]]] = {  # layer -> widths of queries/keys and values, of 128
@@ -41,30 +41,19 @@ CUTS: dict[str, Callable[[int], tuple[int, int]]] = {  # layer -> widths of quer
     "kv 50%, uneven": lambda layer: ((48, 80), (80, 48), (56, 72), (72, 56))[layer % 4],
 }
 POOLED = "kv 50%, pooled"
+CODES = {  # coefficients of 8, 7, ... 1 bits, of 1,024 keys and of 1,024 values
+    "kv 25%, coded": (128, 0, 0, 0, 512, 0, 384, 0),
+    "kv 12.5%, coded": (64, 0, 0, 0, 192, 0, 256, 0),
+}
 STOCK = ("stock", "stock compiled")
 GRID = [(rows, context) for context in (2048, 8192, 32768) for rows in (1, 8, 16)]
-
-
-def fast_cache(model: Any, rows: int, context: int, more: int) -> FastCache:
-    """Filled with random keys and values."""
-    cache = FastCache(model.headwise_fast.layers, context + more)
-    attentions = [module for module in model.modules() if hasattr(module, "attend")]
-    for layer, sizes in zip(cache.layers, attentions, strict=True):
-        made = (
-            torch.empty(1, sizes.kv_heads, 1, d, device=DEVICE, dtype=model.dtype) for d in (sizes.qk_dim, sizes.v_dim)
-        )
-        layer.allocate(rows, *made)
-        for x in (layer.keys, layer.values):
-            x.normal_()
-        layer.length = context
-    cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=DEVICE)
-    return cache
 
 
 def ours(model: Any, rows: int, context: int, steps: int) -> tuple[list[float], int]:
     """Milliseconds per step of some runs, and the most memory that was taken beside the weights."""
     before = _fresh()
-    cache = fast_cache(model, rows, context, 4 * steps + 8)
+    cache = filled(model, rows, context + 4 * steps + 8)
+    cache.rewind(context)
     token = torch.ones(rows, 1, dtype=torch.long, device=DEVICE)
     places = torch.full_like(token, context)
     replayed(model, cache, token, places, 2)
@@ -120,6 +109,8 @@ def weight_bytes(model: nn.Module, moved: bool = False) -> int:
 
 
 def cache_bytes(model: Any, rows: int, context: int) -> int:
+    if hasattr(model, "headwise_fast"):
+        return int(model.headwise_fast.place_bytes * rows * context)
     shape = families.family_of(model.config).shape_of(model.config)
     return sum(s.kv_heads * (s.qk_dim + s.v_dim) for s in shape.layers) * rows * context * 2
 
@@ -128,8 +119,12 @@ def rivals_of(stock: Any, asked: list[str]) -> dict[str, Any]:
     """Those that are asked for, all with the weights of one stock model as far as they are not cut."""
     found: dict[str, Any] = {}
     for name in asked:
-        found[name] = stock if name in STOCK else pooled_model(stock) if name == POOLED else None
-        found[name] = found[name] or cut_model(stock, CUTS[name])
+        if name in STOCK:
+            found[name] = stock
+        elif name in CODES:
+            found[name] = coded_model(stock, CODES[name])
+        else:
+            found[name] = pooled_model(stock) if name == POOLED else cut_model(stock, CUTS[name])
     return found
 
 
@@ -277,7 +272,7 @@ def main() -> None:
     parser.add_argument("--rows", default="", help="such as 16x32k,1x2k, or none; all if not given")
     parser.add_argument("--texts", default="", help="whole texts, too, such as 1x2k,8x8k")
     parser.add_argument("--tokens", type=int, default=256, help="of a whole text")
-    every = [*STOCK, *CUTS, POOLED]
+    every = [*STOCK, *CUTS, POOLED, *CODES]
     parser.add_argument("--rivals", nargs="+", choices=every, default=every)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)

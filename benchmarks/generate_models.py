@@ -76,6 +76,26 @@ def pooled_model(stock: Any) -> Any:
     return optimise(family.build(stock, tuple(layers), tensors))
 
 
+@torch.no_grad()
+def coded_model(stock: Any, code: tuple[int, ...]) -> Any:
+    """All heads of a layer share rows in bits, so many coefficients of 8, 7, ... 1; random weights where needed."""
+    family = families.family_of(stock.config)
+    shape = family.shape_of(stock.config)
+    tensors, layers = family.state_of(stock, clone=False), []
+    for index, layer in enumerate(shape.layers):
+        wide = layer.pooling(layer.kv_heads)
+        wide = replace(wide, qk_dim=wide.qk_width, v_dim=wide.v_width, k_code=code, v_code=code)
+        own = family.take_layer(tensors, index, stock.config)
+        hidden, each, rows = own["v.weight"].shape[1], layer.v_dim, (1, wide.qk_dim)
+        own |= {name: _drawn(1, wide.qk_width, wide.qk_dim) for name in ("q_down", "k_down")}
+        own |= {"v.weight": _drawn(wide.v_dim, hidden), "v_up": _drawn(layer.kv_heads, wide.v_dim, each)}
+        own |= {"k_mean": _drawn(*rows), "v.bias": _drawn(wide.v_dim), "o.bias": _drawn(hidden)}
+        own |= {name: torch.ones(rows, device=DEVICE, dtype=torch.bfloat16) for name in ("k_gain", "v_gain")}
+        family.put_layer(tensors, index, own, stock.config)
+        layers.append(wide)
+    return optimise(family.build(stock, tuple(layers), tensors))
+
+
 def _drawn(*size: int) -> torch.Tensor:
     return torch.randn(size, device=DEVICE, dtype=torch.bfloat16) * 0.02
 

@@ -3,8 +3,8 @@
 python benchmarks/rows.py     # on a CUDA device; writes benchmarks/results/rows.json
 
 32 query heads; uncut: 8 key/value heads of 128, bfloat16, by PyTorch's kernels and ours. Pooled: rows of 512 keys and
-512 values of 16 bits for all heads, by the kernel that `optimise=True` uses. Coded: rows of codes of 8, 4 and 2 bits,
-by a prototype (coded_rows.py). All are timed in turns; every kernel is checked against plain attention first.
+512 values of 16 bits for all heads. Coded: rows of 1,024 keys and 1,024 values in bits, first and newest tokens apart.
+Both by the kernels that `optimise=True` uses. All are timed in turns; each is checked against plain attention first.
 """
 
 from __future__ import annotations
@@ -20,15 +20,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from coded_rows import GROUP, HEADS, CodedDecode, Layout
 from provenance import commit
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from headwise.fast.choice import case_of, quickest
+from headwise.fast.code_layout import CodeLayout
+from headwise.fast.paths import Seen
+from headwise.runtime.cache_headwise import NEAR, WHOLE
+from headwise.runtime.coder_headwise import RowCoder
+
 RESULT = Path(__file__).parent / "results" / "rows.json"
 SIZES = ((32, 32768), (16, 32768), (8, 8192), (1, 2048))  # texts, places
-CODES = {"coded 25%": (128, 512, 384), "coded 12.5%": (64, 192, 256)}  # coefficients of 8, 4 and 2 bits, either side
-POOLED, SCALING = 512, 128**-0.5
+CODES = {  # how many of 1,024 coefficients, of keys and of values, have how many bits
+    "coded 25%": {"8": 128, "4": 512, "2": 384},
+    "coded 25%, all widths": {"8": 64, "7": 44, "6": 84, "5": 128, "4": 192, "3": 192, "2": 192, "1": 96},
+    "coded 12.5%": {"8": 64, "4": 192, "2": 256},
+}
+POOLED, HEADS, ROW, SCALING = 512, 32, 1024, 128**-0.5
 CALLS, ROUNDS = 5, 5
 UNCUT = 8 * 128 * 2 * 2  # bytes of a place
 made = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
@@ -89,16 +98,30 @@ def off(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return error
 
 
-def drawn(layout: Layout, texts: int, places: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes and scales."""
-    tops = (2**layout.bits).cuda()
-    codes = (torch.rand(texts, places, layout.size, device="cuda", dtype=torch.double) * tops).floor().byte()
-    scales = (256 * (0.5 + 2 * torch.rand(texts, places, layout.size // GROUP, device="cuda"))).half()
-    return codes, scales
+def drawn(layout: Any, keys: bool, texts: int, places: int) -> Any:
+    """A cache of keys or values with random rows."""
+    from headwise.fast.coded import CodedSide
+
+    side = CodedSide(layout, keys, texts, 1, places, made(1))
+    side.words.random_(-(2**15), 2**15)
+    side.scales.view(torch.float16).uniform_(4.0, 32.0)
+    side.side.normal_()
+    return side
+
+
+def numbers(side: Any, ends: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """What a cache holds (P, L, K)."""
+    rows = side.layout.read(side.words, side.scales, side.by_place)[:, 0]
+    for text, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        near = torch.arange(end - NEAR, end, device=rows.device)
+        rows[text, near] = side.side[text, 0, WHOLE + near % NEAR].float()
+        rows[text, start : start + WHOLE] = side.side[text, 0, :WHOLE].float()
+    return rows
 
 
 def checks() -> dict[str, float]:
     """How far kernels are off plain attention, relatively, at odd lengths and starts."""
+    from headwise.fast.code_beside import CodeDecode
     from headwise.fast.row_decode import row_decode
 
     texts, places, found = 3, 1024, {}
@@ -106,13 +129,12 @@ def checks() -> dict[str, float]:
     q, k, v = made(texts, HEADS, POOLED), made(texts, 1, places, POOLED), made(texts, 1, places, POOLED)
     found["pooled 50%"] = off(row_decode(q, k, v, ends, starts, SCALING), plain(q, k[:, 0], v[:, 0], ends, starts))
     for name, counts in CODES.items():
-        layout = Layout(counts)
-        keys, values = drawn(layout, texts, places), drawn(layout, texts, places)
-        rows = [*layout.packed(*keys, keys=True), *layout.packed(*values, keys=False)]
-        q = made(texts, HEADS, layout.size) * 0.3
-        work = CodedDecode(layout, layout, texts, places)
-        wanted = plain(q, layout.numbers(*keys), layout.numbers(*values), ends, starts)
-        found[name] = off(work.run(q, rows, ends, starts, SCALING), wanted)
+        layout = CodeLayout(RowCoder(counts, ROW))
+        keys, values = (drawn(layout, keys, texts, places) for keys in (True, False))
+        q = made(texts, HEADS, ROW) * 0.1
+        wanted = plain(q, numbers(keys, ends, starts), numbers(values, ends, starts), ends, starts)
+        decode = CodeDecode(layout, layout, WHOLE, NEAR)
+        found[name] = off(decode(q, keys, values, ends, starts, SCALING), wanted)
     return found
 
 
@@ -142,23 +164,20 @@ def uncut_ways(texts: int, places: int) -> dict[str, Callable[[], Any]]:
 
 def measure(texts: int, places: int) -> list[dict[str, Any]]:
     """Rows of the result, one per way."""
-    from headwise.fast.row_decode import row_decode
+    from headwise.fast.code_beside import CodeDecode
 
     whole = texts * places * UNCUT
     ways, sizes = uncut_ways(texts, places), {}
     k, v = made(texts, 1, places, 2 * POOLED).split(POOLED, -1)
-    q = made(texts, HEADS, POOLED)
-    ways["pooled 50%"] = partial(row_decode, q, k, v, *limits(texts, places), SCALING)
+    given = (made(texts, HEADS, 1, POOLED), k, v, Seen(*limits(texts, places), scaling=SCALING))
+    ways["pooled 50%"] = partial(quickest(case_of(*given)), *given)
     sizes["pooled 50%"] = texts * places * POOLED * 4
     for name, counts in CODES.items():
-        layout = Layout(counts)
-        words = [torch.randint(-(2**15), 2**15, (texts, places // 64, layout.bytes * 32), device="cuda") for _ in "kv"]
-        scale = (256 * (0.5 + torch.rand(texts, places // 64, layout.groups, 64, device="cuda"))).half()
-        rows = [words[0].short(), scale, words[1].short(), scale.clone()]
-        del words
-        work, wide = CodedDecode(layout, layout, texts, places), made(texts, HEADS, layout.size) * 0.3
-        ways[name] = partial(work.run, wide, rows, *limits(texts, places), SCALING)
-        sizes[name] = sum(x.nbytes for x in rows)
+        layout = CodeLayout(RowCoder(counts, ROW))
+        sides = [drawn(layout, keys, texts, places) for keys in (True, False)]
+        decode, wide = CodeDecode(layout, layout, WHOLE, NEAR), made(texts, HEADS, ROW) * 0.1
+        ways[name] = partial(decode, wide, *sides, *limits(texts, places), SCALING)
+        sizes[name] = sum(x.nbytes for side in sides for x in side.buffers())
     times = in_turns(ways)
     best = min(found["ms"] for name, found in times.items() if name.startswith("uncut"))
     return [
@@ -186,11 +205,11 @@ def section(result: dict[str, Any]) -> str:
     told = [
         f"`python benchmarks/rows.py`, {result['hardware']}, {result['date']}, commit {result['commit']}, torch",
         f"{result['versions']['torch']}. One token of 32 query heads. Uncut: 8 key/value heads of 128 in bfloat16.",
-        "Pooled: rows of 512 keys and 512 values for all heads, as `optimise=True` reads them. Coded: rows of codes",
-        "of 8, 4 and 2 bits and their scales, by a prototype that `optimise=True` does not use yet: it takes neither",
-        f"other widths nor first and newest tokens apart. Low and high over {result['rounds']} rounds, all ways in",
-        "turns; the fastest uncut way is the one compared with. The section above has the speed of a copy. At short",
-        "contexts starting kernels takes most of the time: coded rows need four.",
+        "Pooled: rows of 512 keys and 512 values for all heads. Coded: rows of 1,024 keys and 1,024 values in codes",
+        "of 8, 4 and 2 bits (all widths: of 8 to 1) with their scales, the first 4 and the newest 32 tokens apart.",
+        f"Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds, all ways in turns; the",
+        "fastest uncut way is the one compared with. The section above has the speed of a copy. At short contexts",
+        "starting kernels takes most of the time: coded rows need five.",
         f"Off plain attention in double precision: {errors}.",
     ]
     head = "| texts x places | | bytes | ms | times uncut's speed | TB/s |"

@@ -51,6 +51,37 @@ def check_rows():
     agrees(row_decode, 8, 264, 72, tiles[0], cap=5.0, start=31)
 
 
+def check_codes():
+    """New rows in bits lie where they should, and rows in bits are read as what they stand for."""
+    import code_reference as plain
+
+    from headwise.fast.code_beside import CodeDecode
+    from headwise.fast.code_decode import CodeTile
+    from headwise.fast.code_layout import CodeLayout
+    from headwise.fast.coded import CodedSide
+    from headwise.runtime.coder_headwise import RowCoder
+
+    torch.manual_seed(0)
+    both = ({"8": 5, "7": 2, "6": 9, "3": 11, "2": 2, "1": 1}, 33), ({"5": 9, "4": 30, "2": 40}, 96)
+    layouts, starts = [CodeLayout(RowCoder(*one)) for one in both], torch.tensor([0, 3], dtype=torch.int32)
+    ends, sides = torch.tensor([125, 125], dtype=torch.int32), []
+    for keys, layout in zip((True, False), layouts, strict=True):
+        x = torch.randn(2, 1, 3, layout.size)
+        made, want = (CodedSide(layout, keys, 2, 1, 128, x) for _ in range(2))
+        made.write(x[:, :, :2], starts, 2)
+        made.write(x[:, :, 2:], starts, torch.tensor([4]))
+        plain.place_codes(layout, want, x, starts, 2, keys)
+        for got, wanted in zip(made.buffers(), want.buffers(), strict=True):
+            assert torch.allclose(got.float(), wanted.float(), atol=1e-6, rtol=1e-6)
+        made.words.random_(-(2**15), 2**15), made.side.normal_(), made.scales.view(torch.float16).uniform_(2, 16)
+        sides.append(made)
+    q = torch.randn(2, 3, 33)
+    want = plain.CodeDecode()(q, *sides, ends, starts, 0.1)
+    for tile in (CodeTile(places=64), CodeTile(places=128, unrolled=False)):
+        got = CodeDecode(*layouts, 4, 32, tile)(q, *sides, ends, starts, 0.1)
+        assert (got - want).norm() < 2e-3 * want.norm()
+
+
 def nothing(*size):
     return torch.full(size, float("nan"))
 
@@ -113,4 +144,5 @@ if __name__ == "__main__":
     as_numbers()
     check_decode()
     check_rows()
+    check_codes()
     check_heads()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,6 +66,10 @@ class FastLayer(CacheLayerMixin):
         """Places that there are."""
         return self.capacity
 
+    def buffers(self) -> tuple[torch.Tensor, ...]:
+        """All that it holds."""
+        return tuple(x for x in (self.keys, self.values) if x is not None)
+
     def reset(self) -> None:
         """Set the length to 0; what lies beyond the length is masked, so it may stay."""
         self.length = 0
@@ -77,8 +81,9 @@ class FastCache(Cache):
     While `seen` is set a fast step is running: keys and values go to their places, and `seen` masks attention.
     """
 
-    def __init__(self, layers: int, capacity: int) -> None:
-        super().__init__(layers=[FastLayer(-(-capacity // STEP) * STEP) for _ in range(layers)])
+    def __init__(self, layers: int, capacity: int, make: Callable[[int, int], FastLayer] | None = None) -> None:
+        places = -(-capacity // STEP) * STEP
+        super().__init__(layers=[make(i, places) if make else FastLayer(places) for i in range(layers)])
         self.seen: Seen | None = None
         self.rows = slice(0, 0)  # of the batch, in the step that is running
         self.batch = 0  # rows of the whole batch
@@ -137,4 +142,4 @@ class FastCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all buffers."""
         made: Sequence[Any] = [layer for layer in self.layers if layer.is_initialized]
-        return sum(x.nbytes for layer in made for x in (layer.keys, layer.values))
+        return sum(x.nbytes for layer in made for x in layer.buffers())

@@ -19,7 +19,9 @@ from torch.nn.functional import linear
 
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import case_of, quickest
+from headwise.fast.coded import padding_mask, write_prompt
 from headwise.fast.paths import Seen
+from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
 
 
@@ -44,7 +46,7 @@ class FastAttend(SoftmaxAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Same arguments and result as the class that it replaces."""
         cache = self.switch.cache
-        if cache is None or cache.seen is None:
+        if cache is None or cache.seen is None or kwargs.get("masked"):
             return super().forward(q_BHTK, k_BGTK, v_BGTV, attention_mask, **kwargs)
         seen = replace(cache.seen, window=self.sliding_window, scaling=float(self.scaling), softcap=self.softcap)
         if q_BHTK.shape[2] == 1:
@@ -90,9 +92,12 @@ class FusedAttention(TailoredAttention):
         """Join weights where possible; `small`: whether our small kernels run here."""
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
-        plain = all(type(part) is nn.Linear for part in parts) and len({bias is None for bias in biases}) == 1
-        self.switch, self.joint = switch, joined(parts) if plain else None
-        self.joint_bias = torch.cat([bias.detach() for bias in biases]) if plain and biases[0] is not None else None
+        plain = all(type(part) is nn.Linear for part in parts)
+        self.switch, self.joint, self.joint_bias = switch, joined(parts) if plain else None, None
+        if plain and any(bias is not None for bias in biases):  # values in bits have one, also where queries have none
+            both = zip(parts, biases, strict=True)
+            made = [part.weight.new_zeros(len(part.weight)) if bias is None else bias.detach() for part, bias in both]
+            self.joint_bias = torch.cat(made)
         norms = [self.q_norm, self.k_norm]
         per_head = all(norm is None or norm.weight.numel() == self.head_width for norm in norms)
         pairs = self.pooled > 1 and self.head_width < self.head_dim  # rotary pairs of pooled heads: the ordinary code
@@ -103,6 +108,10 @@ class FusedAttention(TailoredAttention):
             self.columns_HW = torch.cat((pairs, self.pairs_GP)).repeat(1, 2)
         if per_head and norms[0] is not None:
             self.norms = torch.stack([norm.weight.detach() for norm in norms])
+        self.gains: Any = None
+        self.decode: Any = None
+        if self.coders is not None and any((gain != 1).any() for gain in (self.k_gain_GK, self.v_gain_GV)):
+            self.gains = self.k_gain_GK, self.v_gain_GV
 
     def _whole(self) -> bool:
         """Whether the joined weights are still the parts' own."""
@@ -130,6 +139,9 @@ class FusedAttention(TailoredAttention):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Same arguments and result as the class that it replaces."""
         cache = self.switch.cache
+        if self.coders is not None and self._coding() and hidden_states.shape[1] == 1:
+            positions = args[1] if len(args) > 1 else kwargs.get("position_embeddings")
+            return self._coded_token(hidden_states, positions), None
         layer = cache.layers[self.layer_idx] if cache is not None and cache.place is not None else None
         if layer is None or not layer.is_initialized or not self.placed or args[1:] or not self._whole():
             return super().forward(hidden_states, *args, **kwargs)
@@ -138,27 +150,94 @@ class FusedAttention(TailoredAttention):
         z = self.o_proj(z) if hasattr(self, "o_proj") else z
         return (z if self.resid_dropout is None else self.resid_dropout(z)), None
 
+    def _coding(self) -> bool:
+        """Whether a fast step runs, and rows go to its cache in bits."""
+        return self.switch.cache is not None and self.switch.cache.seen is not None
+
+    def remembered(self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Any:
+        """As the ordinary one; in a fast step rows in bits go where our kernels read them."""
+        if self.coders is None or not self._coding():
+            return super().remembered(k, v, mask, cache)
+        if self.gains is None:
+            return write_prompt(self, self.switch.cache, k, v)
+        k_gain, v_gain = (gain.unsqueeze(1) for gain in self.gains)
+        return write_prompt(self, self.switch.cache, k * k_gain, v * v_gain)._replace(gains=self.gains)
+
+    def attended(self, q: torch.Tensor, rows: Any, mask: Any, **kwargs: Any) -> Any:
+        """As the ordinary one; a fast step has no mask but its cache's own."""
+        mask = padding_mask(self.switch.cache) if self.coders is not None and self._coding() else mask
+        return super().attended(q, rows, mask, **kwargs)
+
+    def _coded_token(self, hidden: torch.Tensor, positions: Any) -> torch.Tensor:
+        """One new token of every text against rows in bits."""
+        cache: Any = self.switch.cache
+        layer, seen = cache.layers[self.layer_idx], cache.seen
+        if cache.place is not None and self.placed and self._whole():
+            q, k, v = self._one_place(hidden, positions)
+        else:
+            q, k, v = self.heads(hidden, positions)
+        q, k = self.project(q, k)
+        if self.gains is not None:  # powers of two
+            share = self.query_heads // self.kv_heads
+            q = q / self.gains[0].repeat_interleave(share, 0).unsqueeze(1)
+            k, v = k * self.gains[0].unsqueeze(1), v * self.gains[1].unsqueeze(1)
+        if not layer.is_initialized:
+            layer.allocate_codes(cache.batch, self.kv_heads, k)
+        sides = [side.of(cache.rows) for side in layer.sides]
+        past = seen.end - 1 if cache.place is None else cache.place
+
+        def write() -> None:
+            for side, x in zip(sides, (k, v), strict=True):
+                side.write(x, seen.starts_B, past)
+
+        if self.decode is None:
+            from headwise.fast.code_beside import CodeDecode
+
+            self.decode = CodeDecode(layer.layouts[0], layer.layouts[1], WHOLE, NEAR)
+        how = seen.ends_B, seen.starts_B, float(self.attend.scaling), self.attend.softcap
+        z = self.decode(q[:, :, 0], *sides, *how, write).unsqueeze(1)
+        z = z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
+        z = self.own_values(z)
+        z = self.o_proj(z) if hasattr(self, "o_proj") else z
+        return z if self.resid_dropout is None else self.resid_dropout(z)
+
+    def _one_place(self, hidden: torch.Tensor, positions: Any) -> tuple[torch.Tensor, ...]:
+        """Queries, keys before projection, and values of one token, by one kernel."""
+        rows, heads = len(hidden), self.kv_heads * self.pooled
+        keys = hidden.new_empty(rows, heads, 1, self.head_width)
+        values = hidden.new_empty(rows, self.kv_heads, 1, self.v_dim)
+        q = self._placed_heads(
+            hidden, positions, keys, values.as_strided(values.shape, (*values.stride()[:2], 0, 1)), True
+        )
+        return q, keys.view(rows, self.kv_heads, 1, self.qk_width), values
+
     def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any) -> tuple[torch.Tensor, ...]:
         """Queries, and the buffers of keys and values with the new ones written into them."""
+        place, aside = self.switch.cache.place, self.projects or self.pooled > 1
+        heads = self.kv_heads * self.pooled
+        keys = layer.keys if not aside else layer.keys.new_empty(len(hidden), heads, 1, self.head_width)
+        q = self._placed_heads(hidden, positions, keys, layer.values, aside)
+        if aside:
+            q, k = self.project(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width))
+            layer.keys.index_copy_(2, place, k)
+        return q, layer.keys, layer.values
+
+    def _placed_heads(
+        self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool
+    ) -> torch.Tensor:
+        """Queries; keys and values are written where they are told, at the place of the step."""
         from headwise.fast.small import place_heads
 
-        place, aside = self.switch.cache.place, self.projects or self.pooled > 1
         qkv = linear(hidden, self.joint, self.joint_bias)
         turning = bool(self.rotary) and positions is not None
         cos, sin = positions if turning else (qkv, qkv)
         pairs = self.pairs_GP if turning and self.head_width < self.head_dim else None
         turned = 0 if not turning else cos.shape[-1] if pairs is None else 2 * pairs.shape[1]
-        heads = self.kv_heads * self.pooled
-        keys = layer.keys if not aside else layer.keys.new_empty(len(qkv), heads, 1, self.head_width)
         eps, plus = _norm_kind(self.q_norm)
-        q = place_heads(
-            qkv, cos, sin, pairs, self.norms, keys, layer.values, place, eps, plus, turned, aside,
+        return place_heads(
+            qkv, cos, sin, pairs, self.norms, keys, values, self.switch.cache.place, eps, plus, turned, aside,
             self.query_heads, self.head_width,
         )  # fmt: skip
-        if aside:
-            q, k = self.project(q, keys.view(len(qkv), self.kv_heads, 1, self.qk_width))
-            layer.keys.index_copy_(2, place, k)
-        return q, layer.keys, layer.values
 
 
 def _norm_kind(norm: Any) -> tuple[float, bool]:

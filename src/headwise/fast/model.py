@@ -15,7 +15,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwise.devices import free_bytes
 from headwise.errors import ModelError
-from headwise.fast.cache import STEP, FastCache
+from headwise.fast.cache import STEP, FastCache, FastLayer
+from headwise.fast.coded import KERNEL_DEVICES, CodedFastLayer, layouts_of, supported
 from headwise.fast.fused import Switch, fuse, subclass
 from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep
@@ -41,7 +42,10 @@ class Fast:
         self.window: int | None = min((window for window in windows if window is not None), default=None)
         capped = (layer.query_heads for layer in layers if layer.attend.softcap is not None)
         self.capped_heads: int = max(capped, default=0)  # whose logits are all made
-        self.place_bytes = sum(layer.kv_heads * (layer.qk_dim + layer.v_dim) for layer in layers)  # times the dtype's
+        self.layouts = [layouts_of(layer) for layer in layers]  # of rows in bits
+        self.coded = any(self.layouts)
+        wide = layers[0].q_proj.weight.element_size()
+        self.place_bytes = sum(_place_bytes(*both, wide) for both in zip(layers, self.layouts, strict=True))
         self.pool: FastCache | None = None  # of the last text, for the next one
         self.ordinary = 0  # forward passes with our cache that took the ordinary path
         self.warned: set[str] = set()  # reasons, each warned of once
@@ -58,6 +62,14 @@ class Fast:
         made.switch, made.pool, made.warned = copy.deepcopy(self.switch, memo), None, set()
         return made
 
+    def new_cache(self, length: int) -> FastCache:
+        """An empty cache for so many tokens per row."""
+        return FastCache(self.layers, length, self._layer)
+
+    def _layer(self, index: int, places: int) -> FastLayer:
+        layouts = self.layouts[index]
+        return FastLayer(places) if layouts is None else CodedFastLayer(places, layouts)
+
     def cache(self, model: Any, rows: int, length: int) -> FastCache:
         """A cache for so many tokens per row: the last one if it fits, with its captured step."""
         last = self.pool
@@ -67,12 +79,19 @@ class Fast:
                 last.reset()
                 return last
         self.pool = last = None  # its memory may be needed
-        self.pool = FastCache(self.layers, length)
+        self.pool = self.new_cache(length)
         return self.pool
 
     def release(self) -> None:
         """Free the memory of the last text's cache."""
         self.pool = None
+
+
+def _place_bytes(layer: Any, layouts: Any, wide: int) -> int:
+    """Bytes of a place in the cache of a layer."""
+    if layouts is None:
+        return int(layer.kv_heads * (layer.qk_dim + layer.v_dim) * wide)
+    return int(layer.kv_heads * sum(2 * one.words + 2 * len(one.segments) for one in layouts))
 
 
 def attentions(model: Any) -> list[Any]:
@@ -88,10 +107,10 @@ def _writes(model: Any) -> bool:
 def covers(model: Any) -> bool:
     """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
 
-    Rows in bits are excluded.
+    Rows in bits only on CUDA, where Triton is and no layer has a window.
     """
-    coded = any(layer.coders is not None for layer in attentions(model))
-    return _writes(model) and not coded and not getattr(model.config, "use_bidirectional_attention", None)
+    causal = not getattr(model.config, "use_bidirectional_attention", None)
+    return _writes(model) and causal and supported(attentions(model))
 
 
 def optimise(model: Any) -> Any:
@@ -152,14 +171,14 @@ def _for_generation(model: Any, config: Any, batch: int) -> FastCache | None:
     if model.device.type == "cuda" and not _fits(model, rows, config.max_length):
         return None
     if config.return_dict_in_generate:
-        return FastCache(fast.layers, config.max_length)
+        return fast.new_cache(config.max_length)
     return fast.cache(model, rows, config.max_length)
 
 
 def _fits(model: Any, rows: int, length: int) -> bool:
     own = model.headwise_fast.pool
     free = free_bytes(model.device) + (own.nbytes() if own is not None else 0)
-    return bool(model.headwise_fast.place_bytes * rows * (length + STEP) * model.dtype.itemsize < 0.9 * free)
+    return bool(model.headwise_fast.place_bytes * rows * (length + STEP) < 0.9 * free)
 
 
 def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> Any:
@@ -176,6 +195,8 @@ def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> 
         if length == 0 or tokens > 1:
             _look(cache, mask, rows, length + tokens, ids.device)
         why = HOLES if cache.irregular else "padding needs position_ids" if positions is None and cache.padded else None
+    if why is None and model.headwise_fast.coded:
+        why = _not_coded(cache, ids.device)
     if why is not None:
         model.headwise_fast.fall_back(why)
         return base(**given)
@@ -189,6 +210,14 @@ def _forward(model: Any, base: Any, cache: FastCache, given: dict[str, Any]) -> 
     finally:
         model.headwise_fast.switch.cache = cache.seen = cache.place = None
     return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
+
+
+def _not_coded(cache: FastCache, device: torch.device) -> str | None:
+    """Why rows in bits are not read by our kernels, or None."""
+    if device.type not in KERNEL_DEVICES:
+        return "rows in bits are fast on CUDA only"
+    begun = any(isinstance(x, CodedFastLayer) and x.is_initialized and not x.sides for x in cache.layers)
+    return "it began the ordinary way" if begun else None
 
 
 def _unasked(model: Any, given: dict[str, Any]) -> str | None:

@@ -143,6 +143,7 @@ def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile:
 WIDE = 512  # numbers of a place that our kernel for single heads reads at once, at most
 ROW_TILES: dict[str, dict[str, Any]] = {  # of our kernel for wide rows
     "split-rows": dict(places=32, warps=4, stages=2, programs=8),
+    "split-rows-few": dict(places=32, warps=4, stages=2, programs=4),
     "split-rows-64": dict(places=64, warps=8, stages=2, programs=8),
 }
 TILES: dict[str, dict[str, Any]] = {  # of our kernel

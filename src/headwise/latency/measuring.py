@@ -71,7 +71,7 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Tim
         repeated(model, cache, rows, positions)
         captured = cache.captured is not None and cache.captured.graph is not None
         return TimedStep(lambda: repeated(model, cache, rows, positions), FAST, captured)
-    cache = FastCache(model.headwise_fast.layers, work.length)
+    cache = model.headwise_fast.new_cache(work.length)
 
     def read() -> object:
         cache.reset()
@@ -82,15 +82,27 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Tim
 
 def filled(model: Any, rows: int, length: int) -> FastCache:
     """A cache for texts of `length`, filled with random keys and values up to the last place."""
-    cache, some = FastCache(model.headwise_fast.layers, length), next(model.parameters())
+    cache, some = model.headwise_fast.new_cache(length), next(model.parameters())
     for part in attentions(model):
         layer: Any = cache.layers[part.layer_idx]
+        if part.coders is not None:
+            layer.allocate_codes(rows, part.kv_heads, some)
+            _draw_codes(layer)
+            continue
         layer.allocate(rows, *(some.new_empty(1, part.kv_heads, 1, dim) for dim in (part.qk_dim, part.v_dim)))
         for x in (layer.keys, layer.values):
             x.normal_()
     cache.rewind(length - 1)
     cache.batch, cache.starts_B = rows, torch.zeros(rows, dtype=torch.int32, device=some.device)
     return cache
+
+
+def _draw_codes(layer: Any) -> None:
+    """Random rows in bits."""
+    for side in layer.sides:
+        side.words.random_(-(2**15), 2**15)
+        side.scales.view(torch.float16).uniform_(4.0, 32.0)
+        side.side.normal_()
 
 
 def cases(model: Any, sizes: Iterable[LayerShape], rows: int, length: int, dtype: torch.dtype) -> list[Case]:

@@ -1,0 +1,277 @@
+"""What belongs to decode attention over rows in bits beside the two large kernels, and the call of all.
+
+Queries as those kernels take them; the tokens of a text that are not coded, which are its first and its newest; and the
+sum of what all parts found. Imported only where Triton is.
+Shape suffixes: B texts, H query heads, G rows per token, K and V coefficients, S splits.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from headwise.fast.code_decode import PROGRAMS, TILES, CodeTile, _scores
+from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
+from headwise.fast.code_sums import _sums
+from headwise.fast.flash_decode import _capped
+
+HEADS = 32  # query heads of a program, at most: more share a row by reading it again
+BESIDE = 16  # tokens that are not coded, in one program
+COUNTS = ["S"]
+
+
+@triton.jit
+def _queries(
+    q, own, mult, out, units, scaling, q_row, q_head, G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,
+    SLOTS: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """A head's queries by slots, times the steps of their codes, in 16 bits; and what makes scores of products."""
+    pair = (tl.program_id(0) // M).to(tl.int64)
+    m = tl.program_id(0) % M
+    b = pair // (G * PARTS)
+    head = pair % PARTS * M + m
+    i = tl.arange(0, BLOCK)
+    there = i < SLOTS
+    k = tl.load(own + i, mask=there, other=0)
+    x = tl.load(q + b * q_row + (pair // PARTS % G * SHARE + head) * q_head + k, mask=there & (head < SHARE), other=0.0)
+    x = x.to(tl.float32) * tl.load(mult + i, mask=there, other=0.0)
+    size = tl.max(tl.abs(x), 0)
+    power = 12.0 - tl.ceil(tl.log2(tl.maximum(size, 1e-30)))
+    tl.store(out + (pair * SLOTS + i) * M + m, (x * tl.exp2(power)).to(tl.float16), mask=there)
+    tl.store(units + pair * M + m, scaling * tl.exp2(10.0 - power) / UP)
+
+
+@triton.jit
+def _beside(
+    q, keys, values, part, top, lengths, starts, scaling, cap, q_row, q_head, G: tl.constexpr, SHARE: tl.constexpr,
+    PARTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, M: tl.constexpr, R: tl.constexpr, SIDE: tl.constexpr,
+    BLOCK: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attention to some of the first and newest tokens."""
+    pair = tl.program_id(0).to(tl.int64)
+    b = pair // (G * PARTS)
+    slot = tl.program_id(1) * R + tl.arange(0, R)
+    end = tl.load(lengths + b)
+    start = tl.load(starts + b)
+    near = end - 1 - (end - 1 - slot + WHOLE + NEAR) % NEAR  # the newest token that has this slot
+    seen = tl.where(slot < WHOLE, start + slot < end, (near >= start + WHOLE) & (slot < WHOLE + NEAR))
+    head = pair % PARTS * M + tl.arange(0, M)
+    queries = q + b * q_row + (pair // PARTS % G * SHARE + head)[:, None] * q_head
+    keys += pair // PARTS * (SIDE * K)
+    values += pair // PARTS * (SIDE * V)
+    d = tl.arange(0, BLOCK)
+    s = tl.zeros([M, R], tl.float32)
+    for low in range(0, K, BLOCK):
+        x = tl.load(queries + low + d[None, :], mask=(head < SHARE)[:, None] & (low + d < K)[None, :], other=0.0)
+        y = tl.load(keys + slot[:, None] * K + low + d[None, :], mask=seen[:, None] & (low + d < K)[None, :], other=0.0)
+        s = tl.dot(x, tl.trans(y), s, input_precision=PRECISION)
+    s = s * scaling
+    if CAPPED:
+        s = _capped(s, cap)
+    s = tl.where(seen[None, :], s * 1.4426950408889634, float("-inf"))
+    most = tl.max(s, 1)
+    p = tl.exp2(s - tl.where(most == float("-inf"), 0.0, most)[:, None])
+    total = tl.sum(p, 1)
+    some = tl.where(total > 0, total, 1.0)
+    target = (pair * tl.num_programs(1) + tl.program_id(1)) * M + tl.arange(0, M)
+    tl.store(top + target, tl.where(total > 0, most + tl.log2(some), float("-inf")))
+    p = p / some[:, None]
+    for low in range(0, V, BLOCK):
+        y = tl.load(
+            values + slot[:, None] * V + low + d[None, :], mask=seen[:, None] & (low + d < V)[None, :], other=0.0
+        )
+        z = tl.dot(p.to(y.dtype), y, input_precision=PRECISION)
+        tl.store(part + target[:, None] * V + low + d[None, :], z, mask=(low + d < V)[None, :])
+
+
+@triton.jit(do_not_specialize=COUNTS)
+def _combine(
+    part, tops, sums, beside, beside_tops, slots, mult, out, S,
+    PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
+    V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, SIDES2: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    g, head = row // SHARE, row % SHARE
+    pair, m = g * PARTS + head // M, head % M
+    d = tl.program_id(1) * D + tl.arange(0, D)
+    split, side = tl.arange(0, SPLITS), tl.arange(0, SIDES2)
+    x = tl.load(tops + (pair * S + split) * M + m, mask=split < S, other=float("-inf"))
+    y = tl.load(beside_tops + (pair * SIDES + side) * M + m, mask=side < SIDES, other=float("-inf"))
+    most = tl.maximum(tl.max(x, 0), tl.max(y, 0))
+    x = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
+    y = tl.where(y == float("-inf"), 0.0, tl.exp2(y - most))
+    total = tl.sum(y, 0) + tl.sum(x * tl.load(sums + (pair * S + split) * M + m, mask=split < S, other=0.0), 0)
+    there = (y > 0)[:, None] & (d < V)[None, :]
+    z = tl.load(beside + ((pair * SIDES + side) * M + m)[:, None] * V + d[None, :], mask=there, other=0.0)
+    z = tl.sum(z * y[:, None], 0)
+    for i in tl.static_range(3):
+        slot = tl.load(slots + d * 3 + i, mask=d < V, other=-1)
+        there = (slot >= 0)[None, :] & (x > 0)[:, None]
+        found = tl.load(part + ((pair * S + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
+        unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * (1024.0 / UP)
+        z += tl.sum(found * x[:, None], 0) * unit
+    mixed = z / tl.where(total > 0, total, 1.0)
+    tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
+
+
+class CodeDecode:
+    """Decode attention of one size over a cache of rows in bits."""
+
+    def __init__(
+        self, keys: CodeLayout, values: CodeLayout, whole: int, near: int, tile: CodeTile | None = None
+    ) -> None:
+        self.keys, self.values, self.whole, self.near, self.tile = keys, values, whole, near, tile
+        self.built: set[Any] = set()  # ways to build kernels that are known to work here
+
+    def __call__(
+        self, q_BHK: torch.Tensor, k: Any, v: Any, lengths_B: torch.Tensor, starts_B: torch.Tensor, scaling: float,
+        softcap: float | None = None, write: Callable[[], None] | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """The heads' outputs (B, H, V). Places `starts <= l < lengths` of a text are seen; `k` and `v`: `CodedSide`.
+
+        `write` puts the newest row into the cache: while coded places are read, for it is not among them.
+        """
+        (B, H, _), G, V = q_BHK.shape, k.words.shape[1], self.values.size
+        share = H // G
+        M = max(16, min(HEADS, triton.next_power_of_2(share)))
+        parts = -(-share // M)
+        pairs, device = B * G * parts, q_BHK.device
+        size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
+        made = _Room(pairs, M, device)
+        q16, units = made(self.keys.slots, dtype=torch.float16), made()
+        table = self.keys.tables(device)
+        _queries[(pairs * M,)](
+            q_BHK, table["own"], table["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
+            PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
+        )  # fmt: skip
+        sides = -(-(self.whole + self.near) // BESIDE)
+        beside, beside_tops = made(sides, V), made(sides)
+        aside = _aside(device)
+        with nullcontext() if aside is None else torch.cuda.stream(aside):
+            if write is not None:
+                write()
+            _beside[(pairs, sides)](
+                q_BHK, k.side, v.side, beside, beside_tops, lengths_B, starts_B, scaling, softcap or 1.0,
+                q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share, PARTS=parts, K=self.keys.size, V=V, M=M, R=BESIDE,
+                SIDE=k.side.shape[2], BLOCK=128, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
+                PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
+            )  # fmt: skip
+        given = (q16, units, k, v, lengths_B, starts_B, softcap, made, size)
+        size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
+        tile = self.tile or _quickest(partial(self._coded, *given), size_of, self.built)
+        found = self._coded(*given, tile)
+        out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=device)
+        table = self.values.tables(device)
+        S = found[1].shape[1]
+        if aside is not None:
+            torch.cuda.current_stream(device).wait_stream(aside)
+        _combine[(B * H, -(-V // 64))](
+            *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
+            SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
+            SPLITS=triton.next_power_of_2(S), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
+        )  # fmt: skip
+        return out
+
+    def _coded(
+        self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
+        softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Sums over coded places by slots, highest scores and sums of weights, of every split."""
+        L, processors = k.places, made.processors
+        N = min(tile.places, L)
+        weights, tops = made(L, dtype=torch.float16), made(L // N)
+        S = max(1, min(-(-processors * tile.programs // made.pairs), L // N))
+        _scores[(made.pairs, S)](
+            q16, k.words, k.scales, weights, tops, units, lengths, starts, S, L, softcap or 1.0,
+            SEGMENTS=len(self.keys.segments), **_chunks(self.keys), SEG=self.keys.segment, N=N,
+            CAPPED=softcap is not None, UNROLLED=tile.unrolled, HELD=tile.held and tile.unrolled,
+            num_warps=tile.warps, num_stages=tile.stages, **size,
+        )  # fmt: skip
+        c8, c4, c2, c1 = self.values.chunks
+        jobs = c8 + c4 + 2 * c2 + 4 * c1 + 1
+        S = max(1, min(-(-processors * tile.sum_programs // (made.pairs * jobs)), L // N))
+        part, split_tops, split_sums = made(S, self.values.slots), made(S), made(S)
+        _sums[(jobs, S, made.pairs)](
+            weights, v.words, v.scales, tops, part, split_tops, split_sums, lengths, starts, S, L, *self.values.chunks,
+            SEG=self.values.segment, N=N, BLOCK=16, num_stages=tile.sum_stages, **size,
+        )  # fmt: skip
+        return part, split_tops, split_sums
+
+
+@cache
+def _second(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _aside(device: torch.device) -> torch.cuda.Stream | None:
+    """Where kernels run beside others, after all that was begun so far; none but on CUDA."""
+    if device.type != "cuda":
+        return None
+    _second(device).wait_stream(torch.cuda.current_stream(device))
+    return _second(device)
+
+
+_chosen: dict[Any, list[CodeTile]] = {}
+
+
+def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> CodeTile:
+    """The quickest way to build kernels for a size, measured on first use; others where a row is too wide for it."""
+    if key not in _chosen:
+        if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
+            return TILES[0]
+        times = {tile._replace(programs=n): _ms(work, tile._replace(programs=n)) for tile in TILES for n in PROGRAMS}
+        best = min(times, key=lambda tile: times[tile])
+        more = [best._replace(sum_stages=s, sum_programs=4 * n) for s in (3, 4) for n in PROGRAMS]
+        times |= {tile: _ms(work, tile) for tile in more}
+        _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
+        if math.isinf(min(times.values())):
+            raise RuntimeError("no kernel for rows in bits can be built here")
+    return next(tile for tile in _chosen[key] if tile in built or _builds(work, tile, built))
+
+
+def _builds(work: Callable[[CodeTile], object], tile: CodeTile, built: set[Any]) -> bool:
+    """Whether kernels can be built in a way."""
+    try:
+        work(tile)
+    except triton.runtime.errors.OutOfResources:
+        return False
+    built.add(tile)
+    return True
+
+
+def _ms(work: Callable[[CodeTile], object], tile: CodeTile) -> float:
+    """Milliseconds of a call; endless where kernels cannot be built."""
+    try:
+        work(tile)
+    except Exception:  # what compiling may raise is not listed anywhere
+        return math.inf
+    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    first.record()
+    for _ in range(3):
+        work(tile)
+    last.record()
+    last.synchronize()
+    return float(first.elapsed_time(last))
+
+
+class _Room:
+    """Makes buffers for all pairs of a text's row and as many query heads as a program has."""
+
+    def __init__(self, pairs: int, heads: int, device: torch.device) -> None:
+        self.pairs, self.heads, self.device = pairs, heads, device
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(self.pairs, *size, self.heads, dtype=dtype, device=self.device)
+
+
+def _chunks(layout: CodeLayout) -> dict[str, int]:
+    return dict(zip(("C8", "C4", "C2", "C1"), layout.chunks, strict=True))
