@@ -29,8 +29,9 @@ FILES = (
     "checks/certificate.py", "report/__init__.py",
 )  # fmt: skip
 ASIDE = (  # branches, no stations
-    "stages/frontier.py:*", "strategies/exact.py:answers", "stages/report.py:solved", "report/__init__.py:model_card", "stages/needed.py:*",
-    "preflight/__init__.py:memory_needed", "cuts/__init__.py:reshape_layer", "heal/refit.py:LayerHealer.*",
+    "stages/frontier.py:*", "strategies/exact.py:answers", "stages/report.py:solved", "report/__init__.py:model_card",
+    "stages/needed.py:*", "preflight/__init__.py:memory_needed", "cuts/__init__.py:reshape_layer",
+    "heal/refit.py:LayerHealer.*",
 )  # fmt: skip
 FUNCTIONS = 75
 PASSES_ON = 0.95  # a function most of whose work is one other hop is left out
@@ -225,6 +226,8 @@ def summary(file: str, name: str) -> str:
     for part in name.split("."):
         node = next(inner for inner in node.body if getattr(inner, "name", None) == part)
     text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
+    if text.startswith("See `Source`"):  # a method that says there what it is for
+        return summary("stages/source.py", f"Source.{name.rpartition('.')[2]}")
     return text.split(". ")[0].rstrip(".") + "."
 
 
