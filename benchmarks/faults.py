@@ -182,13 +182,15 @@ def prepared(root: Path, chosen: list[Scenario], jobs: int, damaged: list[str]) 
 def campaign(asked: argparse.Namespace) -> Case:
     """Run what is not in the journal yet, for as long as allowed."""
     start = time.monotonic()
+    names = ("seed", "crashes", "mutations", "scenario", "inputs")
+    asked_for = {name: getattr(asked, name) for name in names} | {"commit": commit()}
+    journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", asked_for)
+    if not asked.minutes:
+        return concluded(journal, journal.cases(list), {}, start)
     chosen = [s for s in SCENARIOS if not asked.scenario or s.name in asked.scenario]
     root = workplace(asked.out)
     references = prepared(root, chosen, asked.jobs, asked.inputs if asked.mutations else [])
     lab, bases = Lab(root), root / "bases"
-    names = ("seed", "crashes", "mutations", "scenario", "inputs")
-    asked_for = {name: getattr(asked, name) for name in names} | {"commit": commit()}
-    journal = Journal(asked.out.parent / f".{asked.out.stem}" / "journal.jsonl", asked_for)
     cases = journal.cases(lambda: drawn(asked, references, bases))
     by_name = {s.name: s for s in chosen}
     here = [case for case in cases if case["kind"] == "damage" or case["scenario"] in by_name]  # drawn elsewhere
@@ -209,13 +211,17 @@ def campaign(asked: argparse.Namespace) -> Case:
             shown = time.monotonic()
             print(progress(journal, len(cases), shown - start, row if asked.loud else None), flush=True)
     shutil.rmtree(root, ignore_errors=True)
+    return concluded(journal, cases, references, start)
+
+
+def concluded(journal: Journal, cases: list[Case], references: dict[str, Reference], start: float) -> Case:
+    """What the journal says about these cases; a journal that has all of them is not needed any more."""
     wanted = {case["id"] for case in cases}
     rows = [row for name, row in journal.done.items() if name in wanted]
     places = dict(Counter(row.get("place", "") for row in rows))
-    result = summary(rows, references, len(cases)) | {"places": places, "seconds": round(time.monotonic() - start)}
-    if len(rows) == len(cases):
+    if cases and len(rows) == len(cases):
         shutil.rmtree(journal.path.parent)
-    return result
+    return summary(rows, references, len(cases)) | {"places": places, "seconds": round(time.monotonic() - start)}
 
 
 def drawn(asked: argparse.Namespace, references: dict[str, Reference], bases: Path) -> list[Case]:
@@ -254,7 +260,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--crashes", type=int, default=1000)
     parser.add_argument("--mutations", type=int, default=10_000)
-    parser.add_argument("--minutes", type=float, default=40.0, help="begin no further case after so many")
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=40.0,
+        help="begin no further case after so many; 0: sum up what the journal has",
+    )
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--scenario", action="append", choices=[s.name for s in SCENARIOS], help="only these")

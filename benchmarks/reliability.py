@@ -168,7 +168,10 @@ def others(results: list[dict[str, Any]]) -> list[str]:
         rows.append([result["commit"], result["date"], place, cases, longest, kills, aside, inputs, *counts])
         told += [f"- {result['commit']}: {' '.join(words.split())}" for words in result["failures"]]
     found = ["What they found, of each kind in each row the first ones:", "", *told, ""] if told else []
-    note = "With the code of their time; wrong ends are in the column `end`."
+    note = (
+        "With the code of their time; wrong ends are in the column `end`. A hang is judged by the clock: on a machine "
+        "that other work shares, a long command such as an export to ONNX may count as one."
+    )
     return ["## Other campaigns", "", note, "", *_table(titles, rows), *found]
 
 

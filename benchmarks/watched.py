@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 NATIVE = "native.write"  # a file that compiled code opens and writes
 MOST = 20_000  # changes that are reported
+MEMORY = "/dev/shm/"
 SCRATCH = "tmp"  # TMPDIR of a command, in its folder; changes there are not counted
 
 
@@ -96,12 +97,12 @@ class Watch:
 
     def changed(self, event: str, path: str) -> None:
         """A change is about to happen."""
-        inside = path.startswith(f"{self.root}/")
-        if path.startswith(f"{self.root}/{SCRATCH}") or not inside and path.startswith(("/dev/", "/proc/")):
+        disk = all(name.startswith(MEMORY) for name in (path, self.root))  # in memory, but files as any
+        if path.startswith(f"{self.root}/{SCRATCH}") or path.startswith(("/dev/", "/proc/")) and not disk:
             return
         if event == "os.mkdir" and os.path.isdir(path):
             return
-        if not inside:
+        if not path.startswith(f"{self.root}/"):
             os.write(self.pipe, f"outside\t{event} {path}\n".encode(errors="replace"))
             return
         self.count += 1

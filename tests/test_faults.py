@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import fault_cases  # noqa: E402
 import folders  # noqa: E402
 import reliability  # noqa: E402
-from watched import Change  # noqa: E402
+from watched import Change, Fault, Watch  # noqa: E402
 
 SLICE = [
     "--crashes",
@@ -133,3 +134,13 @@ def test_failures_are_counted_by_case_and_told_in_words():
 def test_the_page_is_what_the_result_says():
     if reliability.RESULT.exists():
         assert reliability.PAGE.read_text() == reliability.written()
+
+
+def test_a_folder_in_memory_is_watched_and_devices_are_not():
+    reading, writing = os.pipe()
+    watch = Watch("/dev/shm/case", Fault(), writing)
+    for path in ("/dev/shm/case/out/plan.json", "/dev/null", "/dev/shm/case/tmp/x", "/dev/shm/other"):
+        watch.changed("open", path)
+    os.close(writing)
+    with open(reading) as file:
+        assert file.read().splitlines() == ["change\topen\tout/plan.json\t0", "outside\topen /dev/shm/other"]
