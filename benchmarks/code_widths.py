@@ -103,17 +103,16 @@ def section(result: dict[str, Any]) -> str:
     lines = []
     for model, mean in sizes:
         for rule in RULES:
-            row, free = rows[model, mean, rule], rows[model, mean, "any width"]
-            lines.append(
-                f"| {model} | {mean / 16:.1%} | {rule} | {row['damage']:.2e} | {row['damage'] / free['damage'] - 1:+.1%} | "
-                f"{row['fast_bytes']:.1%} |"
-            )
+            row = rows[model, mean, rule]
+            more = row["damage"] / rows[model, mean, "any width"]["damage"] - 1
+            cells = f"{row['damage']:.2e} | {more:+.1%} | {row['fast_bytes']:.1%}"
+            lines.append(f"| {model} | {mean / 16:.1%} | {rule} | {cells} |")
     told = [
-        f"`python benchmarks/code_widths.py embedded stories15M`, {result['tokens']:,} tokens, {result['date']}, commit",
-        f"{result['commit']}. Kernels read codes of 8, 4 and 2 bits fastest, and rows in few widths. Plans give every",
-        "coefficient any width; the table has the predicted damage at equal bits if they gave only some, or one width to",
-        "whole runs. The last column is what the cache of fast models takes of 16 bits a number, scales and fields that",
-        "stay empty included: rows of these small models are narrow, so that much stays empty.",
+        f"`python benchmarks/code_widths.py embedded stories15M`, {result['tokens']:,} tokens, {result['date']},",
+        f"commit {result['commit']}. Kernels read codes of 8, 4 and 2 bits fastest, and rows in few widths. Plans give",
+        "every coefficient any width; the table has the predicted damage at equal bits if they gave only some, or one",
+        "width to whole runs. The last column is what the cache of fast models takes of 16 bits a number, scales and",
+        "fields that stay empty included: rows of these small models are narrow, so that much stays empty.",
     ]
     head = "| model | codes, of 16 bits | widths | predicted damage | more than any width | fast cache |"
     return "\n".join(["## Widths of codes", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines]) + "\n"
