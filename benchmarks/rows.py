@@ -31,6 +31,7 @@ from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.coder_headwise import RowCoder
 
 RESULT = Path(__file__).parent / "results" / "rows.json"
+PROTOTYPE = RESULT.with_name("rows-prototype.json")  # of CUDA kernels for a few widths, in the history of this file
 SIZES = ((32, 32768), (16, 32768), (8, 8192), (1, 2048))  # texts, places
 CODES = {  # how many of 1,024 coefficients, of keys and of values, have how many bits
     "coded 25%": {"8": 128, "4": 512, "2": 384},
@@ -209,14 +210,30 @@ def section(result: dict[str, Any]) -> str:
         "of 8, 4 and 2 bits (all widths: of 8 to 1) with their scales, the first 4 and the newest 32 tokens apart.",
         f"Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds, all ways in turns; the",
         "fastest uncut way is the one compared with. The section above has the speed of a copy. At short contexts",
-        "starting kernels takes most of the time: coded rows need five.",
+        "starting kernels takes most of the time: coded rows need five. Bytes are those of the cache: segments of 64",
+        "coefficients of one width and one scale are filled up, most where there are many widths.",
         f"Off plain attention in double precision: {errors}.",
+        *_prototype(),
     ]
     head = "| texts x places | | bytes | ms | times uncut's speed | TB/s |"
     return (
         "\n".join(["## Rows that heads share", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines])
         + "\n"
     )
+
+
+def _prototype() -> list[str]:
+    """What CUDA kernels reached that took neither all widths nor first and newest tokens apart."""
+    if not PROTOTYPE.exists():
+        return []
+    old = json.loads(PROTOTYPE.read_text())
+    size = SIZES[0]
+    rows = [row for row in old["rows"] if (row["texts"], row["places"]) == size]
+    reached = ", ".join(f"{row['way']} {row['times_uncut']:.2f} times uncut's speed" for row in rows)
+    return [
+        f"A prototype in CUDA of {old['date']} (commit {old['commit']}) was faster, but took codes of 8, 4 and 2 bits",
+        f"only, in whole groups, and no first or newest tokens apart: at {size[0]} x {size[1] // 1024}k {reached}.",
+    ]
 
 
 def main() -> None:

@@ -16,7 +16,16 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "SPEED.md"
-PARTS = ("attention", "rows", "generate", "latency", "cpu_decode", "probe_cost", "streaming")  # in the page's order
+PARTS = (
+    "attention",
+    "rows",
+    "code_widths",
+    "generate",
+    "latency",
+    "cpu_decode",
+    "probe_cost",
+    "streaming",
+)  # in the page's order
 TITLE = """# Speed
 
 Models that are compared are timed alternately in one run. Every table is printed by `benchmarks/speed.py` from the

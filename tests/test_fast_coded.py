@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from headwise.errors import ModelError
+from headwise.fast.code_layout import CodeLayout
 from headwise.fast.model import covers, optimise
 from headwise.runtime.cache_headwise import WHOLE
+from headwise.runtime.coder_headwise import RowCoder
 
 
 @pytest.fixture
@@ -100,3 +102,14 @@ def test_a_text_that_begins_the_ordinary_way_stays_there(plain_kernels):
 def test_on_a_cpu_coded_models_stay_as_they_are():
     model, same = both("llama", 1)
     assert not hasattr(same, "headwise_fast") and not covers(model)
+
+
+def test_segments_are_small_where_large_ones_would_be_mostly_empty():
+    many, few = ({str(bits): 36 for bits in range(1, 9)}, 288), ({"8": 128, "4": 512, "2": 384}, 1024)
+    sizes = []
+    for one in (many, few):
+        coder = RowCoder(*one)
+        layout = CodeLayout(coder)
+        sizes.append(layout.segment)
+        assert 2 * layout.words + 2 * len(layout.segments) < 2.5 * coder.bytes
+    assert sizes == [32, 64]

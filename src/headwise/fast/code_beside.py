@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -147,9 +147,8 @@ class CodeDecode:
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
         q16, units = made(self.keys.slots, dtype=torch.float16), made()
-        table = self.keys.tables(device)
         _queries[(pairs * M,)](
-            q_BHK, table["own"], table["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
+            q_BHK, *self._slots(device), q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
             PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
         )  # fmt: skip
         sides = -(-(self.whole + self.near) // BESIDE)
@@ -164,21 +163,27 @@ class CodeDecode:
                 SIDE=k.side.shape[2], BLOCK=128, WHOLE=self.whole, NEAR=self.near, CAPPED=softcap is not None,
                 PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
             )  # fmt: skip
-        given = (q16, units, k, v, lengths_B, starts_B, softcap, made, size)
-        size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
-        tile = self.tile or _quickest(partial(self._coded, *given), size_of, self.built)
-        found = self._coded(*given, tile)
         out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=device)
         table = self.values.tables(device)
-        S = found[1].shape[1]
-        if aside is not None:
-            torch.cuda.current_stream(device).wait_stream(aside)
-        _combine[(B * H, -(-V // 64))](
-            *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
-            SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
-            SPLITS=triton.next_power_of_2(S), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
-        )  # fmt: skip
+
+        def read(tile: CodeTile) -> None:
+            found = self._coded(q16, units, k, v, lengths_B, starts_B, softcap, made, size, tile)
+            S = found[1].shape[1]
+            if aside is not None:
+                torch.cuda.current_stream(device).wait_stream(aside)
+            _combine[(B * H, -(-V // 64))](
+                *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
+                SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
+                SPLITS=triton.next_power_of_2(S), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
+            )  # fmt: skip
+
+        size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
+        read(self.tile or _quickest(read, size_of, self.built))
         return out
+
+    def _slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        table = self.keys.tables(device)
+        return table["own"], table["mult"]
 
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
@@ -229,7 +234,7 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> 
             return TILES[0]
         times = {tile._replace(programs=n): _ms(work, tile._replace(programs=n)) for tile in TILES for n in PROGRAMS}
         best = min(times, key=lambda tile: times[tile])
-        more = [best._replace(sum_stages=s, sum_programs=4 * n) for s in (3, 4) for n in PROGRAMS]
+        more = [best._replace(sum_stages=s, sum_programs=2 * n) for s in (3, 4) for n in PROGRAMS]
         times |= {tile: _ms(work, tile) for tile in more}
         _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
         if math.isinf(min(times.values())):

@@ -2,7 +2,7 @@
 
 A coder stores codes of 1 to 8 bits in planes of 8, 4, 2 and 1 bits. Here, too; but fields of a plane lie in words of 16
 bits so that one mask gives numbers of two of them: what is left of a word, read as a number of 16 bits, is the field
-times a power of two, exactly. A segment is up to `SEGMENT` coefficients that have a field in a plane and share a scale;
+times a power of two, exactly. A segment is up to 64 coefficients that have a field in a plane and share a scale;
 word j of a chunk holds coefficient j of as many segments as a word has fields. Coefficients that are missing from a
 segment have a factor of zero. Needs torch alone.
 """
@@ -16,6 +16,8 @@ import torch
 SCALE_UP = 16.0  # of scales as kernels read them: rows of small numbers keep their precision
 TILE = 64  # places whose scales, and whose values of a coefficient, lie side by side
 PLANES = (8, 4, 2, 1)
+SEGMENTS = (16, 32, 64)  # coefficients of a segment: large ones are read fastest, small ones are filled up least
+FILLED = 1.5  # times the fewest bytes, at most, for a larger segment
 
 
 class Segment(NamedTuple):
@@ -38,26 +40,31 @@ class CodeLayout:
     def __init__(self, coder: Any) -> None:
         self.coder, self.size, self.kept, self.groups = coder, coder.size, coder.kept, coder.groups
         self.each = max(1, -(-coder.kept // coder.groups))  # coefficients of a scale
-        self.segment = 64 if self.kept >= 256 else 32 if self.kept >= 64 else 16
-        self.chunks: list[int] = []  # of every plane
-        self.segments: list[Segment] = []
         self.bits = [bits for bits, count in coder.parts for _ in range(count)]
-        for plane in PLANES:
-            found = self._segments(plane)
-            fields = 16 // plane
-            found += [Segment(plane, 0, ())] * (-len(found) % fields)
-            self.chunks.append(len(found) // fields)
-            self.segments += found
+        built = {size: self._built(size) for size in SEGMENTS}
+        bytes_of = {n: 2 * (n * sum(chunks) + len(segments)) for n, (chunks, segments) in built.items()}
+        self.segment = max(n for n in SEGMENTS if bytes_of[n] <= FILLED * min(bytes_of.values()))
+        self.chunks, self.segments = built[self.segment]  # chunks: of every plane
         self.words = sum(self.chunks) * self.segment  # of a place
         self.slots = len(self.segments) * self.segment
         self._made: dict[torch.device, dict[str, torch.Tensor]] = {}
 
-    def _segments(self, plane: int) -> list[Segment]:
+    def _built(self, size: int) -> tuple[list[int], list[Segment]]:
+        """Chunks by plane, and all segments, if a segment has so many coefficients."""
+        chunks, segments = [], []
+        for plane in PLANES:
+            found, fields = self._segments(plane, size), 16 // plane
+            found += [Segment(plane, 0, ())] * (-len(found) % fields)
+            chunks.append(len(found) // fields)
+            segments += found
+        return chunks, segments
+
+    def _segments(self, plane: int, size: int) -> list[Segment]:
         found = []
         for group in range(self.groups):
             those = range(group * self.each, min((group + 1) * self.each, self.kept))
             own = [k for k in those if self.bits[k] & plane]
-            found += [Segment(plane, group, tuple(own[i : i + self.segment])) for i in range(0, len(own), self.segment)]
+            found += [Segment(plane, group, tuple(own[i : i + size])) for i in range(0, len(own), size)]
         return found
 
     def tables(self, device: torch.device) -> dict[str, torch.Tensor]:
