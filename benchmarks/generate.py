@@ -35,6 +35,7 @@ from headwise.devices import timed
 from headwise.latency.measuring import filled, replayed
 
 RESULT = Path(__file__).parent / "results" / "generate.json"
+CODED = RESULT.with_name("generate-coded.json")  # a run of its own, with rows in bits (--out)
 CUTS: dict[str, Callable[[int], tuple[int, int]]] = {  # layer -> widths of queries/keys and values, of 128
     "uncut": lambda layer: (128, 128),
     "kv 50%": lambda layer: (64, 64),
@@ -184,15 +185,15 @@ def texts(name: str, sizes: list[tuple[int, int]], tokens: int, asked: list[str]
             yield {"model": name, "rival": rival, "batch": rows, "prompt": prompt, "tokens": tokens, **found}
 
 
-def section(result: dict[str, Any]) -> str:
-    """The result in Markdown."""
+def _table(result: dict[str, Any]) -> list[str]:
+    """Decode steps in Markdown."""
     stock: dict[Any, Any] = {}  # compiled where that was measured
     for row in result["rows"]:
         here = (row["model"], row["batch"], row["context"])
         if row["rival"] in STOCK and (here not in stock or row["ms"] < stock[here]["ms"]):
             stock[here] = row
     uncut = {(r["model"], r["batch"], r["context"]): r for r in result["rows"] if r["rival"] == "uncut"}
-    made, lines = ", ".join(f"{name} {version}" for name, version in result["versions"].items()), []
+    lines = []
     for row in result["rows"]:
         here = (row["model"], row["batch"], row["context"])
         over = uncut[here]["ms"] / row["ms"] if here in uncut else float("nan")
@@ -202,6 +203,22 @@ def section(result: dict[str, Any]) -> str:
             f"{stock[here]['ms'] / row['ms']:.2f} | {over:.2f} | {row['ms'] / row['ideal_ms']:.2f} | "
             f"{row['peak_bytes'] / 2**30:.1f} |"
         )
+    head = "model | batch x context | | ms per step | tokens/s | times stock's speed | times uncut's | times ideal time"
+    return [f"| {head} | peak GiB |", "| " + " | ".join(["---"] * 9) + " |", *lines]
+
+
+def _coded() -> list[str]:
+    """The run with rows in bits."""
+    if not CODED.exists():
+        return []
+    result = json.loads(CODED.read_text())
+    when = _when({**result, "date": result["rows"][0]["date"]})
+    return ["", f"With rows in bits, {when}; one round, one model after the other:", "", *_table(result)]
+
+
+def section(result: dict[str, Any]) -> str:
+    """The result in Markdown."""
+    made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     told = [
         f"`python benchmarks/generate.py`, {result['hardware']}, {_when(result)}, {made}; bfloat16,",
         "random weights, random keys and values for a context. Stock: an eager loop over a static cache; compiled:",
@@ -209,9 +226,8 @@ def section(result: dict[str, Any]) -> str:
         "runtime with `optimise=True`, greedy. Low and high over all repeats, models alternating. The ideal moves",
         f"weights and cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
     ]
-    head = "model | batch x context | | ms per step | tokens/s | times stock's speed | times uncut's | times ideal time"
-    table = [f"| {head} | peak GiB |", "| " + " | ".join(["---"] * 9) + " |", *lines]
-    return "\n".join(["## Decode steps", "", *told, "", *table, *_texts_told(result.get("texts", []))]) + "\n"
+    table = [*_table(result), *_coded(), *_texts_told(result.get("texts", []))]
+    return "\n".join(["## Decode steps", "", *told, "", *table]) + "\n"
 
 
 def _when(result: dict[str, Any]) -> str:
