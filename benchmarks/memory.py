@@ -169,7 +169,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("memory-work"))
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=65_536)
-    parser.add_argument("--swap-tokens", type=int, default=2_048)
+    parser.add_argument("--swap-tokens", type=int, default=4_096)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--only", nargs="*", default=["joint", "each_head", "uniform", "weights", "cuts"])
     parser.add_argument("--shares", type=int, nargs="+", help="percent; if not given, all")
