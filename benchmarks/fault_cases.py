@@ -13,6 +13,7 @@ from watched import Change
 SHARES = {"point": 0.7, "twice": 0.1, "timed": 0.18, "real": 0.02}  # of --crashes
 BESIDE = {"term": 1 / 20, "file_size": 1 / 20, "disk": 1 / 20, "memory": 1 / 40, "pair": 1 / 40}  # more, per crash
 WHOLE = ("run", "run, distilled", "run, streamed", "train", "export to GGUF")  # scenarios of what is beside the crashes
+LOCK = "headwise-lock"
 LISTED = 3  # failures told in words, of one kind in one row
 
 Case = dict[str, Any]
@@ -62,10 +63,12 @@ def beside_cases(seed: int, count: int, references: dict[str, Reference]) -> lis
     names = [name for name in WHOLE if name in references] or list(references)[:1]
     for kind, share in BESIDE.items():
         for number, name in zip(range(max(1, round(share * count)) if count else 0), itertools.cycle(names)):
-            last = len(references[name].changes[0])
-            if kind == "pair":
-                last = max(2, last - 3)  # the last changes give the lock back
-            case: Case = {"kind": kind, "scenario": name, "step": 0, "point": draw.randint(2, last)}
+            changes = references[name].changes[0]
+            first, last = 2, len(changes)
+            if kind == "pair":  # while the first process has the lock; the last changes give it back
+                first = 2 + next((place for place, change in enumerate(changes) if LOCK in str(change)), 0)
+                last = max(first, last - 3)
+            case: Case = {"kind": kind, "scenario": name, "step": 0, "point": draw.randint(first, last)}
             if kind in ("file_size", "memory"):
                 case["bytes"] = int(2 ** draw.uniform(*{"file_size": (4, 18), "memory": (20, 28)}[kind]))
             if kind == "disk":

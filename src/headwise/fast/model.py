@@ -22,6 +22,7 @@ from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep
 from headwise.runtime.modeling_headwise import TailoredAttention
 
+ROOMY = 1.25  # times the bytes of a cache in bits: a faster one that takes more is worth a word
 TOKENS = 2**15  # of a prompt, at once
 CELLS = 2**28  # of a mask, or of logits where they are all made
 KNOWN = {"input_ids", "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "return_dict"}
@@ -124,6 +125,14 @@ def optimise(model: Any) -> Any:
     fuse(model, switch)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
     model.__class__ = _hooked(type(model))
+    counted = sum(layer.kv_heads * sum(coder.bytes for coder in layer.coders) for layer in layers if layer.coders)
+    taken = model.headwise_fast.place_bytes
+    if all(model.headwise_fast.layouts) and taken > ROOMY * counted:
+        warnings.warn(
+            f"the fast cache takes {taken:,} bytes a token where the saved model's own takes {counted:,}; load without "
+            "optimise=True where memory is what counts.",
+            stacklevel=2,
+        )
     return model.eval()
 
 
