@@ -144,3 +144,16 @@ def test_a_streamed_model_is_estimated_by_its_layers(eight_billion: LlamaConfig)
     eight_billion.num_hidden_layers = 64
     deeper = needed.needed(asked, eight_billion, "cuda", streamed=True)
     assert max(stage.device for stage in deeper) < 24 * GIB, "twice the layers take no more"
+
+
+def test_a_model_that_stays_in_host_memory_is_loaded_without_threads(asked: list[str], monkeypatch: Any) -> None:
+    from concurrent import futures
+
+    def refuse(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")  # as Python does where there is no memory for one
+
+    monkeypatch.setattr(futures.ThreadPoolExecutor, "submit", refuse)
+    model, _ = families.load(asked[1], "cpu")
+    assert model.device.type == "cpu"
+    with pytest.raises(MemoryError), families.explained("model"):
+        refuse()

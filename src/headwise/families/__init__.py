@@ -27,6 +27,7 @@ from headwise.families._loading import (
     quietly,
     read_config,
     tokenizer_of,
+    without_threads,
 )
 from headwise.families._tensors import set_format
 
@@ -57,6 +58,7 @@ __all__ = [
     "locate",
     "no_processor",
     "quietly",
+    "without_threads",
     "read_config",
     "register",
     "repeated",

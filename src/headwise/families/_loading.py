@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -105,7 +106,7 @@ def load(
         if torch.device(device).type == "cuda" and not (extra or family.package) and find_spec("accelerate"):
             loader["device_map"] = {"": device}
         stock = family.stock_loader(config, auto)
-        with _silence() if unpacking else contextlib.nullcontext():
+        with _silence() if unpacking else contextlib.nullcontext(), without_threads(device):
             loaded: Any = stock.from_pretrained(
                 where, dtype=dtype, output_loading_info=True, **options, **loader, **unpacking
             )
@@ -229,12 +230,31 @@ def explained(model: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
             raise
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, MemoryError) or "start new thread" in reason:
+            raise MemoryError(reason) from None
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{model} needs code that its repository brings, which is run only if asked for: look at it, then add "
                 "--trust-remote-code to run, probe, reshape, heal and verify."
             ) from None
         raise ModelError(f"{model} cannot be loaded ({reason}). Check the name, or fetch the files again.") from None
+
+
+@contextlib.contextmanager
+def without_threads(device: str) -> Iterator[None]:
+    """Let transformers read weights one after the other where they stay in host memory, within a block.
+
+    Its threads save no time there, and Python waits forever for a thread that gets no memory to start.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    if torch.device(device).type != "cpu" or name in os.environ:
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name, None)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,8 @@ def loading(failure: str, advice: str = "") -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
             raise
         reason = " ".join(str(error).split())[:300]
+        if isinstance(error, MemoryError) or "start new thread" in reason:
+            raise MemoryError(reason) from None
         if "trust_remote_code" in str(error):
             reason = "it needs code that its repository brings, and there is no --trust-remote-code here: none is run"
         raise ModelError(f"{failure} ({reason}){advice}.") from None
@@ -89,7 +91,7 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
 
     auto = getattr(transformers, AUTO[task])
     how = dict(dtype=torch.float32, trust_remote_code=False)
-    with loading(f"{settings.config} gives no model for the task {task}"):
+    with loading(f"{settings.config} gives no model for the task {task}"), families.without_threads("cpu"):
         if settings.fresh or not has_weights(settings.config):
             made: nn.Module = auto.from_config(config, **how)
             return made
