@@ -71,8 +71,9 @@ LIMITS = """## What is not covered
 - Network file systems, several machines on one folder, systems other than Linux.
 - A kill during a write is represented by half of the file; other parts of a file were not tried.
 - Compiled code that gets no memory may end the process without a message; the run must still resume. Python itself
-  waits forever for a thread that got no memory to start (`Thread.start`), which transformers does while it loads a
-  model: seen with about 1 MiB left. Stop such a command; the same command resumes.
+  waits forever for a thread that got no memory to start (`Thread.start`): seen with 1 to 10 MiB left, while
+  transformers loaded a model. Models in host memory are now loaded without threads; other libraries may start some.
+  Stop such a command; the same command resumes.
 - `headwise search`: what a killed trial found is lost; the study resumes with another trial.
 - `headwise demo` is killed nowhere: it is `headwise run` with given settings. Engines (`verify --engine`) are not
   started: without one the command must end in one line, which is among the odd arguments.
