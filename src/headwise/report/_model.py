@@ -98,10 +98,12 @@ def full_mlp(rows: Sequence[ModelRow]) -> int:
 def damage_scale(values: Iterable[float | None]) -> tuple[float, float]:
     """Ends of the bars of damage, powers of ten: the same for every budget, so that bars can be compared.
 
-    >>> damage_scale([0.03, 2e-5, 0.0, None])
+    Measured damage may lie below zero by chance; it has no bar.
+
+    >>> damage_scale([0.03, 2e-5, 0.0, None, -1e-6])
     (1e-05, 0.1)
     """
-    positive = [value for value in values if value]
+    positive = [value for value in values if value and 0 < value < math.inf]
     high = math.ceil(math.log10(max(positive, default=1.0)) - 1e-9)
     low = math.floor(math.log10(min(positive, default=1.0)) + 1e-9)
     return float(f"1e{max(low, high - DECADES)}"), float(f"1e{max(high, low + 1)}")
