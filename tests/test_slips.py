@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from headwise import data, families, preflight
-from headwise.data import overlap
-from headwise.errors import DataError, ModelError
+from headwise.data import images, overlap
+from headwise.errors import DataError, HeadwiseError, ModelError
 from headwise.families import _missing
+from headwise.families.llama import FAMILY as llama
+from headwise.research.theory import profiles
 from headwise.runs.settings import Settings
 
 TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(400))
@@ -78,3 +82,12 @@ def test_a_folder_of_texts_is_read_in_the_order_of_its_names(model, tmp_path):
         file.unlink()
     with pytest.raises(DataError, match="the folder .*folder holds no text file"):
         notes(model, data=str(folder))
+
+
+def test_odd_inputs_are_refused_or_read_and_nothing_waits(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "images.npz")
+    with pytest.raises(DataError, match="holds no images"):
+        images.peek(str(tmp_path / "images.npz"))
+    with pytest.raises(HeadwiseError, match="at most"):
+        profiles.parse("geometric:0.5", 10**6)
+    assert llama.class_name(SimpleNamespace(architectures=5)) == ""

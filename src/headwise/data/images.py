@@ -83,7 +83,7 @@ def peek(source: str) -> None:
         _pillow()
         found = any(p.suffix.lower() in ENDINGS and p.is_file() for p in file.rglob("*"))
     else:
-        found = file.suffix == ".npz" and file.exists() or not (file.exists() or file.suffix or source == "stdlib")
+        found = file.suffix == ".npz" and file.is_file() or not (file.exists() or file.suffix or source == "stdlib")
     if not found:
         raise _no_images(source, file)
 

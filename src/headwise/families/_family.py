@@ -72,7 +72,8 @@ class Family(Streams, Naming, ABC):
 
     def class_name(self, config: Any) -> str:
         """Of the model that a configuration belongs to; empty where it does not say."""
-        return str((getattr(config, "architectures", None) or [""])[0])
+        names = getattr(config, "architectures", None)
+        return str(names[0]) if isinstance(names, (list, tuple)) and names else ""
 
     def head(self, config: Any) -> str:
         """The Auto class of the model that a configuration belongs to; empty where it does not say."""

@@ -15,6 +15,7 @@ from headwise.research.theory.bound import Floats
 from headwise.types import Readings
 
 READING = "lags.contribution"  # the kind of reading that holds measured weights; its lag 0 is the token itself
+MOST_LAGS = 16_384  # which take seconds
 KNOWN = "uniform, geometric:RATIO, power:EXPONENT, numbers such as 0.5,0.3,0.2, or FILE.json:LAYER"
 
 
@@ -78,6 +79,8 @@ def measured(path: Path, layer: str, lags: int | None = None) -> Floats:
 def _lags(n: int) -> int:
     if n < 1:
         raise HeadwiseError(f"{n} lags were given; a profile has at least one.")
+    if n > MOST_LAGS:
+        raise HeadwiseError(f"{n:,} lags were given; a profile has at most {MOST_LAGS:,}.")
     return n
 
 
