@@ -274,7 +274,7 @@ def _retrieved(result: dict[str, Any]) -> list[str]:
         half = 50 * (worst["accuracy_change_high"] - worst["accuracy_change_low"])
         words = f"- Retrieval, {SPENT[_spend(row)]}, heads {_heads(row)}, {row['budget']}, {row['way']}: "
         words += f"most is lost over {worst['distance']:,} tokens, {100 * worst['accuracy_before']:.1f}% before, "
-        words += f"{_change(worst):+.1f} points ± {half:.1f}"
+        words += f"{_change(worst):+.1f} points ± {half:.1f} ({worst['passages']} passages)"
         far = row["retrieval"][-1]
         if far not in able:
             words += f"; over {far['distance']:,} tokens {100 * far['accuracy_before']:.1f}%, {_change(far):+.1f}"

@@ -91,6 +91,15 @@ def peaks() -> dict[str, float]:
     return {"device_gib": torch.cuda.max_memory_allocated() / GIB, "host_gib": host / GIB}
 
 
+def allow(limit: float | None) -> None:
+    """Let torch have so many GiB of the device; all of it where no limit is given."""
+    import torch
+
+    if limit:
+        whole = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit * GIB / whole)
+
+
 def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
     """One run in this process."""
     import torch
@@ -99,9 +108,7 @@ def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> 
     from headwise.checks import speed
     from headwise.runs.settings import Settings
 
-    if limit:
-        whole = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(limit * GIB / whole)
+    allow(limit)
     stages, start = Stages(), time.perf_counter()
     dossier = pipeline.run(Settings(model, **settings), out, stages)
     found = {"seconds": time.perf_counter() - start, "stages": stages.found}
@@ -123,6 +130,7 @@ def build(model: str, out: str, settings: dict[str, Any], limit: float | None) -
     from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
 
+    allow(limit)
     refit.WORTHWHILE = None  # type: ignore[assignment]  # healed at every size
     asked, folder, stages = Settings(model, **settings), RunFolder(out), Stages()
     with pipeline.claimed(asked, folder, "run", False):

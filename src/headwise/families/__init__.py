@@ -58,7 +58,6 @@ __all__ = [
     "locate",
     "no_processor",
     "quietly",
-    "without_threads",
     "read_config",
     "register",
     "repeated",
@@ -68,4 +67,5 @@ __all__ = [
     "tokenizer_of",
     "wide_answers",
     "widened",
+    "without_threads",
 ]

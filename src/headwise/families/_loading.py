@@ -244,7 +244,7 @@ def explained(model: str) -> Iterator[None]:
 def without_threads(device: str) -> Iterator[None]:
     """Let transformers read weights one after the other where they stay in host memory, within a block.
 
-    Its threads save no time there, and Python waits forever for a thread that gets no memory to start.
+    Python waits forever for a thread that gets no memory to start.
     """
     name = "HF_DEACTIVATE_ASYNC_LOAD"
     if torch.device(device).type != "cpu" or name in os.environ:

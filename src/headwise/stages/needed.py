@@ -71,20 +71,20 @@ class _Run:
         if self.device == "cpu":
             size = 3 * 4 * self.layers / self.size / len(self.shape.layers) + 3.0 * 8 * self.wide**2
             return [self._stage("healing", size, ONE_BY_ONE)]
-        layer, numbers = self.layers / len(self.shape.layers), self.shape.hidden_size * self.size
+        one, numbers = self.layers / len(self.shape.layers), self.shape.hidden_size * self.size
         table = self.shape.vocab_size * numbers
         heads = max(layer.query_heads * layer.v_dim for layer in self.shape.layers)
         rows = self.settings.tokens * self.size * (8 * self.shape.hidden_size + 2 * (self.wide + heads))
         solves = 3.0 * 8 * self.wide**2
         few = 4 * self.settings.swap_tokens * self.shape.hidden_size * len(self.shape.layers)
         streams = 2 * self.settings.tokens * numbers
-        found = [self._stage("prices", (1 + 4 / self.size) * layer + table + streams + 2 * few, ONE_BY_ONE)]
+        found = [self._stage("prices", (1 + 4 / self.size) * one + table + streams + 2 * few, ONE_BY_ONE)]
         if self.settings.heal != "none":
             found.append(
-                self._stage("healing by refit", 2 * layer + table + streams + rows + solves, ONE_BY_ONE, 2.5 * table)
+                self._stage("healing by refit", 2 * one + table + streams + rows + solves, ONE_BY_ONE, 2.5 * table)
             )
         evaluated = 4 * 2 * self.settings.eval_tokens * numbers  # rows of several lengths, of both models
-        return [*found, self._stage("verifying", layer + 2 * table + evaluated + self.logits, ONE_BY_ONE, 2.5 * table)]
+        return [*found, self._stage("verifying", one + 2 * table + evaluated + self.logits, ONE_BY_ONE, 2.5 * table)]
 
     def loading(self) -> Needed:
         return self._stage("loading", self.weights, "straight to the device" if self.device != "cpu" else "all at once")
