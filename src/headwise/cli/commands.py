@@ -308,6 +308,7 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # for as long as the process lives
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
+        _check_words(sys.argv[1:])
         app()
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
@@ -325,6 +326,17 @@ def main() -> None:
         raise
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _check_words(words: list[str]) -> None:
+    """Refuse words that can be no name or value: an empty one would stand for the current folder."""
+    for word in words:
+        if not word:
+            raise HeadwiseError("one of the words of this command is empty; if it is a variable of the shell, set it.")
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise HeadwiseError(f"{ascii(word)} is not UTF-8; rename the file, or type the word again.") from None
 
 
 def _stop(code: int) -> None:

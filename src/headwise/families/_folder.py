@@ -10,7 +10,7 @@ import torch
 
 from headwise.cost import parameters
 from headwise.errors import ModelError
-from headwise.files import tensors
+from headwise.files import disk, tensors
 from headwise.files.json import INTEGER, read_object, regular, shortened
 from headwise.types import ModelShape
 from headwise.types.shape import MOST_LAYERS, MOST_TOKENS, WIDEST
@@ -33,6 +33,7 @@ def check_folder(where: str) -> None:
     folder = Path(where)
     if not folder.is_dir():
         return
+    disk.refuse_pipes(folder, ModelError)
     for name in JSON_FILES:
         if (folder / name).exists():
             data = read_object(folder / name, ModelError, AGAIN)

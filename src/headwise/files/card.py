@@ -17,6 +17,8 @@ def facts_of(path: Path) -> Facts:
     """What a card says of a model that stays true when it is cut; nothing where it cannot be read."""
     import yaml  # type: ignore[import-untyped]
 
+    if not path.is_file():  # nor a pipe, from which reading would never end
+        return {}
     try:
         with path.open("rb") as file:
             text = file.read(LONGEST).decode(errors="replace")

@@ -119,6 +119,13 @@ def remove(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
+def refuse_pipes(folder: Path, error: type[HeadwiseError] = OutputError) -> None:
+    """Refuse a folder that holds, at any depth, what is neither file nor folder: reading a pipe would never end."""
+    for path in folder.rglob("*"):
+        if path.exists() and not path.is_file() and not path.is_dir():
+            raise error(f"{path} is neither a file nor a folder; remove it, or restore the file that was there.")
+
+
 def recover(folder: Path, work: tuple[str, ...] = ()) -> None:
     """Complete or undo what a kill interrupted in a folder; `work` are its subfolders in which to look as well."""
     if not folder.is_dir():

@@ -78,6 +78,7 @@ class RunFolder:
             self.require()  # which says that there is no run: nothing is written into a folder of somebody else
         with disk.explained(self.path), locked(self.path, command) as taken:
             if taken:
+                disk.refuse_pipes(self.path)
                 self.recover()
             yield
 

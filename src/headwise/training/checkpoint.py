@@ -118,9 +118,14 @@ def _facts(path: Path) -> dict[str, Any]:
     if not all(is_number(found.get(name)) and found[name] >= 0 for name in NUMBERS):
         raise PlanError(f"{path} does not say at which step the run is.")
     try:
-        return {**found, "curve": [Point(**point) for point in found["curve"]]}
-    except (KeyError, TypeError):
-        raise PlanError(f"{path} does not hold the curve of the run.") from None
+        curve = [Point(**point) for point in found["curve"]]
+        values = [value for point in curve for value in (*point[:-1], *(point.evaluation or {}).values())]
+        sound = all(isinstance(value, (int, float)) for value in values)  # a loss may have become infinite
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise PlanError(f"{path} does not hold the curve of the run.")
+    return {**found, "curve": curve}
 
 
 def _check(folder: Path, model: nn.Module, weights: stored.Tensors, tensors: stored.Tensors) -> None:

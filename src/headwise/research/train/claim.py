@@ -36,6 +36,7 @@ def held(folder: Path, settings: TrainSettings) -> Iterator[None]:
         aside.refuse_inside(folder, OWN, (settings.config, settings.data, settings.eval, settings.tokenizer))
     with disk.explained(folder), locked(folder, "train") as taken:
         if taken:
+            disk.refuse_pipes(folder)
             aside.undo_move(folder)
             disk.recover(folder, WORK)
             if (folder / "training.json").exists():  # killed before it deleted what it replaced
