@@ -145,7 +145,7 @@ def _lines(path: Path) -> Iterator[tuple[Path, str | None]]:
 def wav(path: Path, rate: int) -> np.ndarray:
     """A .wav file of 16 bits as one channel at this rate, between -1 and 1; other rates are interpolated."""
     if not path.is_file():  # nor a pipe, from which reading would never end
-        raise DataError(f"{path} is missing or not a file; restore or remove it.")
+        raise DataError(f"{path} cannot be read: it is missing, or no file. Restore or remove it.")
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, own, count = file.getparams()[:4]
