@@ -280,6 +280,14 @@ def test_a_plan_that_does_not_fit_its_model_is_refused(copied: Path, field: str,
     ends_well(*RESHAPE)
 
 
+def test_a_diagnosis_that_is_no_number_is_shown(copied: Path) -> None:
+    path = copied / "run" / "readings.json"
+    kinds = [curve["kind"] for curve in json.loads(path.read_text())["curves"]]
+    other = next(number for number, kind in enumerate(kinds) if not kind.startswith("damage."))
+    changed(path, "curves", other, "values", 0, 0, to=float("nan"))
+    assert CliRunner().invoke(cli.app, ["show", "run/readings.json"]).exit_code == 0
+
+
 def test_a_tokenizer_of_another_model_is_told(copied: Path) -> None:
     shutil.copyfile(Path(families.locate("embedded")[0]) / "tokenizer.json", copied / "source" / "tokenizer.json")
     with pytest.raises(HeadwiseError, match="the tokenizer gives token"):

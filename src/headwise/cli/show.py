@@ -43,8 +43,8 @@ QK, V, MLP, BAD, FAINT = "blue", "yellow", "green", "red", "bright_black"
 
 
 def _level(part: float) -> str:
-    """A block as high as the part, of one."""
-    return LEVELS[max(0, min(len(LEVELS) - 1, round(part * len(LEVELS)) - 1))]
+    """A block as high as the part, of one; none for what is not a number."""
+    return " " if not math.isfinite(part) else LEVELS[max(0, min(len(LEVELS) - 1, round(part * len(LEVELS)) - 1))]
 
 
 def _table(*heads: str, **more: Any) -> Table:

@@ -151,7 +151,7 @@ def wav(path: Path, rate: int) -> np.ndarray:
             channels, width, own, count = file.getparams()[:4]
             content = file.readframes(count)
         sound: np.ndarray = np.frombuffer(content, "<i2" if width == 2 else "u1").reshape(-1, channels).mean(1) / 32768
-    except (OSError, EOFError, wave.Error, struct.error, ValueError) as error:
+    except (OSError, EOFError, wave.Error, struct.error, ValueError, RuntimeError) as error:
         raise DataError(f"{path} cannot be read as a .wav file of 16 bits ({error}); convert or remove it.") from None
     if width != 2:
         raise DataError(f"{path} has {8 * width} bits where 16 are read; convert or remove it.")
