@@ -24,6 +24,7 @@ from headwise.types import UNIT_OF, LayerShape, Reading
 
 NAME = "swap"
 MEANING = "measured damage of some sizes, one layer replaced at a time"
+CODED = ("damage.k_bits", "damage.v_bits")  # whose finest sizes do no harm that matters
 Cut = Callable[[int, LayerShape], nn.Module]  # a layer, cut
 
 
@@ -111,12 +112,31 @@ def corrected(
     before: Reading, found: dict[tuple[str, int], dict[int, tuple[float, float]]], tokens: int, seed: int, how: str
 ) -> Reading:
     """A predicted curve with what was `found` by measuring, by kind and layer, at some sizes."""
-    rows = [
-        (ticks, *correct_curve(ticks, values, found.get((before.kind, layer), {})))
-        for layer, (ticks, values) in enumerate(zip(before.ticks, before.values, strict=True))
-    ]
+    coded = before.kind in CODED
+    rows = []
+    for layer, (ticks, values) in enumerate(zip(before.ticks, before.values, strict=True)):
+        measured = found.get((before.kind, layer), {})
+        measured = above_noise(ticks, values, measured) if coded else measured
+        rows.append((ticks, *correct_curve(ticks, values, measured)))
     meaning = before.meaning.replace("Predicted loss increase", f"Measured damage ({how}, interpolated)")
     return reading(NAME, before.kind, before.axis, rows, before.unit, meaning, tokens, seed)
+
+
+def above_noise(
+    ticks: tuple[int, ...], predicted: tuple[float, ...], measured: dict[int, tuple[float, float]]
+) -> dict[int, tuple[float, float]]:
+    """Damages of codes less the noise of the arithmetic; those that noise hides are left out.
+
+    Rounding in a model's own number format makes any change of a layer look like damage. The finest code shows how
+    much, as its own damage is negligible. Without this all fine codes would seem to be equally bad, and none is bought.
+
+    >>> above_noise((16, 8, 4, 2), (0.0, 0.0, 0.25, 8.0), {8: (1.0, 0.1), 4: (1.25, 0.1), 2: (9.0, 0.1)})
+    {2: (8.0, 0.1)}
+    """
+    if len(ticks) < 2 or ticks[1] not in measured:
+        return measured
+    noise = max(0.0, measured[ticks[1]][0] - predicted[1])
+    return {tick: (damage - noise, error) for tick, (damage, error) in measured.items() if damage > 2 * noise}
 
 
 def correct_curve(
