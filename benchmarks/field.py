@@ -39,6 +39,9 @@ SECTIONS = {  # heading -> result files of one model and one kind of budget
     "SmolLM2-135M (Q4_1, dequantised), cache": ["field-smollm2-kv", "field-smollm2-kv25"],
     "SmolLM2-135M (Q4_1, dequantised), cache, heads pooled": ["field-smollm2-pooled"],
     "SmolLM2-135M (Q4_1, dequantised), parameters": ["field-smollm2-params"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache": ["quality-tinyllama"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache, heads pooled": ["quality-tinyllama-pooled"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache in bits, as by default": ["quality-tinyllama-bits"],
 }
 DRAWN = ["field-embedded-kv"]
 KINDS = {"kv": "KV cache", "params": "parameters"}
