@@ -32,9 +32,9 @@ WAYS = {  # name -> device and processes
 FIRST = "CPU"
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "same-plan.json"
-ABOUT = """The same random seed, text and settings; every row is a probing and an allocation of its own, compared with the
-plan of one process on the CPU. Extra cost: of the row's plan by the prices that the CPU found, over the CPU's own plan.
-A plan with no extra cost ties with it."""
+ABOUT = """The same random seed, text and settings; every row is a probing and an allocation of its own, compared with
+the plan of one process on the CPU. Extra cost: of the row's plan by the prices that the CPU found, over the CPU's own
+plan. A plan with no extra cost ties with it."""
 
 
 def start(way: str, folder: Path, model: str, text: str, budget: str, sizes: list[str]) -> subprocess.Popen[str]:

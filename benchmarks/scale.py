@@ -150,8 +150,8 @@ def in_child(
     told = json.dumps([model, str(out), settings, limit])
     code = f"import json, scale, sys; print('RESULT' + json.dumps(scale.{what}(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, told]
-    start = time.perf_counter()
-    errors = out.parent / "errors.txt"
+    start, errors = time.perf_counter(), out.parent / "errors.txt"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with errors.open("w") as file:
         done = subprocess.run(command, stdout=-1, stderr=file, text=True, check=False, cwd=Path(__file__).parent)
     told = errors.read_text().strip()
