@@ -49,8 +49,8 @@ def _line(name: str, verdict: dict[str, Any]) -> str:
     found, size = verdict["quality"], verdict["size"]
     before = found["perplexity_before"]
     low, middle, high = (found[f"perplexity_after{end}"] / before - 1 for end in ("_low", "", "_high"))
-    kept = f"{size['kv_bytes_before']:,} to {size['kv_bytes_after']:,}"
-    agreed = next((f"{found[key]:.1%}" for key in found if "agreement" in key), "")
+    kept = f"{size['kv_bytes_per_token_before']:,} to {size['kv_bytes_per_token_after']:,}"
+    agreed = f"{found['next_token_agreement']:.1%}"
     passed = f"{sum(check['passed'] for check in verdict['checks'])} of {len(verdict['checks'])} passed"
     change = f"{before:.2f}, {100 * middle:+.2f}% ({100 * low:+.2f} to {100 * high:+.2f})"
     return f"| {name} | {kept} | {change} | {agreed} | {passed} | {math.expm1(verdict['limit']):.0%} |"
