@@ -62,10 +62,12 @@ def _shares(rows: list[Row]) -> list[list[str]]:
     for share in dict.fromkeys(row["asked_share"] for row in rows if row["method"] == "joint"):
         ways = [name for name in NAMES if any(row["method"] == name for row in rows)]
         mine = {name: _one(rows, name, share) for name in ways}
-        fitting = [row for row in rows if row["method"] == "uniform" and row["share"] <= share / 100]
+        uniform = [row for row in rows if row["method"] == "uniform"]
+        fitting = [row for row in uniform if row["share"] <= share / 100]
         best = min(fitting, key=lambda row: row["kl"], default=None)
         less = f"{1 - mine['joint']['kl'] / best['kl']:.0%}" if best and "kl" in mine["joint"] else ""
-        told = "none fits" if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
+        told = "none fits" if any(row["weight_bits"] == 2 for row in uniform) else "not measured"
+        told = told if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
         found.append([f"{share}%", *(_measured(mine[name], True) for name in ways), told, less])
     return found
 

@@ -2,6 +2,7 @@
 
     python benchmarks/probe_cost.py --device cuda   # a Llama of 0.3B random parameters
     python benchmarks/probe_cost.py --device cuda --large 16   # 16 layers of Llama-3-8B's shape, in bf16
+    python benchmarks/probe_cost.py --device cuda --large 16 --cache   # the same, what a budget for the cache needs
     python benchmarks/probe_cost.py --device cpu    # the embedded model
 
 Repeats are interleaved; ratios are of medians over neighbours in time, with the lowest and highest repeat. `agreement`
@@ -99,19 +100,19 @@ def plain_backward(bench: Bench, weights: bool) -> None:
     bench.model.requires_grad_(True)
 
 
-def works(bench: Bench, moments: Any) -> dict[str, Callable[[], Any]]:
-    """What is timed, in the order of one repeat."""
+def works(bench: Bench, moments: Any, mlp: bool) -> dict[str, Callable[[], Any]]:
+    """What is timed, in the order of one repeat; `mlp`: for units of the MLP too, not of the cache alone."""
 
     def passes() -> None:
         probe.run(bench.rows, 0)
         probe.sums = [type(sums)() for sums in probe.sums]
 
-    probe = sensitivity.Sensitivity(bench.family, bench.model, moments, True, Causal())
+    probe = sensitivity.Sensitivity(bench.family, bench.model, moments, mlp, Causal())
     return {
         "forward": lambda: plain_forward(bench),
-        "gram": lambda: gram.collect(bench.family, bench.model, bench.rows, True),
+        "gram": lambda: gram.collect(bench.family, bench.model, bench.rows, mlp),
         "forward and backward": lambda: plain_backward(bench, weights=True),
-        "sensitivity": lambda: sensitivity.measure(bench.family, bench.model, bench.rows, moments, True, 0),
+        "sensitivity": lambda: sensitivity.measure(bench.family, bench.model, bench.rows, moments, mlp, 0),
         "forward and backward, activations alone": lambda: plain_backward(bench, weights=False),
         "sensitivity, passes alone": passes,
         "fisher": lambda: fisher.collect(bench.family, bench.model, bench.rows, 0),
@@ -124,23 +125,24 @@ def ratio(times: dict[str, list[float]], work: str, plain: str) -> dict[str, flo
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
-def costs(bench: Bench, repeats: int, seconds: float) -> dict[str, Any]:
+def costs(bench: Bench, repeats: int, seconds: float, mlp: bool) -> dict[str, Any]:
     """Interleaved times of probes and plain passes; no repeat begins after so many seconds."""
     device, begin = bench.model.device, time.perf_counter()
-    todo = works(bench, gram.collect(bench.family, bench.model, bench.rows, True))
+    todo = works(bench, gram.collect(bench.family, bench.model, bench.rows, mlp), mlp)
     times: dict[str, list[float]] = {name: [] for name in todo}
     for repeat in range(-1, repeats):  # the first warms up
-        if repeat > 1 and time.perf_counter() - begin > seconds:
+        if repeat > 0 and time.perf_counter() - begin > seconds:
             break
         for name, work in todo.items():
             gc.collect()
-            seconds = timed(work, device)[1]
+            took = timed(work, device)[1]
             if repeat >= 0:
-                times[name].append(seconds)
+                times[name].append(took)
         print(f"repeat {repeat}: " + ", ".join(f"{n} {t[-1]:.2f} s" for n, t in times.items() if t), flush=True)
     found = {
         "gram": ratio(times, "gram", "forward"),
         "sensitivity": ratio(times, "sensitivity", "forward and backward"),
+        "sensitivity_passes": ratio(times, "sensitivity, passes alone", "forward and backward"),
         "fisher": ratio(times, "fisher", "forward and backward"),
         "sensitivity_strictly": ratio(times, "sensitivity", "forward and backward, activations alone"),
         "sensitivity_passes_strictly": ratio(
@@ -200,7 +202,7 @@ def profile(bench: Bench) -> None:
     cuda = bench.model.device.type == "cuda"
     some = bench._replace(rows=bench.rows[: 2 * BATCH // LENGTH])
     moments = gram.collect(bench.family, bench.model, some.rows, True)
-    for name, work in works(some, moments).items():
+    for name, work in works(some, moments, True).items():
         work()
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as seen:
             timed(work, bench.model.device)
@@ -210,7 +212,14 @@ def profile(bench: Bench) -> None:
 
 
 def row(
-    device: str, tokens: int, repeats: int, seconds: float, precision: str, profiled: bool, large: int = 0
+    device: str,
+    tokens: int,
+    repeats: int,
+    seconds: float,
+    precision: str,
+    profiled: bool,
+    large: int = 0,
+    cache: bool = False,
 ) -> dict[str, Any]:
     """Everything measured on one device at one precision of products; of a large model no copy in double precision."""
     torch.set_float32_matmul_precision(precision)
@@ -227,9 +236,10 @@ def row(
         "tokens": bench.rows.numel(),
         "batch_tokens": BATCH,
         "length": LENGTH,
-        **costs(bench, repeats, seconds),
-        "stages": stages(bench),
-        "agreement": {} if large else agreement(bench, min(tokens, 8192)),
+        "units": "of the cache" if cache else "all",
+        **costs(bench, repeats, seconds, not cache),
+        "stages": {} if large or cache else stages(bench),
+        "agreement": {} if large or cache else agreement(bench, min(tokens, 8192)),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
@@ -251,16 +261,17 @@ def section(result: dict[str, Any]) -> str:
         " same text in the same batches; in brackets the lowest and highest repeat. The last columns are the stages"
         " that follow, in seconds.",
         "",
-        "| device, products | model, tokens | gram | sensitivity | fisher | solve | reshape |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| device, products | model, tokens, units | gram | sensitivity | passes alone | fisher | solve | reshape |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         machine = row["hardware"] if isinstance(row["hardware"], str) else row["hardware"]["processor"]
-        cells = [f"{machine}, {row['products']}", f"{row['model']}, {row['tokens']}"]
-        for name in ("gram", "sensitivity", "fisher"):
+        units = row.get("units", "all")
+        cells = [f"{machine}, {row['products']}", f"{row['model']}, {row['tokens']:,}, {units}"]
+        for name in ("gram", "sensitivity", "sensitivity_passes", "fisher"):
             found = row["ratios"].get(name)
             cells.append(f"{found['median']:.2f} x ({found['low']:.2f} to {found['high']:.2f})" if found else "-")
-        cells += [f"{row['stages'][name]:.1f} s" for name in ("solve", "reshape")]
+        cells += [f"{row['stages'][name]:.1f} s" if row["stages"] else "-" for name in ("solve", "reshape")]
         lines.append(f"| {' | '.join(cells)} |")
     every = [item for row in result["rows"] for item in row["agreement"].items()]
     name, worst = max(every, key=lambda item: item[1])
@@ -279,13 +290,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no further repeat after so many")
     parser.add_argument("--products", choices=("highest", "high"), default="highest", help="high: TF32")
     parser.add_argument("--large", type=int, default=0, metavar="LAYERS", help="of an 8B model's shape, in bf16")
+    parser.add_argument("--cache", action="store_true", help="units that a budget for the cache concerns, no MLP")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
     tokens = asked.tokens or (32_768 if asked.device == "cuda" else 8_192)
-    new = row(asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile, asked.large)
+    new = row(
+        asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile, asked.large, asked.cache
+    )
     old = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
-    kept = [r for r in old if (r["device"], r["products"]) != (new["device"], new["products"])]
+    names = ("device", "products", "units")
+    kept = [r for r in old if [r.get(n, "all") for n in names] != [new[n] for n in names]]
     result = {"promised": PROMISED, "rows": sorted([*kept, new], key=lambda r: (r["device"] != "cuda", r["products"]))}
     write_atomically(asked.out, json.dumps(result, indent=1) + "\n")
     print(section(result))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,3 +76,15 @@ def test_help_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("word", "told"), [("", "is empty"), ("\udcff", "is not UTF-8")])
+def test_words_that_can_be_no_name_are_refused(
+    word: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["headwise", "export", word, "--to", "gguf"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    assert told in capsys.readouterr().err
+    assert not any(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import sys
@@ -152,6 +153,14 @@ def test_whatever_stands_where_a_file_was_nothing_hangs(copied: Path, place: str
             read(copied / name)
 
 
+@pytest.mark.parametrize("name", ["source/README.md", "run/model/README.md", "run/notes.txt"])
+def test_a_pipe_in_a_folder_is_refused_before_it_is_read(copied: Path, name: str) -> None:
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
+    with pytest.raises(HeadwiseError, match=f"{name} is neither a file nor a folder"):
+        families.load("source") if name.startswith("source") else api.verify("run")
+
+
 def test_a_file_without_permission_is_named(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
@@ -225,7 +234,7 @@ def test_readings_that_fit_no_model_are_refused_at_reading(copied: Path, keys: t
     [("num_hidden_layers", 100_000), ("num_hidden_layers", -1), ("hidden_size", "64"), ("hidden_size", 1 << 30),
      ("num_attention_heads", 0), ("num_attention_heads", 3), ("vocab_size", None), ("dtype", "nonsense"),
      ("attn_implementation", "somebody/kernel"), ("intermediate_size", 4_000_000),
-     ("attention_dropout", 10**400), ("max_position_embeddings", 0)],
+     ("attention_dropout", 10**400), ("attention_dropout", 7), ("max_position_embeddings", 0)],
 )  # fmt: skip
 def test_sizes_that_no_model_has_are_refused_before_it_is_built(copied: Path, field: str, value: Any) -> None:
     changed(copied / "source" / "config.json", field, to=value)
@@ -265,6 +274,12 @@ def test_weights_that_are_no_numbers_are_told(copied: Path, value: float) -> Non
         families.load("source")
 
 
+@pytest.mark.parametrize(("field", "value"), [("v_width", 10**9), ("v_dim", 1)])
+def test_a_plan_that_does_not_fit_its_model_is_refused(copied: Path, field: str, value: int) -> None:
+    changed(copied / "run" / "plan.json", "target", "layers", 1, field, to=value)
+    ends_well(*RESHAPE)
+
+
 def test_a_tokenizer_of_another_model_is_told(copied: Path) -> None:
     shutil.copyfile(Path(families.locate("embedded")[0]) / "tokenizer.json", copied / "source" / "tokenizer.json")
     with pytest.raises(HeadwiseError, match="the tokenizer gives token"):
@@ -278,7 +293,11 @@ def test_a_damaged_checkpoint_names_itself(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, model, state)
     checkpoint.restore(tmp_path, model, state)
     path = checkpoint.all_in(tmp_path)[0] / "state.json"
-    for text in ("{}", "[", '{"step": "x", "summed": 0, "seconds": 0, "curve": []}'):
+    point = '{"step": 1, "loss": {}, "gradient_norm": 0, "rate": 0, "seconds": 0}'
+    for text in (
+        *("{}", "[", '{"step": "x", "summed": 0, "seconds": 0, "curve": []}'),
+        '{"step": 1, "summed": 0, "seconds": 0, "curve": [' + point + "]}",
+    ):
         path.write_text(text)
         with pytest.raises(HeadwiseError, match=r"step-00000001 is damaged"):
             checkpoint.restore(tmp_path, model, state)

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from headwise.errors import DataError
-from headwise.files.json import regular
 
 FRAMES = 2  # of a spectrogram that make one token
 BATCH = 16  # recordings that are prepared together
@@ -145,7 +144,8 @@ def _lines(path: Path) -> Iterator[tuple[Path, str | None]]:
 
 def wav(path: Path, rate: int) -> np.ndarray:
     """A .wav file of 16 bits as one channel at this rate, between -1 and 1; other rates are interpolated."""
-    regular(path, DataError, "convert or remove it")
+    if not path.is_file():  # nor a pipe, from which reading would never end
+        raise DataError(f"{path} cannot be read: it is missing, or no file. Restore or remove it.")
     try:
         with wave.open(str(path), "rb") as file:
             channels, width, own, count = file.getparams()[:4]

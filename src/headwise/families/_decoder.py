@@ -13,6 +13,7 @@ from headwise.errors import ModelError
 from headwise.families._architecture import CAUSAL
 from headwise.families._config import NOT_COPIED, grain_of
 from headwise.families._family import Family, Tensors
+from headwise.families._tensors import fill
 from headwise.types import LayerShape, ModelShape
 
 WORDS: dict[str, Any] = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # of tiny models
@@ -28,7 +29,7 @@ class Decoder(Family):
         made = self.anatomy(model.config).stock_classes()
         settings = {k: v for k, v in model.config.to_dict().items() if k not in NOT_COPIED} | changes
         stock = made[CAUSAL](made["AutoConfig"](**settings)).to(model.dtype)
-        missing, unexpected = stock.load_state_dict(self.together(tensors, model.config), strict=False)
+        missing, unexpected = fill(stock, self.together(tensors, model.config), assign=False)
         if unexpected or set(missing) - set(stock.all_tied_weights_keys):
             raise ModelError(f"this plan is not portable: stock code has no place for {sorted(unexpected)[:1]}.")
         stock.tie_weights()

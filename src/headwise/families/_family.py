@@ -18,7 +18,7 @@ from headwise.families._block import Block as Block
 from headwise.families._config import NOT_COPIED, ends_of, layers_of, stored_dtype, without
 from headwise.families._streams import Captured as Captured
 from headwise.families._streams import Streams
-from headwise.families._tensors import Naming
+from headwise.families._tensors import Naming, fill
 from headwise.families._tensors import Tensors as Tensors
 from headwise.runtime import CODE
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
@@ -168,7 +168,7 @@ class Family(Streams, Naming, ABC):
         kept = [index for index, layer in enumerate(layers) if not layer.gone]
         if len(kept) < len(layers):
             tensors = self._renumbered(like, tensors, kept)
-        missing, unexpected = model.load_state_dict(tensors, assign=True, strict=False)
+        missing, unexpected = fill(model, tensors)
         if unexpected or set(missing) - set(getattr(model, "all_tied_weights_keys", None) or ()):
             raise ModelError(f"the reshaped model misses {missing} or has no place for {unexpected}.")
         model.tie_weights()
@@ -262,7 +262,7 @@ class Family(Streams, Naming, ABC):
             tailor_layer(layer, self.anatomy(model.config), shape.to_json())
         places = self.tensors(model.config)
         copies = {places[name]: tensor.clone() for name, tensor in tensors.items()}  # the model keeps its own
-        layer.load_state_dict(copies, assign=True, strict=False)
+        fill(layer, copies)
         return layer.train(model.training)
 
     @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.errors import ModelError
 from headwise.families._architecture import Architecture
 
 Tensors = dict[str, torch.Tensor]
@@ -109,3 +110,17 @@ def set_format(model: nn.Module, dtype: torch.dtype) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in stored and tensor.is_floating_point():
             tensor.data = tensor.data.to(dtype)
+
+
+def fill(module: nn.Module, tensors: Tensors, assign: bool = True) -> tuple[list[str], list[str]]:
+    """Load tensors by name; gives the names that are missing and those without a place. Other sizes are refused."""
+    try:
+        missing, unexpected = module.load_state_dict(tensors, assign=assign, strict=False)
+    except RuntimeError as error:
+        found = next((line for line in str(error).splitlines() if "size mismatch" in line), None)
+        if found is None:
+            raise
+        raise ModelError(
+            f"weights do not have the sizes of the configuration or plan ({found.strip()[:200]})"
+        ) from None
+    return missing, unexpected

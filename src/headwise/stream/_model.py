@@ -15,6 +15,7 @@ from headwise import families
 from headwise.errors import ModelError
 from headwise.families import CAUSAL, Family
 from headwise.families._folder import check_sizes, check_values
+from headwise.families._tensors import fill
 from headwise.memory import available_bytes
 from headwise.stream._checkpoint import Checkpoint
 
@@ -42,7 +43,7 @@ class EmptyModel:
         """A layer filled with tensors (by their full names) for as long as the context is open."""
         layer, prefix = self.layers[index], self.prefix(index)
         own = {name.removeprefix(prefix): tensor.to(self.device) for name, tensor in tensors.items()}
-        missing, unexpected = layer.load_state_dict(own, assign=True, strict=False)
+        missing, unexpected = fill(layer, own)
         if missing or unexpected:
             raise ModelError(f"layer {index}: {missing} are missing, {unexpected} are unexpected.")
         try:
@@ -80,7 +81,7 @@ class Streamed(EmptyModel):
         _settle_buffers(self.model, device)
         small = [name for name in self.outside() if name not in (self.table, self.head)]
         tensors = {name: self._read(self.places[name], torch.float32) for name in small}
-        self.model.load_state_dict(tensors, assign=True, strict=False)
+        fill(self.model, tensors)
         self.model.set_submodule(at, _Head(self, output.bias))
         self.model.eval().requires_grad_(False)
 

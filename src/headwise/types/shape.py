@@ -73,15 +73,15 @@ class LayerShape(Record):
         return {**data, **{name: _counts(data[name], name) for name in CODES if isinstance(data.get(name), dict)}}
 
     def __post_init__(self) -> None:
-        sizes = {name: getattr(self, name) for name in (*SIZES, "q_rank")}
+        sizes = {name: getattr(self, name) for name in (*SIZES, "q_rank", "v_width")}
         if self.role not in ("", *ROLES):
             raise ShapeError(f"no layer has the role '{self.role}'; known: {', '.join(ROLES)}.")
         if negative := [name for name, size in sizes.items() if size < 0]:
             raise ShapeError(f"{negative[0]} is {sizes[negative[0]]}; sizes cannot be negative.")
         if large := [name for name, size in sizes.items() if size > WIDEST]:
             raise ShapeError(f"{large[0]} is {sizes[large[0]]:,}; sizes are at most {WIDEST:,}.")
-        if self.pooled < 1 or self.v_width < 0:
-            raise ShapeError(f"pooled is {self.pooled} and v_width {self.v_width}; they are at least 1 and 0.")
+        if self.pooled < 1:
+            raise ShapeError(f"pooled is {self.pooled}; it is at least 1.")
         check_bits({name: getattr(self, name) for name in FIELDS})
         if self.query_heads == 0:
             return

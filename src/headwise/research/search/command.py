@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise.files.disk import explained, recover
+from headwise.files.disk import explained, recover, refuse_pipes
 from headwise.research.designs.command import choose_device
 from headwise.research.search import front
 from headwise.runs.lock import locked
@@ -59,6 +59,7 @@ def command(
         device=choose_device(device),
     )
     front.refuse(out)
+    refuse_pipes(out)
     done, made = search(settings, out, storage, study, minutes, watch=_say)
     found = front.summary(rows := front.rows_of(done), settings.to_json())
     best = next((row for row in rows if row["number"] == found["best"]), None)
