@@ -34,7 +34,8 @@ ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "same-plan.json"
 ABOUT = """The same random seed, text and settings; every row is a probing and an allocation of its own, compared with
 the plan of one process on the CPU. Extra cost: of the row's plan by the prices that the CPU found, over the CPU's own
-plan. A plan with no extra cost ties with it."""
+plan; blank where the plan has a code that the CPU's probing did not price, so that it is not known whether the two tie.
+The rows of the GPU were not compared with each other."""
 
 
 def start(way: str, folder: Path, model: str, text: str, budget: str, sizes: list[str]) -> subprocess.Popen[str]:

@@ -32,7 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import whole_runs
+import same_plan
 from provenance import commit
 from streaming import make
 
@@ -261,7 +261,7 @@ def table(results: dict[str, Any]) -> str:
     lines += of_layers(results["rows"])
     lines += ["", of_demo(results["demo"])] if "demo" in results else []
     lines += of_growth(results["growth"]) if results.get("growth") else []
-    return "\n".join([*lines, *whole_runs.sections()])
+    return "\n".join([*lines, *same_plan.section()])
 
 
 def of_layers(rows: list[dict[str, Any]]) -> list[str]:
