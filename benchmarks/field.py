@@ -39,6 +39,9 @@ SECTIONS = {  # heading -> result files of one model and one kind of budget
     "SmolLM2-135M (Q4_1, dequantised), cache": ["field-smollm2-kv", "field-smollm2-kv25"],
     "SmolLM2-135M (Q4_1, dequantised), cache, heads pooled": ["field-smollm2-pooled"],
     "SmolLM2-135M (Q4_1, dequantised), parameters": ["field-smollm2-params"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache": ["quality-tinyllama"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache, heads pooled": ["quality-tinyllama-pooled"],
+    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache in bits, as by default": ["quality-tinyllama-bits"],
 }
 DRAWN = ["field-embedded-kv"]
 KINDS = {"kv": "KV cache", "params": "parameters"}
@@ -169,6 +172,16 @@ def against_rounds(rows: list[dict[str, Any]]) -> list[str]:
     return ["Three rounds against one cut:", *found] if found else []
 
 
+def same_models(rows: list[dict[str, Any]]) -> list[str]:
+    """Where a smaller budget got the very model of a larger one, of which then a part was left unused."""
+    found: dict[tuple[Any, ...], list[str]] = {}
+    for row in (row for row in rows if row["heal"] == "none"):
+        key = row["plan"], row["measured"], row.get("kl"), row.get("sum_of_prices"), row.get("parameters")
+        found.setdefault(key, []).append(row["budget"])
+    said = "got the same plan: a part of the larger budget was left unused, and these rows are one measurement."
+    return [f"{key[0]}: {' and '.join(same)} {said}" for key, same in found.items() if len(same) > 1]
+
+
 def zero_shot(results: list[dict[str, Any]]) -> list[str]:
     """Average accuracy over the tasks, and its change with half the 95% interval, in points."""
     lines: list[str] = []
@@ -232,6 +245,7 @@ def section(heading: str, results: list[dict[str, Any]]) -> list[str]:
         lines += [*table(rows, budget), ""]
     for text in (against_exact(rows), against_rounds(rows)):
         lines += [f"- {text[0]}", *text[1:]] if text else []
+    lines += [f"- {text}" for text in same_models(rows)]
     idle = [row for row in rows if row["heal"] == "distill" and not row["rate"]]
     if idle:
         named = ", ".join(f"{row['budget']} {row['plan']}" for row in idle)

@@ -32,6 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import same_plan
 from provenance import commit
 from streaming import make
 
@@ -149,8 +150,8 @@ def in_child(
     told = json.dumps([model, str(out), settings, limit])
     code = f"import json, scale, sys; print('RESULT' + json.dumps(scale.{what}(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, told]
-    start = time.perf_counter()
-    errors = out.parent / "errors.txt"
+    start, errors = time.perf_counter(), out.parent / "errors.txt"
+    out.parent.mkdir(parents=True, exist_ok=True)
     with errors.open("w") as file:
         done = subprocess.run(command, stdout=-1, stderr=file, text=True, check=False, cwd=Path(__file__).parent)
     told = errors.read_text().strip()
@@ -259,7 +260,8 @@ def table(results: dict[str, Any]) -> str:
         ]
     lines += of_layers(results["rows"])
     lines += ["", of_demo(results["demo"])] if "demo" in results else []
-    return "\n".join([*lines, *(of_growth(results["growth"]) if results.get("growth") else [])])
+    lines += of_growth(results["growth"]) if results.get("growth") else []
+    return "\n".join([*lines, *same_plan.section()])
 
 
 def of_layers(rows: list[dict[str, Any]]) -> list[str]:
@@ -303,6 +305,8 @@ def main() -> None:
     parser.add_argument("--budget", default="kv=50%")
     parser.add_argument("--heal")
     parser.add_argument("--data")
+    parser.add_argument("--eval")
+    parser.add_argument("--keep", type=Path, help="folder for all of the run but its weights")
     parser.add_argument("--stream", action="store_true")
     parser.add_argument("--limit", type=float, help="GiB of the device")
     parser.add_argument("--work", type=Path, default=Path("scale-work"), help="folder for checkpoints and runs")
@@ -310,6 +314,8 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.page:
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
+        apart = sorted(RESULT.parent.glob("scale-*.json"))
+        results["rows"] += [row for file in apart for row in json.loads(file.read_text())["rows"]]
         PAGE.write_text(filled(PAGE.read_text(), results))
         return
     if asked.demo:
@@ -328,13 +334,15 @@ def main() -> None:
             make(folder, shape["num_hidden_layers"], shape)
         model = str(folder)
     settings = {"budgets": (asked.budget,), "device": "cuda"}
-    settings |= {key: value for key in ("heal", "data", "stream") if (value := getattr(asked, key))}
+    settings |= {key: value for key in ("heal", "data", "eval", "stream") if (value := getattr(asked, key))}
     out = asked.work / "run"
     shutil.rmtree(out, ignore_errors=True)
     row = in_child(model, name, out, settings, asked.limit)
     found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
     found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
     asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.keep and out.exists():
+        shutil.copytree(out, asked.keep, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
     shutil.rmtree(out, ignore_errors=True)
 
 

@@ -22,6 +22,7 @@ MODELS = {  # result file -> how pages call the model
     "quality-embedded.json": "embedded (Python code)",
     "quality-stories15M.json": "stories15M (TinyStories)",
     "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
+    "quality-tinyllama.json": "TinyLlama-1.1B (IQ2_XXS, dequantised)",
 }
 METHODS = {  # as a result calls it -> as a page does
     "published": "recipe of A3 (`published`)",
