@@ -181,7 +181,7 @@ def test_the_benchmark_measures_every_group_once(folder, tmp_path, monkeypatch, 
     bits.main()
     assert json.loads(out.read_text()) == found and not capsys.readouterr().err, "nothing is measured again"
     page = module("bits_page")
-    assert "int4 by token" in page.filled((ROOT / "docs" / "BITS.md").read_text(), tmp_path)
+    assert "int4 per token" in page.filled((ROOT / "docs" / "BITS.md").read_text(), tmp_path)
 
 
 def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  # noqa: F811
