@@ -210,8 +210,8 @@ def section(result: dict[str, Any]) -> str:
         "values in codes of 8, 4 and 2 bits (all widths: of 8 to 1) with their scales, and the first 4 and newest 32",
         f"tokens. Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds,",
         "all ways alternating; the fastest uncut way is the baseline. The section above has the speed of a copy.",
-        "At short contexts most of the time goes into starting kernels: coded rows need five. Bytes are those of the cache.",
-        "Segments of 64 coefficients of one width share one scale; they are padded, most where there are many widths.",
+        "At short contexts most of the time goes into starting kernels: coded rows need five. Bytes are those of the",
+        "cache. Segments of 64 coefficients of one width share one scale; they are padded, most with many widths.",
         f"Difference from plain attention in double precision: {errors}.",
         *_prototype(),
     ]

@@ -60,7 +60,7 @@ def _bar(after: float, before: float, colour: str, form: str = "", width: int = 
 
 
 def _sizes(old: LayerShape, new: LayerShape, coded: bool) -> tuple[Size, Size]:
-    """What is left of keys and of values, and what there was: dimensions or, in a coded plan, bits a number."""
+    """What is left of keys and of values, and what there was: dimensions or, in a coded plan, bits per number."""
     if not coded:
         return (new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V)
     from headwise.report import mean_bits
