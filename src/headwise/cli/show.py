@@ -120,8 +120,8 @@ def _plan_words(plan: Plan, console: Console) -> None:
         console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
-    gap = f"gap to the proven bound {plan.gap:.1e}"
-    console.print(Text(f"damage {plan.predicted_damage:.4f}, predicted before healing, {gap}"))
+    gap = f"gap to the proven optimum {plan.gap:.1e}"
+    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {gap}"))
     if plan.free_damage is not None:
         console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
@@ -293,10 +293,8 @@ def in_short(verdict: Verdict) -> str:
     shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
     kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
-    lines = [
-        f"{', '.join(kept)} of the source",
-        f"{_quality_of(verdict.to_json()['quality'])} on {verdict.evaluation}{at}",
-    ]
+    data = verdict.evaluation.replace("held out from", "data held out from")
+    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.to_json()['quality'])} on {data}{at}"]
     return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
 
 
