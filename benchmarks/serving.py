@@ -14,7 +14,7 @@ from kinds import when
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("source", "per-head", "pooled", "coded", "parameters", "portable")  # the first kinds; others follow
-HEAD = """# Serving
+HEAD = """# Serving: what was tried
 
 Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.json`; do not edit.
 
@@ -111,7 +111,7 @@ def under_load(result: dict[str, Any]) -> list[str]:
         [r["model"], r["kind"], r["cache"], f"{r['cache_tokens']:,}", f"{r['source_cache_tokens']:,}", r["speed"]]
         for r in shown
     ]
-    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models by turns."
+    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models alternating."
     made = f"{versions}; {result['hardware']}; {when(shown)}."
     return ["## vllm, more requests than the cache holds", "", asked, made, "", *table(heads, rows), ""]
 

@@ -120,7 +120,7 @@ def _plan_words(plan: Plan, console: Console) -> None:
         console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
-    gap = f"gap to the proven optimum {plan.gap:.1e}"
+    gap = f"gap to the proven bound {plan.gap:.1e}"
     console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {gap}"))
     if plan.free_damage is not None:
         console.print(Text(_in_few_sizes(plan)))
