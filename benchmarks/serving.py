@@ -111,7 +111,7 @@ def under_load(result: dict[str, Any]) -> list[str]:
         [r["model"], r["kind"], r["cache"], f"{r['cache_tokens']:,}", f"{r['source_cache_tokens']:,}", r["speed"]]
         for r in shown
     ]
-    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models alternating."
+    asked = f"{first['requests']} requests, {first['new_tokens']} new tokens each, eager, both models alternating."
     made = f"{versions}; {result['hardware']}; {when(shown)}."
     return ["## vllm, more requests than the cache holds", "", asked, made, "", *table(heads, rows), ""]
 
