@@ -198,6 +198,10 @@ def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  
     assert held == plans.stored_bytes(bench.family.shape_of(model.config).layers, 20)
 
 
-def test_the_page_is_what_the_results_say():
+def test_the_pages_are_what_the_results_say(tmp_path):
     page = module("bits_page")
     assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text()
+    memory, copy = ROOT / "docs" / "MEMORY.md", tmp_path / "MEMORY.md"
+    copy.write_text(memory.read_text())
+    module("memory_page").write_page(copy)
+    assert copy.read_text() == memory.read_text()
