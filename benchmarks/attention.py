@@ -210,9 +210,9 @@ def section(result: dict[str, Any]) -> str:
     told = [
         f"`python benchmarks/attention.py`, {result['hardware']}, {result['date']}, {made}; bfloat16,",
         f"{how['query_heads']} query heads share {how['kv_heads']} key/value heads. Decode: {rows} rows of {places}",
-        f"places; prefill: {prompts} rows of {tokens} tokens. The fastest of the kernels that fast inference measures;",
-        f"low and high over {how['repeats']} repeats. The ideal of decode is a copy of as many bytes",
-        f"({copy / 1e12:.2f} TB/s read and written), that of prefill a large product",
+        f"tokens; prefill: {prompts} rows of {tokens} tokens. The fastest of the kernels that fast inference measures;",
+        f"low and high over {how['repeats']} repeats. The ideal time of decode is that of copying the same bytes",
+        f"({copy / 1e12:.2f} TB/s read and written), that of prefill is that of a large matrix product",
         f"({product_rate / 1e12:.0f} TFLOP/s).",
         *findings(result),
     ]

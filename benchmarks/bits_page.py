@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
 START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
 OURS = "ours, pooled"
-NAMED = {  # rivals as the field calls them -> rows of a result; each also keeps the first 4 and newest 32 tokens whole
+NAMED = {  # rivals as the field calls them -> rows of a result; the first 4 and newest 32 tokens stay in 16 bits
     "[KIVI](https://arxiv.org/abs/2402.02750), 4 bits": "KIVI int4, newest 32, first 4 whole",
     "[QuaRot](https://arxiv.org/abs/2404.00456), 4 bits": "QuaRot int4, first 4 and newest 32 whole",
     "[TurboQuant](https://arxiv.org/abs/2504.19874), 4 bits": "TurboQuant 4 bits, first 4 and newest 32 whole",
@@ -75,6 +76,13 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [*head, *(f"| {' | '.join(row)} |" for row in rows), ""]
 
 
+def _method(row: Row) -> str:
+    """How a cache is stored, in the words of the page; result files keep theirs."""
+    name = row["method"].replace(" by token", " per token").replace("each head", "per head")
+    name = re.sub(r"(KIVI int\d), newest", r"\1, residual", name.replace("first 0 whole, ", ""))
+    return name.replace(" whole", " in 16 bits")
+
+
 def _measured(row: Row | None) -> str:
     if row is None or "why" in row:
         return ""
@@ -109,7 +117,7 @@ def _rivals(rows: Sequence[Row]) -> list[str]:
     for row in _there(rows, "rivals", "library"):
         ours = _match(rows, row)
         own = "" if ours is None else f"{ours['share']:.1%}"
-        cells.append((row["method"], f"{row['share']:.1%}", _measured(row), _perplexity(row), own, _measured(ours)))
+        cells.append((_method(row), f"{row['share']:.1%}", _measured(row), _perplexity(row), own, _measured(ours)))
     titles = ("cache", "bytes", "damage", "perplexity", "ours: bytes", "damage")
     return _table(titles, cells)
 
@@ -118,31 +126,31 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     """Plans for shares of the cache: ours, and rank cuts."""
     found = sorted(_there(rows, "ours", "rank"), key=lambda row: -float(row["asked"].rstrip("%")))
     cells = [
-        (row["asked"], row["method"], f"{row['share']:.1%}", _predicted(row), _predicted(row, "rehearsed"),
+        (row["asked"], _method(row), f"{row['share']:.1%}", _predicted(row), _predicted(row, "rehearsed"),
          _measured(row), _perplexity(row))
         for row in found
     ]  # fmt: skip
-    return _table(("asked for", "plan", "bytes", "sum of prices", "rehearsed", "damage", "perplexity"), cells)
+    return _table(("budget", "plan", "bytes", "predicted", "calibration", "damage", "perplexity"), cells)
 
 
 def _left_out(rows: Sequence[Row]) -> list[str]:
-    """What is left without the exact program: plans of as many bytes in the same basis."""
+    """Plans of equal bytes in the same basis, by a simpler rule than the exact program."""
     cells = []
     for row in _there(rows, "ablations"):
         ours = _match(rows, row) or _asked(rows, row)
         best = ("", "", "") if ours is None else (f"{ours['share']:.1%}", _predicted(ours), _measured(ours))
-        cells.append((row["method"], f"{row['share']:.1%}", _predicted(row), _measured(row), *best))
-    titles = ("in our basis", "bytes", "predicted", "damage", "exact plan: bytes", "predicted", "damage")
+        cells.append((_method(row), f"{row['share']:.1%}", _predicted(row), _measured(row), *best))
+    titles = ("same basis, simpler rule", "bytes", "predicted", "damage", "exact plan: bytes", "predicted", "damage")
     return _table(titles, cells)
 
 
 def _beside(rows: Sequence[Row]) -> list[str]:
-    """What first and newest tokens are worth."""
+    """What it brings to store first and newest tokens in more bits."""
     cells = [
-        (row["asked"], row["method"], f"{row['share']:.1%}", _measured(row))
+        (row["asked"], _method(row), f"{row['share']:.1%}", _measured(row))
         for row in sorted(_there(rows, "beside"), key=lambda row: row["share"])
     ]
-    return _table(("plan for", "kept beside codes", "bytes", "damage"), cells)
+    return _table(("budget", "tokens also stored in more bits", "bytes", "damage"), cells)
 
 
 def _asked(rows: Sequence[Row], row: Row) -> Row | None:
@@ -154,7 +162,7 @@ def _asked(rows: Sequence[Row], row: Row) -> Row | None:
 def _missing(rows: Sequence[Row]) -> list[str]:
     """What could not be measured, and why."""
     found = [
-        f"- Not measured: {row['method']} {row['asked']}".rstrip() + f": {row['why']}" for row in rows if "why" in row
+        f"- Not measured: {_method(row)} {row['asked']}".rstrip() + f": {row['why']}" for row in rows if "why" in row
     ]
     return [*found, ""] if found else []
 
@@ -215,7 +223,7 @@ def _told(row: Row | None) -> str:
 
 
 def _best(rows: Sequence[Row], bits: int) -> str:
-    """The least damage of the other caches in so many bits."""
+    """The least damage of the other caches with this number of bits."""
     those = [
         row
         for row in _there(rows, "rivals", "library")
@@ -224,7 +232,7 @@ def _best(rows: Sequence[Row], bits: int) -> str:
     if not those:
         return ""
     best = min(those, key=lambda row: float(row["measured"]))
-    return f"{_told(best)}: {best['method']}"
+    return f"{_told(best)}: {_method(best)}"
 
 
 def filled(page: str, folder: Path = RESULTS) -> str:

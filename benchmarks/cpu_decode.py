@@ -105,14 +105,14 @@ def section(result: dict[str, Any]) -> str:
         "`python benchmarks/cpu_decode.py`. Time per token of the embedded model, cut, over that of its source (stock"
         f" transformers), a prompt read and {result['steps']} tokens written, float32,"
         f" {result['hardware']['processor']}, {result['date']}{_of(result)}; medians with quartiles of"
-        f" {result['repeats']} repeats in turns. Below 1"
+        f" {result['repeats']} alternating repeats. Below 1"
         " is faster.",
         "",
         "| threads | prompt | budget | prefill | decode |",
         "| --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
-        cells = [str(row["threads"]), str(row["prompt"]), row["budget"]]
+        cells = [str(row["threads"]), str(row["prompt"]), row["budget"].replace("every head by itself", "per head")]
         for stage in ("prefill", "decode"):
             found = row[stage]["ratio"]
             cells.append(f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})")

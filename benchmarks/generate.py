@@ -221,9 +221,9 @@ def section(result: dict[str, Any]) -> str:
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     told = [
         f"`python benchmarks/generate.py`, {result['hardware']}, {_when(result)}, {made}; bfloat16,",
-        "random weights, random keys and values for a context. Stock: an eager loop over a static cache; compiled:",
-        'the same with `mode="reduce-overhead"`, the rival where it was measured. Others: our',
-        "runtime with `optimise=True`, greedy. Low and high over all repeats, models alternating. The ideal moves",
+        "random weights, and random keys and values as context. Stock: an eager loop with a static cache. Compiled:",
+        'the same with `mode="reduce-overhead"`, the baseline where it was measured. Others: our',
+        "runtime with `optimise=True`, greedy. Low and high over all repeats, models alternating. The ideal reads",
         f"weights and cache once at the speed of a copy ({result['ideal']['copy_bytes_per_s'] / 1e12:.2f} TB/s).",
     ]
     table = [*_table(result), *_coded(), *_texts_told(result.get("texts", []))]
@@ -257,7 +257,7 @@ def _texts_told(rows: list[dict[str, Any]]) -> list[str]:
             f"{row['s']:.2f} ({row['low']:.2f} to {row['high']:.2f}) | {row['first_s']:.1f} | {over} |"
         )
     told = 'Whole texts by `model.generate`. Stock compiled: `cache_implementation="static"`, reduce-overhead.'
-    head = "| model | batch x prompt | tokens | | seconds | of the first call | times stock's speed, its best |"
+    head = "| model | batch x prompt | tokens | | seconds | first call, seconds | times stock's best speed |"
     return ["", told, "", head, "| " + " | ".join(["---"] * 7) + " |", *lines]
 
 

@@ -34,10 +34,11 @@ INTRO = """A cut that was calibrated on short rows can fail on long ones, becaus
 on the position. Calibration rows therefore begin at random positions of the context that will be served (`--context`,
 by default the model's own). The tables show the increase of the loss in nats per token by length, on the same text at
 every length, with half of the 95% interval; and how often the model continues a random passage that it has read
-before, by the distance to it. `bits` is the default: every direction of a cached row gets as many bits as it is worth.
-`directions` keeps some directions in 16 bits and drops the others (`--allow qk,v,mlp`). `whole context` is the default.
-`calibrated length` is a run with `--context` equal to `--length`: what Headwise did before, and what other methods that
-project after rotary do."""
+before, by the distance to it. Column `stores`: `bits` is the default, with more bits for directions whose errors do
+more damage; `directions` keeps some directions in 16 bits and drops the others (`--allow qk,v,mlp`). Column
+`calibrated for`: `whole context` is the default; `calibrated length` is a run with `--context` equal to `--length`,
+which is what earlier versions of Headwise did, and what other methods that project after rotary do. Heads are cut
+`per head`, or `pooled` (all key/value heads of a layer share a row)."""
 
 
 def measure(asked: argparse.Namespace) -> None:
@@ -162,7 +163,7 @@ def _section(result: dict[str, Any]) -> list[str]:
     title = f"{result['name']}, {sizes[-1]:,} tokens of context, calibrated on rows of {result['length']:,}"
     lines = [f"## {title}", ""]
     lines += [
-        f"| spends | heads | cache kept | healing | calibrated for | {' | '.join(f'{size:,}' for size in sizes)} |"
+        f"| stores | heads | cache kept | healing | calibrated for | {' | '.join(f'{size:,}' for size in sizes)} |"
     ]
     lines += ["| --- |" + " --- |" * (4 + len(sizes))]
     for row in sorted(result["rows"], key=_order):
@@ -176,7 +177,7 @@ def _section(result: dict[str, Any]) -> list[str]:
 
 def _measured(part: dict[str, Any]) -> str:
     """Which rows were measured where, on how much text, and by which code."""
-    rows = " and ".join(dict.fromkeys(f"{SPENT[_spend(row)]}, heads {_heads(row)}" for row in part["rows"]))
+    rows = " and ".join(dict.fromkeys(f"{SPENT[_spend(row)]}, {_heads(row)}" for row in part["rows"]))
     return (
         f"- {rows[:1].upper() + rows[1:]}: {part['calibration_tokens']:,} calibration tokens in rows of "
         f"{part['length']:,}, {part['eval_tokens']:,} evaluation tokens; {part['evaluation']}; {_made(part)}."
@@ -189,18 +190,19 @@ def _made(result: dict[str, Any]) -> str:
 
 
 WHY = """Directions of keys are chosen by moments about the mean key of each calibration row, because softmax ignores
-what is added to all keys of a text. Rotary pairs that turn slowly hardly move within a short row, so that they count
-as such a mean; over a long text they move. {name}, {rows} rows of {length:,} tokens that begin at places all over a
-context of {context:,}: {between:.0%} of the variance of the logits lies between rows, where these moments do not
-look. The table shows how much variance is lost, over the context and within rows, if so many directions of every head
-are kept, by moments about the mean of each row, as now, and about the mean of all rows; means over layers."""
+what is added to all keys of a text. Rotary pairs that rotate slowly hardly change within a short row, so they look
+like a part of this mean; over a long text they do change. {name}, {rows} rows of {length:,} tokens that begin at
+positions all over a context of {context:,}: {between:.0%} of the variance of the logits lies between rows, which
+these moments do not see. The table shows the share of the variance that is lost, over the context and within rows,
+when the given share of directions is kept in every head: by moments about the mean of each row, as now, and about the
+mean of all rows. Means over layers."""
 
 
 def _why(result: dict[str, Any]) -> list[str]:
     """What the moments of keys miss of a context."""
     layers = result["layers"]
     means = {key: sum(layer[key] for layer in layers) / len(layers) for key in layers[0]}
-    lines = ["## Why damage grows where heads are cut by themselves", ""]
+    lines = ["## Why damage grows with length when heads are cut per head", ""]
     lines += [WHY.format(**{**result, "between": means["between"]}), ""]
     lines += ["| directions kept | about each row: context | within rows | about all rows: context | within rows |"]
     lines += ["| --- | --- | --- | --- | --- |"]
@@ -210,11 +212,11 @@ def _why(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"- {result['data']}; {_made(result)}; measured by `benchmarks/key_moments.py`.", ""]
 
 
-CUTS = """Does a model lose less by other moments? {name}, keys of all layers cut alike, values not at all, by moments
-of {tokens:,} tokens in rows of {length:,} at random places of a context of {context:,}. Nats per token on
-{eval_tokens:,} tokens, ± one standard error over rows. Rows of the whole context see all that is served: what is lost
-by their moments too, moments are not the cause of. Sections with longer calibration rows show what helps: plans, prices
-and the refit then see long texts (`--length`)."""
+CUTS = """Does a model lose less with other moments? {name}, keys cut by the same share in all layers, values not cut,
+with moments of {tokens:,} tokens in rows of {length:,} at random positions of a context of {context:,}. Nats per
+token on {eval_tokens:,} tokens, ± one standard error over rows. Rows of the whole context see everything that is
+served, so damage that remains with their moments has another cause than moments. Sections with longer calibration
+rows show what helps: plans, predicted damage and the refit then see long texts (`--length`)."""
 
 
 def _cuts(result: dict[str, Any]) -> list[str]:
@@ -234,7 +236,7 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _heads(row: dict[str, Any]) -> str:
-    return "pooled" if row["pool"] != "none" else "by themselves"
+    return "pooled" if row["pool"] != "none" else "per head"
 
 
 def _cell(found: dict[str, Any]) -> str:
@@ -252,7 +254,7 @@ def _judged(result: dict[str, Any], full: int) -> list[str]:
             lines.append(f"{what} not measured.")
             continue
         held = [row for row in rows if _holds(row)]
-        lost = [f"heads {_heads(row)} {row['budget']} {row['heal']}" for row in rows if row not in held]
+        lost = [f"{_heads(row)} {row['budget']} {row['heal']}" for row in rows if row not in held]
         words = f"{what} {len(held)} of {len(rows)} plans have at most {FACTOR:g} times the damage"
         words += f" of the first length plus {ABOVE:g} nats at the full context"
         lines.append(words + (f"; not: {', '.join(lost)}." if lost and len(lost) < len(rows) else "."))
@@ -272,8 +274,8 @@ def _retrieved(result: dict[str, Any]) -> list[str]:
             continue
         worst = min(able, key=_change)
         half = 50 * (worst["accuracy_change_high"] - worst["accuracy_change_low"])
-        words = f"- Retrieval, {SPENT[_spend(row)]}, heads {_heads(row)}, {row['budget']}, {row['way']}: "
-        words += f"most is lost over {worst['distance']:,} tokens, {100 * worst['accuracy_before']:.1f}% before, "
+        words = f"- Retrieval, {SPENT[_spend(row)]}, {_heads(row)}, {row['budget']}, {row['way']}: "
+        words += f"largest loss over {worst['distance']:,} tokens, {100 * worst['accuracy_before']:.1f}% before, "
         words += f"{_change(worst):+.1f} points ± {half:.1f} ({worst['passages']} passages)"
         far = row["retrieval"][-1]
         if far not in able:

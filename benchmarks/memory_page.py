@@ -14,7 +14,7 @@ from headwise.files.disk import write_atomically
 RESULTS = Path(__file__).parent / "results"
 START, END = "<!-- memory: printed by benchmarks/memory.py -->", "<!-- end of memory -->"
 OURS = ("joint", "each_head")
-NAMES = {"joint": "ours", "each_head": "ours, heads apart", "cuts": "cuts alone"}
+NAMES = {"joint": "ours", "each_head": "ours, per head", "cuts": "cuts alone"}
 Row = dict[str, Any]
 
 
@@ -39,15 +39,16 @@ def _section(result: dict[str, Any]) -> list[str]:
     length, _, batch = at.partition(",b")
     source = next(row["bytes_before"] for row in rows if "cache" in row.get("bytes_before", {}))
     sizes = f"{source['weights'] / 1e6:.1f} MB of weights and {source['cache'] / 1e6:.1f} MB of cache"
-    lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes} at 16 bits a number.", ""]
+    sizes += " with 16 bits per number."
+    lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes}", ""]
     lines += [*table(_heads(rows), _shares(rows)), ""]
     lines += _rivals(rows) + _predictions(rows)
     made: dict[str, list[str]] = {}
     for row in rows:
         read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
-        read += f", {row['swap_tokens']:,} for measured prices" if "swap_tokens" in row else ""
+        read += f", {row['swap_tokens']:,} for measured damage" if "swap_tokens" in row else ""
         about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
-        made.setdefault(about, []).append(row["section"].replace("_", " "))
+        made.setdefault(about, []).append(row["section"].replace("each_head", "per head"))
     return [*lines, *(f"- {', '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
 
 
@@ -79,7 +80,7 @@ def _one(rows: list[Row], method: str, share: int) -> Row:
 def _measured(row: Row, whole: bool = False) -> str:
     if "kl" not in row:
         return "out of reach" if "refused" in row else ""
-    bits = f", {row['bits']:.1f} bits a weight" if whole and row["method"] in OURS else ""
+    bits = f", {row['bits']:.1f} bits per weight" if whole and row["method"] in OURS else ""
     half, digits = (row["kl_high"] - row["kl_low"]) / 2, 4 if row["kl"] >= 0.001 else 6
     return f"{row['kl']:.{digits}f} ± {half:.{digits}f} ({math.expm1(row['damage']):+.1%}){bits}"
 
@@ -107,5 +108,5 @@ def _predictions(rows: list[Row]) -> list[str]:
         [f"{row['asked_share']}%", f"{row['bits']:.2f}", f"{row['predicted']:.4f}", _measured(row),
          f"{row['kl'] / row['predicted']:.2f}" if row["predicted"] else ""] for row in found
     ]  # fmt: skip
-    heads = ["weights kept", "bits a weight", "sum of prices", "measured", "measured / predicted"]
+    heads = ["weights kept", "bits per weight", "predicted", "measured", "measured / predicted"]
     return ["Bits of weights alone, not healed:", "", *table(heads, cells), ""]

@@ -53,7 +53,7 @@ def _parameters(result: dict[str, Any]) -> list[str]:
 
 
 def _unit_prices(result: Row) -> list[str]:
-    heads = ["cut", "parameters less", "damage", "KL", "damage for a million"]
+    heads = ["cut", "parameters saved", "damage", "KL", "damage per million saved"]
     cells = [
         [row["cut"], f"{row['saved'] / 1e6:.2f}M", f"{row['damage']:.4f}", f"{row['kl']:.4f}",
          f"{row['damage'] / row['saved'] * 1e6:.4f}"] for row in result["rows"]
@@ -89,8 +89,8 @@ def _resident(found: list[Row]) -> list[str]:
             _against(row["cache"], row["planned_cache"]), _against(row["cache_with_room"], row["planned_cache"]),
             _size(row["grown"]),
         ])  # fmt: skip
-    heads = ["run", "weights, certified", "held when loaded", "held after the first run", "cache, planned",
-             "cache held", "with room for tokens to come", "growth of the process on load"]  # fmt: skip
+    heads = ["run", "weights, certified", "in memory when loaded", "after the first run", "cache, planned",
+             "cache, real", "with allocated free space", "growth of the process on load"]  # fmt: skip
     about = "; ".join(dict.fromkeys(map(_about, found)))
     return ["## Resident memory", "", *table(heads, cells), "", f"By benchmarks/memory_resident.py; {about}.", ""]
 
@@ -117,7 +117,7 @@ def _served(result: Row) -> list[str]:
             told = [same, f"{row['log_probability_error']:.3f} nats", f"{speed:,.0f}", ""]
         cells.append([row["model"], str(row["bits"]), *told])
     heads = ["model", "bits of all layers", "same tokens as transformers", "largest error of a log-probability",
-             "tokens a second", "note"]  # fmt: skip
+             "tokens per second", "note"]  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     about = f"By benchmarks/memory_vllm.py, in bfloat16; {versions}; {_about(result)}."
     return ["## vLLM", "", *table(heads, cells), "", about, ""]

@@ -256,10 +256,10 @@ def section(result: dict[str, Any]) -> str:
         "## What probing costs",
         "",
         "`python benchmarks/probe_cost.py --device DEVICE`. `gram` (second moments, forward passes only) against a"
-        " plain forward pass; `sensitivity` (prices of every unit, one backward pass, and working them out) and"
-        " `fisher` (prices of bits) against a plain forward and backward pass with the weights' gradients, over the"
-        " same text in the same batches; in brackets the lowest and highest repeat. The last columns are the stages"
-        " that follow, in seconds.",
+        " plain forward pass; `sensitivity` (predicted damage of every unit, with one backward pass) and"
+        " `fisher` (predicted damage of bits) against a plain forward and backward pass with the weights' gradients,"
+        " over the same text in the same batches; in brackets the lowest and highest repeat. The last columns are"
+        " the next stages, in seconds.",
         "",
         "| device, products | model, tokens, units | gram | sensitivity | passes alone | fisher | solve | reshape |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -277,7 +277,7 @@ def section(result: dict[str, Any]) -> str:
     name, worst = max(every, key=lambda item: item[1])
     rest = max(value for other, value in every if "mlp" not in other)
     told = f"of attention are within {rest:.1e} of those of the same model in double precision, all within {worst:.1e}"
-    lines += ["", f"Moments and prices {told} (`{name}`; on CUDA the MLP's moments are products in TF32)."]
+    lines += ["", f"Moments and predicted damages {told} (`{name}`; on CUDA the MLP's moments are products in TF32)."]
     return "\n".join(lines) + "\n"
 
 

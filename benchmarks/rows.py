@@ -205,17 +205,17 @@ def section(result: dict[str, Any]) -> str:
     errors = ", ".join(f"{name} {error:.2%}" for name, error in result["errors"].items())
     told = [
         f"`python benchmarks/rows.py`, {result['hardware']}, {result['date']}, commit {result['commit']}, torch",
-        f"{result['versions']['torch']}. One token of 32 query heads. Uncut: 8 key/value heads of 128 in bfloat16.",
-        "Pooled: rows of 512 keys and 512 values for all heads. Coded: rows of 1,024 keys and 1,024 values in codes",
-        "of 8, 4 and 2 bits (all widths: of 8 to 1) with their scales, the first 4 and the newest 32 tokens apart.",
-        f"Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds, all ways in turns; the",
-        "fastest uncut way is the one compared with. The section above has the speed of a copy. At short contexts",
-        "starting kernels takes most of the time: coded rows need five. Bytes are those of the cache: segments of 64",
-        "coefficients of one width and one scale are filled up, most where there are many widths.",
-        f"Off plain attention in double precision: {errors}.",
+        f"{result['versions']['torch']}. Attention of one new token, 32 query heads. Uncut: 8 key/value heads of 128",
+        "in bfloat16. Pooled: rows of 512 keys and 512 values for all heads. Coded: rows of 1,024 keys and 1,024",
+        "values in codes of 8, 4 and 2 bits (all widths: of 8 to 1) with their scales, and the first 4 and newest 32",
+        f"tokens. Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds,",
+        "all ways alternating; the fastest uncut way is the baseline. The section above has the speed of a copy.",
+        "At short contexts most of the time goes into starting kernels: coded rows need five. Bytes are those of the",
+        "cache. Segments of 64 coefficients of one width share one scale; they are padded, most with many widths.",
+        f"Difference from plain attention in double precision: {errors}.",
         *_prototype(),
     ]
-    head = "| texts x places | | bytes | ms | times uncut's speed | TB/s |"
+    head = "| texts x tokens | | bytes | ms | times uncut's speed | TB/s |"
     return (
         "\n".join(["## Rows that heads share", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines])
         + "\n"
@@ -231,8 +231,8 @@ def _prototype() -> list[str]:
     rows = [row for row in old["rows"] if (row["texts"], row["places"]) == size]
     reached = ", ".join(f"{row['way']} {row['times_uncut']:.2f} times uncut's speed" for row in rows)
     return [
-        f"A prototype in CUDA of {old['date']} (commit {old['commit']}) was faster, but took codes of 8, 4 and 2 bits",
-        f"only, in whole groups, and no first or newest tokens apart: at {size[0]} x {size[1] // 1024}k {reached}.",
+        f"A prototype in CUDA of {old['date']} (commit {old['commit']}) was faster, but read codes of 8, 4 and 2 bits",
+        f"only, in whole groups, and no first or newest tokens: at {size[0]} x {size[1] // 1024}k {reached}.",
     ]
 
 

@@ -14,19 +14,19 @@ from kinds import when
 
 ROOT = Path(__file__).parents[1]
 ORDER = ("source", "per-head", "pooled", "coded", "parameters", "portable")  # the first kinds; others follow
-HEAD = """# Serving
+HEAD = """# Serving: what was tried
 
 Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.json`; do not edit.
 
 Each model was cut in each way and given to each engine. "20/20" means: after 20 of 20 prompts the engine wrote the same
-64 tokens by greedy decoding as transformers did, ties aside. "no" means that the engine does not take such a model; the
-reason stands below the table. An empty cell was not tried.
+64 tokens by greedy decoding as transformers did, except for ties. "no" means that the engine does not run such a model;
+the reason is below the table. An empty cell was not tried.
 
-The cuts were made from few calibration tokens: this page shows that answers are the same, what the cache takes and how
-fast it is, not quality. `benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the
-commit that it was measured at; rows of one commit had the same models. Perplexities are of Python source text, of which
-stories15M knows nothing: what counts is that both are equal. Speeds were measured on a machine with much other work;
-the source against itself shows how far apart two turns of one model lie. Quantised weights have a page of their own:
+The cuts were made from few calibration tokens: this page compares answers, cache size and speed, not quality.
+`benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the commit at which it was
+measured; rows of one commit used the same models. Perplexities are of Python source text, on which stories15M was not
+trained: what matters is that both are equal. Speeds were measured on a machine with much other work; the row of the
+source against itself shows how much two measurements of one model differ. Quantised weights:
 [quantisers](serving/quantisers.md).
 """
 APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
@@ -37,9 +37,9 @@ FIGURES = {  # an engine's own numbers -> their column
     "speed": ("times the source's speed, median and range", "{}"),
     "log_probability_error": ("largest error, nats", "{:.1e}"),
     "largest_difference": ("largest difference of log-probabilities", "{:.1e}"),
-    "largest_difference_as_run": ("the same with codes as each rounds them", "{:.1e}"),
-    "codes_that_differ": ("numbers with another code", "{:,}"),
-    "codes": ("of all numbers in codes", "{:,}"),
+    "largest_difference_as_run": ("the same, each with its own rounding of codes", "{:.1e}"),
+    "codes_that_differ": ("numbers whose codes differ", "{:,}"),
+    "codes": ("coded numbers in all", "{:,}"),
     "perplexity": ("perplexity, transformers", "{:.4f}"),
     "perplexity_in_engine": ("perplexity, engine", "{:.4f}"),
 }
@@ -111,7 +111,7 @@ def under_load(result: dict[str, Any]) -> list[str]:
         [r["model"], r["kind"], r["cache"], f"{r['cache_tokens']:,}", f"{r['source_cache_tokens']:,}", r["speed"]]
         for r in shown
     ]
-    asked = f"{first['requests']} requests at once, {first['new_tokens']} new tokens each, eager, both models by turns."
+    asked = f"{first['requests']} requests, {first['new_tokens']} new tokens each, eager, both models alternating."
     made = f"{versions}; {result['hardware']}; {when(shown)}."
     return ["## vllm, more requests than the cache holds", "", asked, made, "", *table(heads, rows), ""]
 
@@ -137,7 +137,7 @@ def read(pattern: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Write docs/SERVING.md."""
-    every = read("serving-*.json")
+    every = [result for result in read("serving-*.json") if "engine" in result]  # others are of docs/MEMORY.md
     results = [result for result in every if result["engine"] not in APART]
     pages = sorted((ROOT / "docs" / "serving").glob("*.md"))
     lines = [HEAD, *overview(results), ""]

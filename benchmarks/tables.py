@@ -185,19 +185,19 @@ def _told(name: str, result: dict[str, Any]) -> str:
 
 
 def distilled() -> str:
-    """What distillation leaves of a cut, with what it learned from, for heads by themselves and pooled."""
+    """What distillation leaves of a cut, with what it learned from, for models cut per head and pooled."""
     lines: dict[tuple[str, float, bool], str] = {}
     notes: dict[str, list[str]] = {}
     for file, name in DISTILLED.items():
         result = json.loads((RESULTS / file).read_text())
         pooled = result["settings"].get("pool", "none") != "none"
-        heads = "pooled" if pooled else "by themselves"
+        heads = "pooled" if pooled else "per head"
         for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
             rows = {row["heal"]: row for row in result["rows"] if row["budget"] == budget and row["plan"] == "exact"}
             kept, after = budget.removeprefix("kv="), rows["distill"]
             cells = [_cell(rows[heal], 2 if heal == "distill" else 1) if heal in rows else "" for heal in HEALED]
             took = f"{after['heal_tokens']:,} | {after['parameters']:,}"
-            cells[-1] += "" if after["rate"] else " (no rate helped: as blockwise left it)"
+            cells[-1] += "" if after["rate"] else " (no learning rate helped: blockwise healing only)"
             place = (name, -float(kept.rstrip("%")), pooled)
             lines[place] = f"| {name}, {kept} | {heads} | {' | '.join(cells)} | {took} |"
         said = f"{heads} on {result['healing_tokens']:,} different tokens, {result['date']}"

@@ -100,7 +100,7 @@ def test_the_stages_alone_do_what_run_does(folder, finished, tmp_path, capsys):
     assert call("show", out / "plan.json") == 0
     assert call("show", out / "readings.json") == 0
     assert call("show", out / "verdict.json") == 0
-    assert "predicted before healing" in capsys.readouterr().out
+    assert "predicted damage before healing" in capsys.readouterr().out
 
 
 def test_verifying_too_early_says_what_to_run(finished, tmp_path, capsys):

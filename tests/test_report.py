@@ -53,7 +53,7 @@ def test_the_answer_comes_first() -> None:
     for fact in (
         "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "Not judged yet", "+2.9%",
         "perplexity, measured after healing", "95% interval 1.6 to 4.3", "counted, exact", "3.210 → 2.870 ms",
-        "key/value cache at most 90% of the source", "at most 90% was asked", "less KV cache", "fewer parameters",
+        "key/value cache at most 90% of the source", "limit: 90%", "less KV cache", "fewer parameters",
         "FLOPs a prompt", "measure its quality", "headwise verify DIR",
     ):  # fmt: skip
         assert fact in first, fact

@@ -102,9 +102,9 @@ def test_the_page_and_the_card_of_a_coded_run(dossier: Dossier) -> None:
     share = kv_bytes_per_token(plan.target) / kv_bytes_per_token(plan.source)
     for text in (page, card):
         assert "The cache in bits" in text
-        assert f"{share:.1%} of the source" in text and "at 16 bits a number" in text and "first 4 tokens" in text
-        assert "uses the coded cache by itself" in text and "no memory is saved" in text
-        assert "sliding window" in text and "slower than with a cache of numbers" in text
+        assert f"{share:.1%} of the source" in text and "at 16 bits per number" in text and "first 4 tokens" in text
+        assert "uses the coded cache automatically" in text and "no memory is saved" in text
+        assert "sliding window" in text and "slower than with a plain cache" in text
     assert 'id="bits"' in page and page.count('class="bit-4"') > 1
     assert "Bits of keys by layer" in page and "Bits of values by layer" in page
     assert "trust_remote_code=True" in card and card.index("uses the coded cache") < card.index("## Before and after")
@@ -116,7 +116,7 @@ def test_the_page_and_the_card_of_a_coded_run(dossier: Dossier) -> None:
 def test_other_runs_have_no_bits() -> None:
     page, card = render(make_dossier()), model_card(make_dossier())
     for text in (page, card):
-        assert "The cache in bits" not in text and "bits a number" not in text
+        assert "The cache in bits" not in text and "bits per number" not in text
     assert 'id="bits"' not in page
 
 
@@ -208,7 +208,7 @@ def test_the_frontier_knows_codes_and_limits_of_other_budgets() -> None:
     sweep = frontier.solve(readings, high, ALLOW)
     assert sweep is not None and sweep.answers[0].text == "kv=80%", "the run's own limit is there"
     chart = pictures.frontier(Dossier(plan=high, sweep=sweep))
-    assert chart is not None and chart.x.label == "share of the cache at 16 bits a number"
+    assert chart is not None and chart.x.label == "share of the cache at 16 bits per number"
 
 
 def test_rivals_keep_dimensions(dossier: Dossier) -> None:
@@ -240,7 +240,7 @@ def test_the_terminal_shows_bits(
     assert len(layers) == LAYERS and all(len(cells) >= len(heads.split()) - 1 for cells in layers), (
         "only codes that fit"
     )
-    assert "bits a number on average" in finished(dossier, tmp_path)
+    assert "bits per number on average" in finished(dossier, tmp_path)
 
 
 def test_figures_comparison_and_notebook(dossier: Dossier, tmp_path: Path) -> None:
@@ -254,8 +254,8 @@ def test_figures_comparison_and_notebook(dossier: Dossier, tmp_path: Path) -> No
     assert all(bits.bit_words(width) in (tmp_path / "bits-keys.svg").read_text() for width in widths)
     plain = replace(make_dossier(), verdict=None, healing=None)
     page = compare([("coded", dossier), ("plain", replace(plain, readings=None))])
-    assert "cache bits a number" in page and "everything that is stored counted" in page
-    assert "cache bits a number" not in compare([("a", make_dossier()), ("b", make_dossier(layers=5))])
+    assert "cache bits per number" in page and "with everything that is stored" in page
+    assert "cache bits per number" not in compare([("a", make_dossier()), ("b", make_dossier(layers=5))])
     assert "k bits" in fragment(plan_of(dossier)) and "3" in fragment(dossier)
     assert explorer(make_dossier()) is None or explorer(make_dossier())["bits"] is None  # type: ignore[index]
 

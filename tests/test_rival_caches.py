@@ -181,7 +181,7 @@ def test_the_benchmark_measures_every_group_once(folder, tmp_path, monkeypatch, 
     bits.main()
     assert json.loads(out.read_text()) == found and not capsys.readouterr().err, "nothing is measured again"
     page = module("bits_page")
-    assert "int4 by token" in page.filled((ROOT / "docs" / "BITS.md").read_text(), tmp_path)
+    assert "int4 per token" in page.filled((ROOT / "docs" / "BITS.md").read_text(), tmp_path)
 
 
 def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  # noqa: F811
@@ -198,6 +198,10 @@ def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  
     assert held == plans.stored_bytes(bench.family.shape_of(model.config).layers, 20)
 
 
-def test_the_page_is_what_the_results_say():
+def test_the_pages_are_what_the_results_say(tmp_path):
     page = module("bits_page")
     assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text()
+    memory, copy = ROOT / "docs" / "MEMORY.md", tmp_path / "MEMORY.md"
+    copy.write_text(memory.read_text())
+    module("memory_page").write_page(copy)
+    assert copy.read_text() == memory.read_text()

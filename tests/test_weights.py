@@ -180,7 +180,7 @@ def test_a_run_fits_all_memory_and_stock_transformers_loads_it(tmp_path: Path) -
     small: dict[str, Any] = dict(tokens=512, eval_tokens=256, swap_tokens=64, length=64, device="cpu")
     asked = Settings(model=str(folder), data=str(tmp_path / "text.txt"), budgets=("memory=35%@64,b4",), **small)
     notes = check(asked, tmp_path / "run")
-    assert "at 16 bits a number become at most" in notes[0] and "bits of every weight matrix" in notes[0]
+    assert "at 16 bits per number become at most" in notes[0] and "bits of every weight matrix" in notes[0]
     pipeline.run(asked, tmp_path / "run")
     verdict, plan = json.loads((tmp_path / "run/verdict.json").read_text()), Plan.read(tmp_path / "run/plan.json")
     assert all(one["passed"] for one in verdict["checks"]), verdict["checks"]

@@ -9,7 +9,7 @@ NAME = "memory"
 UNIT = "bytes"
 PER_LENGTH = False
 PER_BATCH = True  # what follows the length: memory=40%@8k,b8
-MEANING = "bytes of weights and of the cache at a context and a batch"
+MEANING = "bytes of the weights plus the cache of a batch at a context length"
 EXAMPLE = "memory=40%@8k,b8"
 
 

@@ -1,4 +1,4 @@
-"""Weights: bytes as stored, against 16 bits a number (weights=50%)."""
+"""Weights: bytes as stored, against 16 bits per number (weights=50%)."""
 
 from __future__ import annotations
 

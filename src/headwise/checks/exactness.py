@@ -172,7 +172,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def weight_sizes(folder: Path, plan: Plan) -> dict[str, int]:
-    """Bytes of weights, where a plan limits them: the source's at 16 bits a number, the model's own in its files."""
+    """Bytes of weights, where a plan limits them: the source's at 16 bits per number, the model's own in its files."""
     if not any(map(prices.of_weights, plan.budgets)):
         return {}
     return {"weight_bytes_before": weight_bytes(plan.source), "weight_bytes_after": stored_bytes(folder)}

@@ -71,7 +71,7 @@ def demo(
     out: Annotated[Path | None, typer.Option(help="Run folder; if not given, a free one in runs/.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Quarter the cache of the embedded model and heal it, on the source code of your own standard library."""
+    """Cut the cache of the embedded model to a quarter, on the source code of your own standard library."""
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
@@ -109,7 +109,7 @@ def probe(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what every unit of a model is worth; with --budget, only the units that these budgets concern."""
+    """Measure the damage of cutting each unit of a model; with --budget, only the units that these budgets concern."""
     _refuse_names(settings)
     from headwise import api
 
@@ -171,7 +171,7 @@ def verify(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure what was done, on the saved model: sizes, quality at every length, retrieval, speed."""
+    """Measure the saved model: sizes, quality at every length, retrieval, speed."""
     if engine is not None:
         return _serve(folder, engine, as_json, settings["trust_remote_code"])
     from headwise import api

@@ -60,7 +60,7 @@ def _bar(after: float, before: float, colour: str, form: str = "", width: int = 
 
 
 def _sizes(old: LayerShape, new: LayerShape, coded: bool) -> tuple[Size, Size]:
-    """What is left of keys and of values, and what there was: dimensions or, in a coded plan, bits a number."""
+    """What is left of keys and of values, and what there was: dimensions or, in a coded plan, bits per number."""
     if not coded:
         return (new.qk_dim, old.qk_dim, QK), (new.v_dim, old.v_dim, V)
     from headwise.report import mean_bits
@@ -121,7 +121,7 @@ def _plan_words(plan: Plan, console: Console) -> None:
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
     gap = f"gap to the proven bound {plan.gap:.1e}"
-    console.print(Text(f"damage {plan.predicted_damage:.4f}, predicted before healing, {gap}"))
+    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {gap}"))
     if plan.free_damage is not None:
         console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
@@ -293,10 +293,8 @@ def in_short(verdict: Verdict) -> str:
     shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
     kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
-    lines = [
-        f"{', '.join(kept)} of the source",
-        f"{_quality_of(verdict.to_json()['quality'])} on {verdict.evaluation}{at}",
-    ]
+    data = verdict.evaluation.replace("held out from", "data held out from")
+    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.to_json()['quality'])} on {data}{at}"]
     return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
 
 

@@ -13,7 +13,7 @@ from headwise.fast.table import KernelTable
 def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
     clear: Annotated[
-        bool, typer.Option("--clear", help="Forget all measurements; they are made anew when needed.")
+        bool, typer.Option("--clear", help="Delete all measurements; they are repeated when needed.")
     ] = False,
 ) -> None:
     """Show which attention kernels fast inference has measured and chosen on this machine."""

@@ -45,7 +45,7 @@ from headwise.types import Gain, Healing, LossPoint
 T = TypeVar("T")
 
 NAME = "blockwise"
-MEANING = "every layer learns to match its source layer; minutes, no backward pass through the whole model"
+MEANING = "every layer is trained to match its source layer; no backward pass through the whole model"
 AFTER = "refit"
 OPTIONS = ("tokens", "steps", "rate", "batch")
 

@@ -35,7 +35,7 @@ from headwise.training.loop import Diverged, FitSettings, State
 from headwise.types import Healing, LossPoint, write_atomically
 
 NAME = "distill"
-MEANING = "the whole model learns the source's answers, minutes to hours, best on a GPU"
+MEANING = "the whole model is trained to match the source's outputs; slow, best on a GPU"
 AFTER = "refit"
 OPTIONS = ("tokens", "steps", "rate", "batch", "micro", "lora", "recompute", "shard", "blockwise")
 TOGETHER = True  # processes share the work

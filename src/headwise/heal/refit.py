@@ -24,7 +24,7 @@ from headwise.progress import Track, silently
 from headwise.types import Healing
 
 NAME = "refit"
-MEANING = "closed form, seconds to minutes, no gradients"
+MEANING = "least squares in closed form, no gradients; the fastest"
 AFTER = None
 OPTIONS = ()
 WORTHWHILE = 1e-3  # nats: of less damage a closed form repairs nothing that outweighs its own noise

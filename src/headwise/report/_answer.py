@@ -74,7 +74,7 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
         if fact.unit == "ms" and dossier.verdict:
             lines.append(f"on {short(dossier.verdict.machine, 40)}")
         share = limit.limit / fact.before if limit else None
-        lines += [f"at most {_limit(limit)} was asked"] if limit else []
+        lines += [f"limit: {_limit(limit)}"] if limit else []
         meter = Meter(fact.after / fact.before, share if share and share < 2 else None)
         grew = fact.after > 1.005 * fact.before
         found.append(Card(fact.label, relative(fact.before, fact.after), tuple(lines), meter, grew))
@@ -95,7 +95,7 @@ def _quality(dossier: Dossier) -> Card:
         return Card("Quality", "not a number", (facts.measured_words(dossier),))
     change = judged.percent(worst.value) if judged.has_perplexity(verdict) else f"{worst.value:.3g}"
     what = "perplexity" if judged.has_perplexity(verdict) else judged.amount(verdict, worst.value).partition(" ")[2]
-    limit = f"; at most {verdict.max_loss} was asked" if verdict.max_loss else ""
+    limit = f"; limit: {verdict.max_loss}" if verdict.max_loss else ""
     lines = (f"{what}, {facts.measured_words(dossier)}{limit}", f"95% interval {judged.ends(verdict, worst)}")
     meter = None
     if verdict.limit > 0:

@@ -13,20 +13,20 @@ WHOLE = 8 * CACHE_BYTES  # bits of a cached number that is not coded
 PARTS = ("keys", "values")
 HOW = (
     "Keys and values are cached as uncorrelated coefficients, most important first. Each gets "
-    f"{BITS[0]} to 0 bits: the more, the more an error in it would cost. What gets no bits is not computed."
+    f"{BITS[0]} to 0 bits: more bits where an error would do more damage. What gets no bits is not computed."
 )
 COUNTED = (
-    f"Everything that is stored counts: codes, scales (a byte for {CODE_GROUP} numbers), the first {WHOLE_TOKENS} "
-    f"tokens of a text, which are also kept whole, and the newest {NEAR_TOKENS}, which are also kept in 8 bits a "
-    f"number (the bytes of both are spread over {COUNTED_TOKENS:,} tokens)."
+    f"Everything that is stored is counted: codes, scales (a byte for {CODE_GROUP} numbers), the first {WHOLE_TOKENS} "
+    f"tokens of a text, which are also stored in 16 bits, and the newest {NEAR_TOKENS}, also stored in 8 bits "
+    f"(the bytes of both are spread over {COUNTED_TOKENS:,} tokens)."
 )
-GENERATE = "model.generate(...) uses the coded cache by itself: the DynamicCache of transformers then holds bytes."
+GENERATE = "model.generate(...) uses the coded cache automatically: the DynamicCache of transformers then holds bytes."
 LIMITS = (
-    "Caches of other kinds (static, or of another library) hold numbers, which are rounded whenever they are read: "
+    "Other caches (static ones, or those of other libraries) hold plain numbers, which are rounded when they are read: "
     "answers are the same, but no memory is saved.",
-    "Layers with a sliding window keep their window in bytes, and no first or newest tokens beside it.",
-    "Speed: plain PyTorch unpacks the bits of all cached tokens at every step. Generating is therefore slower than "
-    "with a cache of numbers, until there are fast kernels for it.",
+    "Layers with a sliding window store their window in bits, without extra copies of first and newest tokens.",
+    "Speed: plain PyTorch unpacks the bits of all cached tokens at every step, so generating is slower than with a "
+    "plain cache. On CUDA, headwise.load(folder, optimise=True) reads the bits with its own kernels.",
 )
 
 
@@ -71,7 +71,7 @@ def row_sizes(old: LayerShape) -> tuple[int, int]:
 
 
 def mean_bits(old: LayerShape, new: LayerShape) -> tuple[float, float]:
-    """Bits a number of keys and of values, to one decimal, for every number that the source caches."""
+    """Bits per number of keys and of values, to one decimal, for every number that the source caches."""
     found = zip((new.k_bytes, new.v_bytes), row_sizes(old), strict=True)
     keys, values = (round(8 * part / full, 1) if full and new.query_heads else 0.0 for part, full in found)
     return keys, values
@@ -98,7 +98,7 @@ def bit_rows(plan: Plan, part: str) -> tuple[BitRow, ...]:
 
 
 def average_bits(plan: Plan, *parts: str) -> float:
-    """Bits a number over all layers, of keys, of values or of both."""
+    """Bits per number over all layers, of keys, of values or of both."""
     taken = full = 0
     for part in parts or PARTS:
         for row in bit_rows(plan, part):
@@ -110,7 +110,7 @@ def average_bits(plan: Plan, *parts: str) -> float:
 def plan_in_bits(plan: Plan) -> str:
     """What a coded plan caches on average, in words."""
     keys, values = (average_bits(plan, part) for part in PARTS)
-    return f"keys {keys:.1f} bits and values {values:.1f} bits a number on average, of {WHOLE}"
+    return f"keys {keys:.1f} bits and values {values:.1f} bits per number on average, of {WHOLE}"
 
 
 def share_in_words(plan: Plan) -> str:
@@ -119,8 +119,8 @@ def share_in_words(plan: Plan) -> str:
     share = f"{after / before:.1%} of" if before else "beside"
     return (
         f"The cache takes {human(after)} bytes per token, {share} the source's {human(before)} at "
-        f"{8 * plan.source.cache_bytes} bits a number: "
-        f"{average_bits(plan):.1f} bits a number. {COUNTED}{longest_text(plan)}"
+        f"{8 * plan.source.cache_bytes} bits per number: "
+        f"{average_bits(plan):.1f} bits per number. {COUNTED}{longest_text(plan)}"
     )
 
 

@@ -19,7 +19,7 @@ from headwise.report._words import MEASURED, PREDICTED
 from headwise.runs.dossier import Dossier
 from headwise.types import Measure
 
-SHARES = f"Shares of the cache are of the source's at {WHOLE} bits a number, everything that is stored counted."
+SHARES = f"Shares of the cache are of the source's at {WHOLE} bits per number, with everything that is stored."
 
 
 class ComparedRun(NamedTuple):
@@ -146,11 +146,9 @@ def run_tables(runs: Sequence[ComparedRun]) -> tuple[Table, Table]:
     label, links = facts.measures(runs[0].dossier)[0].label.lower(), tuple(run.link for run in ranked)
     heads = ("", "run", "verdict", label, "change", "95% interval", *map(_small, sizes), "ms per token")
     reached = Table(heads, tuple(_reached(run, sizes) for run in ranked), range(3, len(heads)), "runs", links=links)
-    ways = ("", "run", "budget", "strategy", "healing", "cache bits a number", "damage", "95% interval", "model")
+    ways = ("", "run", "budget", "strategy", "healing", "cache bits per number", "damage", "95% interval", "model")
     made = [_made(run) for run in ranked]
-    kept = [
-        i for i in range(len(ways)) if i != ways.index("cache bits a number") or any(row[i] != MISSING for row in made)
-    ]
+    kept = [i for i, way in enumerate(ways) if way != "cache bits per number" or any(row[i] != MISSING for row in made)]
     rows = tuple(tuple(row[i] for i in kept) for row in made)
     numeric = range(5, len(kept) - 1)
     return reached, Table(tuple(ways[i] for i in kept), rows, numeric, "how runs were made", links=links)

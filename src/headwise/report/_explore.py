@@ -77,7 +77,7 @@ def proof(plan: Plan) -> str:
 
 
 def _proven(gap: float) -> str:
-    return "proven least" if gap < 5e-5 else f"within {gap:.2%} of the proven least"
+    return "proven optimal" if gap < 5e-5 else f"within {gap:.2%} of the proven optimum"
 
 
 def own_place(answers: list[Answer], plan: Plan) -> int:

@@ -249,7 +249,7 @@ def _cost(fact: Fact) -> str:
 
 def way_out(dossier: Dossier) -> str:
     """Tailored or portable, what that means for loading, and what the other would have predicted."""
-    text = "Tailored: every layer has its own sizes, so loading takes headwise, or trust_remote_code=True without it."
+    text = "Tailored: every layer has its own sizes, so loading needs headwise, or trust_remote_code=True without it."
     if is_portable(dossier):
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
     coded = dossier.plan if is_coded(dossier.plan) else None

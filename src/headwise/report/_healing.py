@@ -35,7 +35,7 @@ def recovery_in_words(healing: dict[str, Any] | None) -> str:
     if before is None or after is None or before <= 0:
         return ""
     if healing.get("kept") is False and not healing.get("tokens"):
-        return f"damage {number(before, 3)}: too little to be healed"
+        return f"damage {number(before, 3)}: too small to need healing"
     share = f"{1 - after / before:.0%} recovered" if after <= before else "nothing recovered"
     return f"damage {number(before, 3)} before healing, {number(after, 3)} after: {share}"
 

@@ -128,11 +128,12 @@ def change(damage: float) -> float:
 def percent(damage: float) -> str:
     """Nats as a change of perplexity, in words.
 
-    >>> percent(0.0188), percent(-0.001), percent(3.0)
-    ('+1.9%', '−0.1%', '+1,909%')
+    >>> percent(0.0188), percent(-0.001), percent(0.0002), percent(3.0)
+    ('+1.9%', '−0.1%', '+0.02%', '+1,909%')
     """
     found = change(damage)
-    text = f"{found:+,.1f}%" if abs(found) < 100 else f"{found:+,.0f}%"
+    digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2
+    text = f"{round(found, digits) + 0.0:+,.{digits}f}%"
     return text.replace("-", "−")
 
 

@@ -95,7 +95,7 @@ def in_words(plan: Plan) -> str:
     assert budget is not None, "memory is limited"
     cache = f" and the cache of {budget.batch} x {budget.length:,} tokens" if of_cache(budget) else ""
     return (
-        f"{budget.text} limits the weights as they are stored{cache}; the source is counted at 16 bits a number. The "
+        f"{budget.text} limits the weights as they are stored{cache}; the source is counted at 16 bits per number. The "
         "dark line is the limit. Bits of a weight are those of the file: stock transformers unpacks weights to 16 bits "
         "when it first runs; engines with kernels for packed weights keep them as they are."
     )

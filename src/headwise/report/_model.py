@@ -144,7 +144,7 @@ def draw_model(rows: Sequence[ModelRow], interactive: bool = False, scale: tuple
     titles = {"qk": "query/key dimension per head", "v": "value dimension per head", "heads": "query heads"}
     if coded:
         heads |= {"qk": "k bits", "v": "v bits"}
-        titles |= {"qk": "bits a number of cached keys, everything counted", "v": "and of cached values"}
+        titles |= {"qk": "bits per number of cached keys, everything counted", "v": "and of cached values"}
     heads |= {"MLP": "MLP"} if full_mlp(rows) > 1 else {}
     heads |= {"damage": "damage"} if priced else {}
     top = "".join(_head(name, words, titles.get(name, "")) for name, words in heads.items())

@@ -184,7 +184,7 @@ def frontier(dossier: Dossier) -> Chart | None:
     budget = plan.budgets[0]
     title = f"Least damage, predicted before healing, by share of the source's {budget.name}, {len(plans)} plans marked"
     named = {size.budget.key: size.label for size in sizes_of(plan)}
-    of = f"the cache at {WHOLE} bits a number" if budget.name == "kv" and is_coded(plan) else named.get(budget.key)
+    of = f"the cache at {WHOLE} bits per number" if budget.name == "kv" and is_coded(plan) else named.get(budget.key)
     x = Axis(f"share of {of or budget.name}", (low if low < high else low - 0.1, high), percent=True)
     y = Axis("damage", value_range(heights, log), log)
     return Chart(title, x, y, (*known, *plans), frame=WIDE, cursor=solved and log)

@@ -46,12 +46,12 @@ HOW = "A line per layer, early ones faint, late ones strong; choose a layer to s
 SHOWN = 2  # generations that are not folded
 PICK = "up and down choose a layer"
 BITS_WORDS = (
-    "Layers down; across, the coefficients of a cached row as shares of it, most important first. Right: bits a number."
+    "A line is a layer; across it, the coefficients of a cached row, most important first. Right: bits per number."
 )
 ROUNDS = " The plan adds up its rounds; these are the first round's curves at the final sizes."
 SAMPLES = (
     "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
-    "underlined: only the reshaped model did. One changed word can turn all that follows, so judge the sense."
+    "underlined: only the reshaped model did. One changed word can change all that follows, so judge the meaning."
 )
 
 
@@ -253,7 +253,7 @@ def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
     yield Words(f"Verdict: {judged.status(verdict)}{reasons}.")
     sizes, quality = (words[:1] for words in judged.statuses(verdict))
     yield Heading("Sizes")
-    yield Words(f"{sizes} {judged.sizes(verdict)} They are counted on the saved model, which was loaded again for it.")
+    yield Words(f"{sizes} {judged.sizes(verdict)} Sizes are counted on the saved model, loaded again from its files.")
     passed = verdict.sizes_verified
     yield Folded("Every check", tables.checks(verdict)) if passed else tables.checks(verdict)
     yield Heading("Quality")
@@ -270,7 +270,7 @@ def _certificate(dossier: Dossier, maps: Maps) -> Blocks:
         yield tables.retrieval(verdict)
     yield Heading("What was not measured")
     left = judged.not_measured(verdict)
-    yield Items(left) if left else Words("Nothing that is usually verified was left out.")
+    yield Items(left) if left else Words("Nothing: all usual checks were made.")
     yield Folded("Everything that was measured, before and after", tables.measured(verdict))
 
 

@@ -23,8 +23,8 @@ from headwise.types.verdict import LEAST_ROWS, RETRIEVAL_LOSS
 SIZE_LABELS = {size: unit.label for size in SIZES for unit in CUTS if unit.size == size}  # of a layer, for a reader
 CODED_SIZES = (SIZE_LABELS["qk_dim"], SIZE_LABELS["v_dim"])  # which say little of a layer whose cache is coded
 RETRIEVAL_WORDS = (
-    "A passage of 32 random tokens comes again so many tokens later; the share of its tokens, but for the first, that "
-    "each model predicts the second time. It needs no data."
+    "A passage of 32 random tokens is repeated at a distance. The table shows the share of its tokens, without the "
+    "first, that each model predicts the second time. This needs no data."
 )
 
 
@@ -57,7 +57,7 @@ def layer_sizes(plan: Plan) -> Table:
 
 
 def layer_bits(plan: Plan) -> Table:
-    """What the cached rows of every layer take: bits a number, numbers that have any, bytes."""
+    """What the cached rows of every layer take: bits per number, numbers that have any, bytes."""
     rows = []
     for keys, values in zip(*(bit_rows(plan, part) for part in PARTS), strict=True):
         new = plan.target.layers[keys.layer]

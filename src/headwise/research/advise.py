@@ -184,7 +184,7 @@ def command(
     flops: Annotated[str | None, typer.Option(help="Training FLOPs, such as 2e18.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Say what the experiments show about a shape: heads, dimensions, depth, with intervals and sources."""
+    """Print what the experiments show about a shape: heads, dimensions, depth, with intervals and sources."""
     found = advise(width, layers, context, params, flops)
     if as_json:
         typer.echo(json.dumps(found.to_json(), indent=1))

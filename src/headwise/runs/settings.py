@@ -61,7 +61,7 @@ class Settings(Record):
     strategy: Annotated[
         str, Flag("How the budget is divided among layers.", "run allocate", CUT, plug_ins="headwise.strategies")
     ] = "exact"
-    rounds: Annotated[int, Flag("Cut in so many rounds, and probe again between them.", "run", CUT, least=1)] = 1
+    rounds: Annotated[int, Flag("Number of rounds: cut a part, probe again, cut more.", "run", CUT, least=1)] = 1
     heal: Annotated[
         str,
         Flag("How the cut model is repaired; 'none' leaves it as it is.", "run heal", HEAL, plug_ins="headwise.heal"),
@@ -82,8 +82,8 @@ class Settings(Record):
     allow: Annotated[
         tuple[str, ...],
         Flag(
-            f"What may be cut, of {','.join(UNITS)}; bits: cached keys and values in fewer bits, weights: weights in "
-            "fewer bits, where what they take is limited.",
+            f"What may be cut, of {','.join(UNITS)}. bits: cached keys and values in fewer bits; weights: weights in "
+            "fewer bits, with a limit on their bytes; rank: the query projection as two thin factors.",
             commands="run probe allocate",
             group=CUT,
             value="UNITS",
@@ -118,7 +118,7 @@ class Settings(Record):
     dtype: Annotated[
         str,
         Flag(
-            "What models are computed in: float32, bfloat16, or auto: as in the file on a GPU, where that is bfloat16.",
+            "Number format of computation: float32, bfloat16, or auto: bfloat16 on a GPU if the file has it.",
             commands="run probe",
             group=MACHINE,
             value="FORMAT",
@@ -131,7 +131,7 @@ class Settings(Record):
         Flag("Tokens on which the damage of single cuts is measured; 0: only predicted.", "run probe", DATA, least=0),
     ] = 4_096
     length: Annotated[
-        int, Flag("Tokens in a row of text, at most what the model takes.", "run probe", DATA, least=8)
+        int, Flag("Tokens in a row of text; at most the model's context.", "run probe", DATA, least=8)
     ] = 512
     context: Annotated[
         int | None,
@@ -148,7 +148,7 @@ class Settings(Record):
     ] = False  # of this command alone: the value in a file is never believed
     recompute: Annotated[
         bool | None,
-        Flag("Compute layers twice for gradients; if not given, where memory is short.", "run probe", MACHINE),
+        Flag("Gradient checkpointing; if not given, where memory is short.", "run probe", MACHINE),
     ] = None
     stream: Annotated[
         bool | None,
@@ -167,7 +167,7 @@ class Settings(Record):
     max_loss: Annotated[
         str | None,
         Flag(
-            f"Largest accepted damage: 2% of perplexity, or 0.02 nats per token; {MAX_LOSS} if not given.",
+            f"Largest accepted damage: 2% more perplexity, or 0.02 nats per token; {MAX_LOSS} if not given.",
             commands="run verify",
             group=HEAL,
             value="DAMAGE",

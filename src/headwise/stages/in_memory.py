@@ -94,7 +94,7 @@ class InMemory(Source):
         last = fitted.healings[-1] if fitted.healings else Healing("none")
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
-        limited = any(map(prices.of_weights, fitted.plan.budgets))  # counted in 16 bits a number
+        limited = any(map(prices.of_weights, fitted.plan.budgets))  # counted in 16 bits per number
         with families.quietly():
             place, _ = families.locate(settings.model)
             saved = save_model(

@@ -35,7 +35,7 @@ def to_do(budget: Budget, source: ModelShape, allow: Sequence[str]) -> str:
     skipped |= set() if "cache" in before else {"bits"}
     units = [words for unit, words in CHOSEN.items() if unit in allow and unit not in skipped]
     return (
-        f"{budget.text}: {said} at 16 bits a number become at most {_megabytes(budget.limit)}; "
+        f"{budget.text}: {said} at 16 bits per number become at most {_megabytes(budget.limit)}; "
         f"{' and '.join(filter(None, (', '.join(units[:-1]), units[-1])))} are chosen together, once all are priced."
     )
 
@@ -47,8 +47,8 @@ def expected(plan: Plan) -> str:
     said = [f"{name} {_megabytes(before[name])} -> {_megabytes(after[name])}" for name in before]
     damage = plan.predicted_damage
     return (
-        f"the plan: {', '.join(said)} ({mean_bits(plan.target):.1f} bits a weight); expected damage {damage:.3g} nats "
-        f"per token, {math.expm1(damage):+.1%} perplexity, before healing."
+        f"the plan: {', '.join(said)} ({mean_bits(plan.target):.1f} bits per weight); expected damage {damage:.3g} "
+        f"nats per token, {math.expm1(damage):+.1%} perplexity, before healing."
     )
 
 

@@ -12,7 +12,7 @@ from headwise.strategies._options import finish, menus
 from headwise.types import Budget, LayerShape, ModelShape, Plan, Readings
 
 NAME = "published"
-MEANING = "the published training-free recipe: equal sizes, strongest rotary pairs, no measurement"
+MEANING = "the recipe of A3 (arXiv 2505.12942): equal sizes, strongest rotary pairs, no training"
 EQUAL = True  # one size for all layers
 
 

@@ -46,7 +46,7 @@ def command(
     heads: Annotated[str | None, Option(help="Heads of a layer; one number per stage with --redesign.")] = None,
     width: Annotated[int | None, Option(help="Hidden size; by budget if not given.")] = None,
     vocab: Annotated[int | None, Option(help="Vocabulary; the family's own if not given.")] = None,
-    length: Annotated[int, Option(help="Tokens of a text: positions, and what times are told for.")] = 1024,
+    length: Annotated[int, Option(help="Context length in tokens; --measure times texts of this length.")] = 1024,
     redesign: Annotated[str | None, Option(help="Rebuild a timm model with another --depth and --heads.")] = None,
     mlp_ratio: Annotated[float | None, Option(help="With --redesign: MLP width over model width.")] = None,
     measure: Annotated[bool, Option("--measure", help="Build every proposal and time training and reading.")] = False,
