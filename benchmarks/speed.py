@@ -25,6 +25,7 @@ PARTS = (
     "cpu_decode",
     "probe_cost",
     "streaming",
+    "streamed_bits",
 )  # in the page's order
 TITLE = """# Speed
 

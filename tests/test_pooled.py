@@ -29,7 +29,6 @@ from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
-from headwise.stream.source import load_streaming
 from headwise.tasks.causal import Causal
 from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
 
@@ -195,10 +194,7 @@ def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path:
     assert str(refuse(shape, (limit,), (2.0,), ("qk", "v"))).endswith("--allow qk,v,mlp,depth.")
 
 
-def test_pooled_layers_are_neither_timed_nor_streamed(source: Path, tmp_path: Path) -> None:
+def test_pooled_layers_are_not_timed(source: Path) -> None:
     pooled = llama.tailor(families.load(str(source))[0], 2)
     with pytest.raises(BudgetError, match="not timed"):
         tables((Workload(length=64),), llama, pooled, ("qk",), None)
-    pooled.save_pretrained(tmp_path)
-    with pytest.raises(HeadwiseError, match="--no-stream"):
-        load_streaming(Settings(model=str(tmp_path), device="cpu", stream=True, data="stdlib"))

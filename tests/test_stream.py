@@ -5,26 +5,31 @@ from __future__ import annotations
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from headwise import families, strategies
+from headwise import families, heal, strategies
 from headwise.budgets import parse
 from headwise.cuts import reshape, save
 from headwise.cuts.balance import balance
 from headwise.errors import ModelError
+from headwise.heal import blockwise
+from headwise.heal._job import Job
 from headwise.heal.refit import refit
 from headwise.probes import gram
-from headwise.runs.moments import read_moments, write_moments
+from headwise.runs.heal_options import Options
+from headwise.runs.moments import read_layer, read_moments, write_moments
 from headwise.stream import _store, probe
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed
 from headwise.stream._store import StreamStore, read_tensors
 from headwise.stream.build import StreamedBuild
-from headwise.types import Plan
+from headwise.tasks.causal import Causal
+from headwise.types import Healing, Plan
 
 KINDS = {
     "llama": {},
@@ -77,11 +82,12 @@ class Held:
         return nullcontext(self.layers[index])
 
 
-def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows) -> None:
+def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows, options=None) -> Healing:
     """Carry out a plan, healed on rows where there are any."""
-    made = StreamedBuild(source, plan, work, rows)
-    made.run(out)
+    made = StreamedBuild(source, plan, work, rows, options=options)
+    found = made.run(out)
     made.finish(tokenizer, out, lambda folder: None)
+    return found
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -106,10 +112,10 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
     assert plan.source != plan.target
 
     tokenizer = families.load(str(tmp_path / "m"))[1]
-    for heal in (False, True):
-        build(source, plan, tmp_path / "w", tmp_path / "ours", tokenizer, rows if heal else None)
+    for healed in (False, True):
+        build(source, plan, tmp_path / "w", tmp_path / "ours", tokenizer, rows if healed else None)
         cut = reshape(family, reference, plan, moments)
-        cut = refit(family, reference, cut, rows)[0] if heal else cut
+        cut = refit(family, reference, cut, rows)[0] if healed else cut
         save(family, cut, tokenizer, tmp_path / "theirs", False)
         ours, theirs = (
             {key: t for file in (tmp_path / side).glob("*.safetensors") for key, t in load_file(file).items()}
@@ -122,6 +128,36 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
     mine, again = (families.load(str(tmp_path / side))[0] for side in ("ours", "theirs"))
     with torch.no_grad():
         assert torch.equal(mine(rows).logits, again(rows).logits)
+
+
+@pytest.mark.parametrize(("name", "allow"), [("llama", ("bits", "mlp")), ("gpt2", ("qk", "v", "mlp"))])
+def test_shared_rows_are_cut_and_layers_trained_as_in_memory(name, allow, tmp_path, monkeypatch):
+    family = made(name, tmp_path / "m")
+    source = Streamed(tmp_path / "m", pooled=lambda stock: 2)
+    stock, tokenizer = families.load(str(tmp_path / "m"))
+    reference = family.tailor(stock, 2)
+    rows = family.example(reference.config, 6, 24)  # as few as these are held out too
+    readings = probe.probe(source, rows, probe.Wanted("m", mlp=True, bits=True, few=96), tmp_path / "w")
+    limits = parse("kv=30%", source.shape), parse("params=95%", source.shape)
+    plan = strategies.allocate(readings, limits, allow=allow)
+    assert all(layer.pooled == 2 and layer.coded == ("bits" in allow) for layer in plan.target.layers)
+    files = [probe.moments_file(tmp_path / "w", index) for index in range(len(source.layers))]
+    moments = [read_layer(file, shape, 0) for file, shape in zip(files, source.shape.layers, strict=True)]
+
+    monkeypatch.setitem(blockwise.BATCH_TOKENS, "cpu", 96)
+    prepared, options = Causal().prepare(rows, 0), Options(steps=20)
+    job = Job(family, Causal(), reference, reshape(family, reference, plan, moments), prepared, prepared)
+    cut, told = heal.healed("blockwise", replace(job, options=options))
+    save(family, cut, tokenizer, tmp_path / "theirs", False)
+    found = build(source, plan, tmp_path / "w", tmp_path / "ours", tokenizer, rows, options)
+    assert found.layers == told.layers and found.curve == told.curve and found.tokens == told.tokens
+    assert any(part["stream"].error_after < part["stream"].error_before for part in found.layers[:-1])
+    ours, theirs = (
+        {key: t for file in (tmp_path / side).glob("*.safetensors") for key, t in load_file(file).items()}
+        for side in ("ours", "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs), "tensors are equal to the bit"
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2"])  # LayerNorm, and scaled embeddings
@@ -158,15 +194,17 @@ def test_streams_in_memory_are_written_in_time_and_a_walk_resumes_there(tmp_path
     assert walked(1000) == [], "the last is always written"
 
 
-def test_a_model_that_was_cut_before_is_cut_again(tmp_path):
+@pytest.mark.parametrize("heads", [1, 2])  # that share rows
+def test_a_model_that_was_cut_before_is_cut_again(heads, tmp_path):
     family = made("llama", tmp_path / "m")
     tokenizer = families.load(str(tmp_path / "m"))[1]
     rows = family.example(None, 4, 24)
     for number, limit in enumerate(("kv=75%", "kv=70%")):
-        source = Streamed(tmp_path / ("m" if number == 0 else "0"))
+        source = Streamed(tmp_path / "0") if number else Streamed(tmp_path / "m", pooled=lambda stock: heads)
         readings = probe.probe(source, rows, probe.Wanted("m", few=48), tmp_path / f"w{number}")
         plan = strategies.allocate(readings, (parse(limit, source.shape),))
         build(source, plan, tmp_path / f"w{number}", tmp_path / str(number), tokenizer, rows)
+    assert source.shape.layers[0].pooled == heads
     reference = in_memory(family, tmp_path / "0")
     write_moments(tmp_path / "moments.safetensors", gram.collect(family, reference, rows, False))
     cut = reshape(family, reference, plan, read_moments(tmp_path / "moments.safetensors", "cpu", source.shape.layers))

@@ -22,7 +22,8 @@ from headwise.stream.source import is_streamed, load_streaming
 from headwise.types import Plan
 
 SMALL = ["--tokens", "1024", "--eval-tokens", "256", "--swap-tokens", "64", "--length", "64", "--device", "cpu"]
-RUN = ["--budget", "kv=75%", "--data", "stdlib", "--stream", *SMALL]
+HEAL = ["--heal", "blockwise", "--heal-option", "steps=5"]
+RUN = ["--budget", "kv=75%", "--data", "stdlib", "--stream", *SMALL, *HEAL]
 
 
 @pytest.fixture(scope="module")
@@ -79,14 +80,15 @@ def test_later_stages_of_a_streamed_folder_stream_too(finished, tmp_path, monkey
     assert len(list((again / "model").glob("*.safetensors"))) > 1
 
 
-def killed_at(layer: int, times: int = 1):
-    """A way to enter a layer that fails at one of them, as a kill would."""
-    own, left = Streamed.tensors, [times]
+def killed_at(layer: int, walk: int):
+    """A way to enter a layer that fails at one of them in the walk of this number, as a kill would."""
+    own, left = Streamed.tensors, [walk]
 
     def tensors(self, index):
-        if index == layer and left[0]:
+        if index == layer:
             left[0] -= 1
-            raise Killed
+            if not left[0]:
+                raise Killed
         return own(self, index)
 
     return tensors
@@ -101,26 +103,29 @@ def test_a_run_that_was_killed_goes_on_at_its_layer_to_the_same_result(finished,
         seen.append(index)
         return plain(self, index)
 
-    def go(*, layer=None):
+    def go(*, layer=None, walk=1):
         seen.clear()
         with monkeypatch.context() as patch:
             patch.setattr(Streamed, "tensors", counting)
             if layer is not None:
-                patch.setattr(Streamed, "tensors", killed_at(layer))
+                patch.setattr(Streamed, "tensors", killed_at(layer, walk))
             settings = Settings.read(finished / "run.json")
             return api.run(
                 str(model), settings.budgets, out, **{k: getattr(settings, k) for k in
-                ("data", "tokens", "eval_tokens", "swap_tokens", "length", "device", "stream")}
+                ("data", "tokens", "eval_tokens", "swap_tokens", "length", "device", "stream", "heal", "heal_options")}
             )  # fmt: skip
 
     with pytest.raises(Killed):
         go(layer=2)  # while it probes
     assert not (out / "readings.json").exists()
-    with monkeypatch.context() as patch:  # goes on at layer 2, is killed while it builds
+    with pytest.raises(Killed):
+        go(layer=2, walk=2)  # while it heals
+    assert seen[0] == 2 and seen[-2:] == [0, 1], "the first two layers are not probed again"
+    with monkeypatch.context() as patch:
         patch.setattr(StreamedBuild, "finish", lambda self, *rest: (_ for _ in ()).throw(Killed()))
         with pytest.raises(Killed):
             go()
-    assert seen[0] == 2, "the first two layers are not probed again"
+    assert seen[0] == 2, "nor are they healed again"
     assert not (out / "model").exists()
     with monkeypatch.context() as patch:  # the model is whole; only verification is left to be killed
         patch.setattr(verify.SideBySide, "compared", lambda *_: (_ for _ in ()).throw(Killed()))
@@ -152,7 +157,8 @@ def test_streaming_is_chosen_by_memory_unless_said(model, tmp_path, monkeypatch,
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (dict(heal="distill"), "take refit or none"),
+        (dict(heal="distill"), "take blockwise or refit or none"),
+        (dict(heal="blockwise", heal_options=("tokens=1e6",)), "leave out --heal-option tokens"),
         (dict(portable=True), "leave out --portable"),
         (dict(allow=("qk", "depth")), "--allow depth"),
         (dict(rounds=2), "--rounds"),

@@ -12,7 +12,7 @@ from headwise.families._architecture import (
     Architecture,
 )
 from headwise.families._beside import accompany, companions, saved_dtype
-from headwise.families._block import Block, repeated
+from headwise.families._block import Block, repeated, rows_of_context
 from headwise.families._config import computed_dtype
 from headwise.families._family import Family
 from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
@@ -61,6 +61,7 @@ __all__ = [
     "read_config",
     "register",
     "repeated",
+    "rows_of_context",
     "saved_dtype",
     "set_format",
     "task_of",

@@ -120,6 +120,14 @@ def _maybe(norm: Norm | None, x: torch.Tensor) -> torch.Tensor:
     return x if norm is None else norm(x)
 
 
+def rows_of_context(context: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """The keyword arguments of a layer for some of its rows; masks are those of all rows."""
+    tables = context.get("position_embeddings")
+    if tables is None or tables[0].shape[0] == 1:
+        return context
+    return {**context, "position_embeddings": tuple(table[rows] for table in tables)}
+
+
 def repeated(context: dict[str, Any], times: int) -> dict[str, Any]:
     """The keyword arguments of a layer for rows, for `times` copies of these rows one after the other."""
     tables = context.get("position_embeddings")

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing torch takes seconds
 
     from headwise.heal._job import Job
 
-__all__ = ["check", "healed", "stages"]
+__all__ = ["check", "healed", "joined", "stages"]
 log = logging.getLogger("headwise")
 SMALL = 1e-4  # nats per token: too little damage for a warning
 
@@ -89,7 +89,7 @@ def healed(method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None
             record = replace(record, reason=reason)
             log.log(logging.WARNING if after.expected_damage() > SMALL else logging.INFO, "%s", reason)
         records.append(record)
-    found = _joined(records)
+    found = joined(records)
     if first and before:
         found = replace(found, rehearsed_before=first.expected_damage(), rehearsed=before.expected_damage())
     return job.cut, found
@@ -103,7 +103,7 @@ def stages(method: str, options: Options) -> list[tuple[ModuleType, Options]]:
     return [*(stages(module.AFTER, options) if module.AFTER else ()), (module, options)]
 
 
-def _joined(records: list[Healing]) -> Healing:
+def joined(records: list[Healing]) -> Healing:
     """One record of all stages: the last one's, with the gains, tokens and seconds of all."""
     layers: list[dict[str, Gain]] = [{} for _ in max((record.layers or () for record in records), key=len)]
     for record in records:

@@ -86,8 +86,8 @@ class LayerTrainer:
         job: Job,
         layer: nn.Module,
         block: Block,
-        learned: list[LayerBatch],
-        held_out: list[LayerBatch],
+        learned: Sequence[LayerBatch],
+        held_out: Sequence[LayerBatch],
         power: float,
         new_step: Callable[[], Move] = lambda: move,
     ) -> None:

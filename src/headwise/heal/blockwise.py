@@ -23,7 +23,7 @@ from torch import nn
 from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
-from headwise.families import set_format, widened
+from headwise.families import Block, set_format, widened
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
 from headwise.heal._layer import (
@@ -37,6 +37,7 @@ from headwise.heal._layer import (
     mean_of,
     passed,
 )
+from headwise.runs.heal_options import Options
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
 from headwise.training.loop import move
@@ -75,7 +76,7 @@ def heal(job: Job) -> tuple[nn.Module, Healing]:
             f"or --heal-option tokens={tokens // 4}."
         ) from None
     steps = _chained([checks_of(text.numbers(portion)) for portion in range(len(text.portions))])
-    return healed, _record(tokens, steps, [_chained(of_layer) for of_layer in zip(*errors, strict=True)])
+    return healed, record(tokens, steps, [_chained(of_layer) for of_layer in zip(*errors, strict=True)])
 
 
 class _Text(NamedTuple):
@@ -103,19 +104,30 @@ def _text(job: Job) -> _Text:
         count = max(1, job.options.tokens // mean_length(rows.inputs, rows.row))
         rows = rows if job.more is None or count <= known else together(rows, job.more)
         rows = rows_of(rows, torch.arange(min(count, len(rows.inputs))))
-    every = torch.arange(len(rows.inputs))
-    held = (every % HELD == HELD - 1) & (every < known)
-    learned, held_out = (rows_of(rows, every[half]) for half in ((~held, held) if held.any() else (~held, ~held)))
-    row = job.family.embed(job.source, rows_of(rows, every[:1]).batches()[0].to(job.device).inputs)
+    learned, held_out = halves(rows, known)
+    first = rows_of(rows, torch.arange(1)).batches()[0]
+    row = job.family.embed(job.source, first.to(job.device).inputs)
     most = max(known, _room(row.device) // (row.nbytes * STREAMS))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
-    passes = max(1.0, PASSES * min(1.0, known / len(every)))
+    passes = max(1.0, PASSES * min(1.0, known / len(rows.inputs)))
     steps = job.options.steps or round(passes * len(learned.batches(_batch_tokens(job))))
     return _Text(rows, held_out, [rows_of(learned, part) for part in parts], steps)
 
 
+def halves(rows: Prepared, known: int) -> tuple[Prepared, Prepared]:
+    """The rows to learn from, and some of the first `known` that are held out; few rows are both."""
+    every = torch.arange(len(rows.inputs))
+    held = (every % HELD == HELD - 1) & (every < known)
+    return rows_of(rows, every[~held]), rows_of(rows, every[held if held.any() else ~held])
+
+
+def batch_tokens(options: Options, device: torch.device) -> int:
+    """Tokens of a step."""
+    return options.batch or BATCH_TOKENS.get(device.type, 512)
+
+
 def _batch_tokens(job: Job) -> int:
-    return job.options.batch or BATCH_TOKENS.get(job.device.type, 512)
+    return batch_tokens(job.options, job.device)
 
 
 def _room(device: torch.device) -> int:
@@ -167,9 +179,8 @@ class _Walk:
         learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
         power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
         set_format(self.layers[index], widened(self.learned[0].cut).dtype)  # steps are smaller than bfloat16 resolves
-        kind = AnswerTrainer if index == len(self.ours) - 1 else LayerTrainer
-        new_step = CapturedStep if captured else lambda: move
-        return kind(self.job, self.layers[index], self.ours[index], learned, held_out, power, new_step)
+        rows, last = (learned, held_out), index == len(self.ours) - 1
+        return trainer_of(self.job, self.layers[index], self.ours[index], rows, power, last, captured)
 
     @torch.no_grad()
     def _batch(self, streams: _Streams, span: range) -> LayerBatch:
@@ -190,10 +201,29 @@ class _Walk:
             streams.source = streams.target
 
 
+def trainer_of(
+    job: Job,
+    layer: nn.Module,
+    block: Block,
+    rows: tuple[Sequence[LayerBatch], Sequence[LayerBatch]],
+    power: float,
+    last: bool,
+    captured: bool,
+) -> LayerTrainer:
+    """The trainer of a layer on rows to learn from and held-out ones; the `last` layer learns the answers."""
+    kind = AnswerTrainer if last else LayerTrainer
+    return kind(job, layer, block, *rows, power, CapturedStep if captured else lambda: move)
+
+
+def captures(device: torch.device, steps: int) -> bool:
+    """Whether steps are captured and replayed."""
+    return device.type == "cuda" and steps >= WORTH
+
+
 def _trained(walk: _Walk, checkpoints: LayerCheckpoints, text: _Text, portion: int) -> list[list[float]]:
     """Train layer after layer on one portion and return their errors; the main process trains for the others too."""
     job, numbers, count, errors = walk.job, text.numbers(portion), len(text.portions), []
-    captured = job.device.type == "cuda" and len(numbers) >= WORTH
+    captured = captures(job.device, len(numbers))
     label = NAME if count == 1 else f"{NAME}, portion {portion + 1} of {count}"
     for index in job.track(range(len(walk.layers)), label):
         trainer = walk.trainer(index, captured)
@@ -213,7 +243,7 @@ def _trained(walk: _Walk, checkpoints: LayerCheckpoints, text: _Text, portion: i
     return errors
 
 
-def _record(tokens: int, steps: list[int], errors: list[list[float]]) -> Healing:
+def record(tokens: int, steps: list[int], errors: list[list[float]]) -> Healing:
     """Gains and curves per layer; as the loss, at every check, the mean share that is left of the layers' errors."""
     parts = [LayerTrainer.part] * (len(errors) - 1) + [AnswerTrainer.part]
     layers = tuple({part: Gain(row[0], row[-1], tuple(row))} for part, row in zip(parts, errors, strict=True))

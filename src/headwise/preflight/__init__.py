@@ -54,7 +54,7 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     _files(settings.model, family)
     refuse_units(settings, family)
     streamed = _streamed(settings, RunFolder(out), config, bool(latency))
-    shape = settings.legal(family.shape_of(config) if streamed else _pooled(settings, family.shape_of(config)))
+    shape = settings.legal(_pooled(settings, family.shape_of(config)))
     refuse_rounds(settings, shape)
     refuse_packed(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)

@@ -11,7 +11,7 @@ Near tokens are read in 8 bits: gradients of near and of far reading are summed 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -116,7 +116,7 @@ def collect(
     return [_bases(sums, block.attention.attend.softcap is None) for sums, block in zip(found, blocks, strict=True)]
 
 
-def local(block: Block, rows: Sequence[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
+def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
     """The same for one layer alone, whose gradients reach no further than the residual stream after its attention.
 
     In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half

@@ -36,10 +36,10 @@ def needed(settings: Settings, config: Any, device: str, streamed: bool = False)
     if family.images or family.audio or families.task_of(config) != "causal":
         return []
     shape = family.shape_of(config)
-    if streamed:
-        return _Run(settings, family, shape, config, device).one_layer_at_a_time()
     shape = shape.with_layers(tuple(layer.pooling(heads_to_pool(settings, shape)) for layer in shape.layers))
     run = _Run(settings, family, shape, config, device)
+    if streamed:
+        return run.one_layer_at_a_time()
     stages = [run.loading(), run.prices(), run.swaps(), run.healing(), run.saving(), run.verifying()]
     return [stage for stage in stages if stage is not None]
 
@@ -68,21 +68,24 @@ class _Run:
     def one_layer_at_a_time(self) -> list[Needed]:
         """Of a streamed model: one layer in its format and in float32, the output table, and streams that a GPU has
         room for. On a CPU streams lie on disk, but for a batch, and all is in float32."""
-        if self.device == "cpu":
-            size = 3 * 4 * self.layers / self.size / len(self.shape.layers) + 3.0 * 8 * self.wide**2
-            return [self._stage("healing", size, ONE_BY_ONE)]
         one, numbers = self.layers / len(self.shape.layers), self.shape.hidden_size * self.size
+        trained = 16 * one / self.size * (self.settings.heal == "blockwise")  # in float32, with Adam's moments
+        squares = 6.0 * 8 * max(layer.query_heads * layer.v_dim**2 for layer in self.shape.layers)
+        if self.device == "cpu":
+            size = 3 * 4 * one / self.size + max(3.0 * 8 * self.wide**2, squares, trained)
+            return [self._stage("healing", size, ONE_BY_ONE)]
         table = self.shape.vocab_size * numbers
-        heads = max(layer.query_heads * layer.v_dim for layer in self.shape.layers)
+        heads = max(layer.query_heads * layer.out_dim for layer in self.shape.layers)
         rows = self.settings.tokens * self.size * (8 * self.shape.hidden_size + 2 * (self.wide + heads))
         solves = 3.0 * 8 * self.wide**2
         few = 4 * self.settings.swap_tokens * self.shape.hidden_size * len(self.shape.layers)
         streams = 2 * self.settings.tokens * numbers
-        found = [self._stage("prices", (1 + 4 / self.size) * one + table + streams + 2 * few, ONE_BY_ONE)]
+        prices = (1 + 4 / self.size) * one + table + streams + 2 * few + squares
+        found = [self._stage("prices", prices, ONE_BY_ONE)]
         if self.settings.heal != "none":
-            found.append(
-                self._stage("healing by refit", 2 * one + table + streams + rows + solves, ONE_BY_ONE, 2.5 * table)
-            )
+            held = 2 * one + table + streams + rows + solves
+            held += trained + (2 * streams + self.logits if trained else 0)
+            found.append(self._stage(f"healing by {self.settings.heal}", held, ONE_BY_ONE, 2.5 * table))
         evaluated = 4 * 2 * self.settings.eval_tokens * numbers  # rows of several lengths, of both models
         return [*found, self._stage("verifying", one + 2 * table + evaluated + self.logits, ONE_BY_ONE, 2.5 * table)]
 

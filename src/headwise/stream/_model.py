@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from pathlib import Path
@@ -57,7 +57,10 @@ class EmptyModel:
 
 
 class Streamed(EmptyModel):
-    """A model in a folder. What is small and outside its layers is in memory; embedding tables are read by rows."""
+    """A model in a folder. What is small and outside its layers is in memory; embedding tables are read by rows.
+
+    `pooled` says of the empty stock model how many of its key/value heads share a row of the cache.
+    """
 
     def __init__(
         self,
@@ -65,11 +68,13 @@ class Streamed(EmptyModel):
         device: str = "cpu",
         trust_remote_code: bool = False,
         dtype: torch.dtype = torch.float32,
+        pooled: Callable[[nn.Module], int] = lambda stock: 1,
     ) -> None:
         self.files, self.dtype = Checkpoint(folder), dtype
         stock = _empty(folder, trust_remote_code)
         family = families.family_of(stock.config)
-        super().__init__(family, family.frame(stock, family.shape_of(stock.config).layers), device)
+        heads, layers = pooled(stock), family.shape_of(stock.config).layers
+        super().__init__(family, family.frame(stock, tuple(layer.pooling(heads) for layer in layers)), device)
         self.stored = families.saved_dtype(str(folder), stock.config)
         self.stock = None if family.is_tailored(stock) else stock.config
         tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())

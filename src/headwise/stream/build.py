@@ -1,4 +1,4 @@
-"""Reshaping, healing and saving a model that is larger than memory: one layer is read, cut, refitted and written.
+"""Reshaping, healing and saving a model that is larger than memory: one layer is read, cut, healed and written.
 
 The model grows file by file in the run folder and is renamed when it is whole. A build that was killed resumes behind
 the last layer that was written.
@@ -10,12 +10,13 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from headwise import families, strategies
+from headwise import families, heal, strategies
 from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
@@ -27,13 +28,15 @@ from headwise.files.json import read_object
 from headwise.heal._layer_refit import LayerRefit, RefitBatch
 from headwise.memory import available_bytes, emptied
 from headwise.progress import Track, silently
+from headwise.runs.heal_options import Options
 from headwise.runs.moments import read_layer
 from headwise.stream._checkpoint import INDEX, header
 from headwise.stream._model import EmptyModel, Streamed, Tensors
 from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_stream, write_tensors
+from headwise.stream._training import LayerTraining
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
-from headwise.types import Plan, write_atomically
+from headwise.types import Healing, Plan, write_atomically
 
 STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut left
 # What a refit changes of what a cut may share.
@@ -67,7 +70,16 @@ class _RowsOnDisk:
 class StreamedBuild:
     """A model on its way from a source and a plan to a folder."""
 
-    def __init__(self, source: Streamed, plan: Plan, folder: Path, rows: torch.Tensor | None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        source: Streamed,
+        plan: Plan,
+        folder: Path,
+        rows: torch.Tensor | None,
+        seed: int = 0,
+        options: Options | None = None,
+    ) -> None:
+        """Layers are refitted on `rows` and, where there are `options` of that, trained after it."""
         if source.shape.layers != plan.source.layers:
             raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
         if plan.portable or any(layer.gone for layer in plan.target.layers):
@@ -78,8 +90,12 @@ class StreamedBuild:
         self.moments, self.work = folder, folder / "build"
         self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
-        key["seed"] = seed
+        key |= {"seed": seed, "training": LayerTraining.key(options)}
         self.store = StreamStore(self.work, key, source.device)
+        self.training = None
+        if rows is not None and options is not None:
+            self.training = LayerTraining(source, self.reader, rows, options, seed, self.store)
+        self.seconds = 0.0  # of training
         emptied()
         self.held = source.device != "cpu" and self._refit_bytes() <= available_bytes(source.device) // 2
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
@@ -95,22 +111,29 @@ class StreamedBuild:
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
 
-    def run(self, folder: Path, track: Track = silently) -> dict[str, Any]:
+    def run(self, folder: Path, track: Track = silently) -> Healing:
         """Cut, heal and write the layers of the model for `folder` that are not there yet; returns what healing did."""
         began = time.perf_counter()
         source, position = self.source, self.store.position()
         if position is not None and not self._shard(0).exists() and not self.installed(folder):
             self.store.restart()
         contexts = source.contexts(self.parts, self.reader)
-        for index in self.store.walk(len(source.layers), self._begin, track, "refit" if self.parts else "reshape"):
+        label = "blockwise" if self.training else "refit" if self.parts else "reshape"
+        for index in self.store.walk(len(source.layers), self._begin, track, label):
             tensors = self._layer(index, [context[index] for context in contexts])
             shard = {name: self._stored(tensors.pop(name)) for name in list(tensors)}
             write_tensors(self._shard(len(self.outside) + index), shard)
         if not self.parts:
-            return {"method": "none"}
-        stage = {"method": "refit", "tokens": self.tokens, "seconds": time.perf_counter() - began}
-        gains = [read_object(self._gain(index), advice=AGAIN) for index in range(len(source.layers))]
-        return {**stage, "strength": STRENGTH, "layers": gains, "stages": [stage]}
+            return Healing("none")
+        layers = range(len(source.layers))
+        gains = [read_object(self._gain(index), advice=AGAIN) for index in layers]
+        found = {"method": "refit", "tokens": self.tokens, "strength": STRENGTH, "layers": gains}
+        took = time.perf_counter() - began - self.seconds
+        records = [replace(Healing.from_json(found), seconds=took, kept=True)]
+        if self.training is not None:
+            trained = self.training.healing([self._errors(index) for index in layers])
+            records.append(replace(trained, seconds=self.seconds, kept=True))
+        return heal.joined(records)
 
     def _begin(self) -> None:
         """Copy what belongs to no layer, and put both models' streams before the first one."""
@@ -120,6 +143,8 @@ class StreamedBuild:
         for number, part in enumerate(self.parts):
             for side in ("source", "cut"):
                 self.store.put(0, f"{side}.{number}", self.source.embed(part))
+        if self.training is not None:
+            self.training.begin()
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -127,9 +152,12 @@ class StreamedBuild:
     def _gain(self, index: int) -> Path:
         return self.work / "gains" / f"{index:05d}.json"
 
+    def _errors(self, index: int) -> Path:
+        return self.work / "errors" / f"{index:05d}.json"
+
     @torch.no_grad()
     def _layer(self, index: int, contexts: Sequence[dict[str, Any]]) -> Tensors:
-        """The cut layer's tensors by their full names, refitted where there are rows."""
+        """The cut layer's tensors by their full names, healed where there are rows."""
         source, family = self.source, self.source.family
         whole = source.tensors(index)
         cut = dict(whole)
@@ -142,10 +170,13 @@ class StreamedBuild:
         if contexts:
             made |= {name: made[name].clone() for name in REFITTED if name in made and made[name] is layer.get(name)}
         family.put_layer(cut, index, made, source.config)
+        if self.training is not None:  # which changes them all
+            cut = {name: tensor.clone() for name, tensor in cut.items()}
         with self.frame.filled(index, cut) as ours:
             if contexts:
                 with source.filled(index, whole) as theirs:
                     self._refit(index, theirs, ours, contexts)
+                    self._train(index, theirs, ours)
             balance([family.block(ours)])
             prefix = self.frame.prefix(index)
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
@@ -169,6 +200,14 @@ class StreamedBuild:
             for side in ("source", "cut"):
                 self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
         shutil.rmtree(scratch, ignore_errors=True)
+
+    def _train(self, index: int, theirs: Any, ours: Any) -> None:
+        """Train the layer where that is wanted."""
+        if self.training is None:
+            return
+        began, family = time.perf_counter(), self.source.family
+        self.training.train(index, family.block(theirs), ours, family.block(ours), self._errors(index))
+        self.seconds += time.perf_counter() - began
 
     def finish(self, tokenizer: Any, folder: Path, beside: Callable[[Path], object]) -> None:
         """Add what else belongs to a model and rename its folder: it appears whole or not at all.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from headwise.families import Block
@@ -20,6 +21,7 @@ from headwise.probes.sensitivity import strongest_pairs
 from headwise.types import Grain, LayerShape
 
 REFERENCE = 0.75  # of the directions of queries, keys and values that the cut keeps whose effect is followed
+MEASURED = 33  # sizes of a row at most, the whole one included; errors in between are interpolated
 HEAD_TOKENS = 128  # that all heads' outputs are held for at a time
 Curve = tuple[tuple[int, ...], tuple[float, ...]]  # sizes, errors
 
@@ -41,10 +43,11 @@ class Pricing:
     def __init__(self, block: Block, shape: LayerShape, grain: Grain, moments: Moments, rows: Rows) -> None:
         self.block, self.shape, self.grain, self.moments, self.rows = block, shape, grain, moments, rows
         assert block.down is not None, "every layer of a decoder that writes text has an MLP"
-        weight, self.down = block.output.weight, block.down
+        weight, self.down = block.read_out(), block.down
         p_q, p_k, _ = balanced(moments["gram_q"], moments["gram_k"])
         self.p_q, self.p_k = (p.to(weight).unsqueeze(1) for p in (p_q, p_k))
         self.p = value_basis(moments["gram_z"], weight, shape.kv_heads)[0]
+        self.gram_z = _of_key_heads(moments["gram_z"], shape).to(self.p)
         self.qk_sizes, self.v_sizes = grain.qk_sizes(shape.qk_dim), grain.v_sizes(shape.v_dim)
         self.pair_sizes = grain.qk_sizes(shape.qk_width)
         self.sums: dict[str, torch.Tensor] = {}
@@ -56,10 +59,10 @@ class Pricing:
     def _readout(self, size: int) -> torch.Tensor:
         """Head outputs seen through `size` value directions, as the cut refits them (H, V, V)."""
         sharing = self.shape.queries_per_group
-        p, gram = self.p[..., :size].repeat_interleave(sharing, 0), self.moments["gram_z"].to(self.p)
-        inner = p.mT @ gram @ p
+        p = self.p[..., :size].repeat_interleave(sharing, 0)
+        inner = p.mT @ self.gram_z @ p
         inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(size).to(inner)
-        return (p @ torch.linalg.solve(inner, p.mT @ gram)).to(self.block.output.weight)
+        return (p @ torch.linalg.solve(inner, p.mT @ self.gram_z)).to(self.block.output.weight)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         return self.block.attention.attend(q, k, v, context.get("attention_mask"))[0]
@@ -80,8 +83,9 @@ class Pricing:
             sizes["qk_pairs"] = self.pair_sizes
         errors: dict[str, Curve] = {}
         for name, legal in sizes.items():
-            found = [float(self.sums[f"{name}.{size}"]) / self.tokens for size in legal[1:]]
-            errors[name] = (legal, (0.0, *found))
+            seen = legal if name == "qk_pairs" else spread(legal)
+            found = [0.0, *(float(self.sums[f"{name}.{size}"]) / self.tokens for size in seen[1:])]
+            errors[name] = (legal, tuple(np.interp(legal, seen[::-1], found[::-1]).tolist()))
         orders = weight_orders(self._weights(), self.shape)
         if strongest is not None:
             orders |= {"qk_pairs": strongest, "qk_pairs_power": strongest}
@@ -102,18 +106,19 @@ class Pricing:
         q, k, v = block.heads(stream, context)
         q, k = block.attention.project(q, k)
         z = self._attend(q, k, v, context)
-        whole = block.middle(stream, z.flatten(2))
+        own = block.attention.own_values(z)
+        whole = block.middle(stream, own)
         weight = 1 / whole.square().sum(-1).clamp_min(1e-30)  # tokens differ in size, some a thousandfold
         self.tokens += weight.numel()
 
         def count(name: str, other: torch.Tensor) -> None:
-            error = (block.middle(stream, other.flatten(2)) - whole).square().sum(-1)
+            error = (block.middle(stream, block.attention.own_values(other)) - whole).square().sum(-1)
             self._count(name, (error * weight).double().sum())
 
         q_all, k_all = self._projected(q, k)
-        for size in self.qk_sizes[1:]:
+        for size in spread(self.qk_sizes)[1:]:
             count(f"qk_projected.{size}", self._attend(q_all[..., :size], k_all[..., :size], v, context))
-        for size in self.v_sizes[1:]:
+        for size in spread(self.v_sizes)[1:]:
             count(f"v.{size}", self._through(z, size))
         for size in self.pair_sizes[1:] if pairs else ():
             kept = torch.zeros(groups, self.shape.qk_width // 2, device=q.device)
@@ -122,14 +127,14 @@ class Pricing:
             mask = torch.cat((kept, kept), 1)[:, None, None]
             count(f"qk_pairs.{size}", self._attend((q.unflatten(1, (groups, -1)) * mask).flatten(1, 2), k, v, context))
         count("reference", self._cut(q_all, k_all, v, context))
-        self._count_heads((z * weight.sqrt()[..., None, None]).flatten(0, 1))
+        self._count_heads((own * weight.sqrt()[..., None]).flatten(0, 1).unflatten(1, (self.shape.query_heads, -1)))
         self._count("weight", weight.double().sum())
 
-    def _count_heads(self, z_NHV: torch.Tensor) -> None:
+    def _count_heads(self, own_NHO: torch.Tensor) -> None:
         """Products of what heads add to the stream."""
         weight = self.block.output.weight
-        per_head = weight.view(len(weight), *z_NHV.shape[1:]).permute(1, 2, 0)
-        for some in z_NHV.split(HEAD_TOKENS):
+        per_head = weight.view(len(weight), *own_NHO.shape[1:]).permute(1, 2, 0)
+        for some in own_NHO.split(HEAD_TOKENS):
             added = (some.transpose(0, 1) @ per_head).flatten(1)
             self._count("heads", added @ added.mT)
 
@@ -147,7 +152,7 @@ class Pricing:
         """The stream after the layer if it were cut by the reference."""
         q, k, v = self.block.heads(stream, context)
         q_all, k_all = self._projected(*self.block.attention.project(q, k))
-        middle = self.block.middle(stream, self._cut(q_all, k_all, v, context).flatten(2))
+        middle = self.block.middle(stream, self.block.attention.own_values(self._cut(q_all, k_all, v, context)))
         return self.block.end(middle, self.block.channels(stream, middle))
 
     def _heads(self, errors: dict[str, Curve], orders: Orders) -> None:
@@ -177,6 +182,20 @@ def eliminated(cross: torch.Tensor) -> tuple[tuple[int, ...], list[float]]:
     """Units by how much they are needed, most first, and the error after 0, 1, 2, ... removals."""
     order, lost = elimination_order(2 * cross)  # which halves
     return tuple(reversed(order)), [0.0, *lost]
+
+
+def spread(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes that are measured: all, or where rows are wide some of them, the largest and the smallest included."""
+    count = min(len(sizes), MEASURED)
+    return tuple(sizes[number * (len(sizes) - 1) // max(1, count - 1)] for number in range(count))
+
+
+def _of_key_heads(gram_HVV: torch.Tensor, shape: LayerShape) -> torch.Tensor:
+    """Moments of head outputs; query heads of a key/value head share theirs where rows are shared, as in the cut."""
+    if shape.pooled == 1:
+        return gram_HVV
+    sharing = shape.queries_per_group // shape.pooled
+    return gram_HVV.unflatten(0, (-1, sharing)).sum(1).repeat_interleave(sharing, 0)
 
 
 def nearest(sizes: tuple[int, ...], share: float) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,9 +18,10 @@ from torch import nn
 
 from headwise.data import batches, count_tokens, places
 from headwise.errors import PlanError
-from headwise.families import repeated
+from headwise.families import repeated, rows_of_context
 from headwise.families._watch import spaced, watching
 from headwise.files.json import read_object
+from headwise.heal._layer import in_full
 from headwise.linalg import fast_products
 from headwise.probes import fisher
 from headwise.probes._magnitude import Orders
@@ -36,6 +38,7 @@ from headwise.types import ModelShape, Reading, Readings, write_atomically
 NAME = "stream"
 LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
 FOLLOWED = 32 * 4_096  # tokens times layers that are followed at most: time grows with layers, not with their square
+FEW = 2_048  # tokens that gradients and single cuts are computed for at a time
 TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
 UNITLESS = "relative squared error of the residual stream"
 
@@ -57,12 +60,15 @@ class Walk:
 
     def __init__(self, source: Streamed, tokens: torch.Tensor, wanted: Wanted, folder: Path) -> None:
         self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
-        self.parts = batches(tokens)
+        pooled = [layer.pooled for layer in source.shape.layers]
+        self.at_once = FEW // max(pooled)  # queries are as wide as the rows that heads share
+        self.parts = batches(tokens, 2 * self.at_once)
         most = max(LOCAL_TOKENS, FOLLOWED // len(source.layers))
         count = max(1, min(wanted.few or LOCAL_TOKENS, most) // tokens.shape[1])
-        self.few = batches(spaced(tokens, count), 2048)
+        self.few = batches(spaced(tokens, count), self.at_once)
         self.count = len(source.layers)
-        self.store = StreamStore(folder / "probe", {"rows": checksum(tokens), **wanted._asdict()}, source.device)
+        key = {"rows": checksum(tokens), "pooled": pooled, **wanted._asdict()}
+        self.store = StreamStore(folder / "probe", key, source.device)
 
     def run(self, track: Track = silently) -> None:
         """Measure every layer that is not done yet."""
@@ -91,7 +97,7 @@ class Walk:
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
         priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
         if self.wanted.bits:
-            moments |= fisher.local(block, rows, self.wanted.seed)
+            moments |= fisher.local(block, self._every_row(index, contexts), self.wanted.seed)
         if self.wanted.few:
             for number, (stream, context) in enumerate(rows):
                 store.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
@@ -99,6 +105,15 @@ class Walk:
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
         write_atomically(self._prices_file(index), json.dumps(priced._asdict()))
+
+    def _every_row(self, index: int, contexts: list[dict[str, Any]]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """All calibration rows before a layer in float32, a few tokens at a time: rows that are coded are wide."""
+        for number, context in enumerate(contexts):
+            stream = self.store.get(index, f"rows.{number}")
+            size = max(1, self.at_once // stream.shape[1])
+            for start in range(0, len(stream), size):
+                chosen = slice(start, start + size)
+                yield stream[chosen].float(), in_full(rows_of_context(context, chosen))
 
     def _stacks_on(self, index: int, number: int, context: dict[str, Any]) -> None:
         """The few rows behind a layer: as the source reads them, and as it does with an earlier layer cut."""

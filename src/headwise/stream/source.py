@@ -19,9 +19,10 @@ from headwise.files import disk
 from headwise.memory import HELD, available_bytes, emptied, fits
 from headwise.progress import Track, silently, stage
 from headwise.runs.folder import RunFolder
+from headwise.runs.heal_options import Options
 from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
-from headwise.stages.source import Fitted, Judged, Probed, Source, codes_rows, refuse_other_plan
+from headwise.stages.source import Fitted, Judged, Probed, Source, codes_rows, pooled_heads, refuse_other_plan
 from headwise.stages.texts import read_texts, sources
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
@@ -29,9 +30,10 @@ from headwise.stream.build import StreamedBuild
 from headwise.stream.probe import Wanted, probe
 from headwise.stream.verify import checks, compare, sizes
 from headwise.tasks.causal import Causal
-from headwise.types import Healing, Plan, Readings
+from headwise.types import Plan, Readings
 
 FILES = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.py"]
+HEALS = ("blockwise", "refit", "none")
 WRITING = 1.25  # times a model's weights: what it takes to write text
 log = logging.getLogger("headwise")
 
@@ -54,9 +56,10 @@ class Streaming(Source):
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
         """See `Source`. The new model lies in the folder's unfinished work until it is saved."""
         assert folder is not None, "a streamed model is built on disk"
-        rows = self.calibration if settings.heal == "refit" else None
-        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed)
-        return Fitted(work, plan, [Healing.from_json(work.run(folder.model, track))], None)
+        rows = None if settings.heal == "none" else self.calibration
+        options = Options.parse(settings.heal_options) if settings.heal == "blockwise" else None
+        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed, options)
+        return Fitted(work, plan, [work.run(folder.model, track)], None)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
         """See `Source`. When the model is verified, heal.json is completed and the proof written."""
@@ -162,9 +165,9 @@ def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
     with families.explained(settings.model):
         config = families.read_config(str(where), trust_remote_code=settings.trust_remote_code)
     dtype = families.computed_dtype(config, settings.dtype, device)
-    model = Streamed(where, device, settings.trust_remote_code, dtype)
-    if any(layer.pooled > 1 for layer in model.shape.layers):
-        raise ModelError("heads of this model share rows, which is not streamed; add --no-stream, or cut its source.")
+    family = families.family_of(config)
+    share = partial(pooled_heads, settings, family, task=Causal())
+    model = Streamed(where, device, settings.trust_remote_code, dtype, share)
     with families.explained(settings.model), families.quietly():
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=settings.trust_remote_code)
         check_tokenizer(tokenizer, settings.model)
@@ -172,11 +175,11 @@ def load_streaming(settings: Settings, track: Track = silently) -> Streaming:
     if any(map(own_text.writes_itself, sources(settings))) and writes_whole(settings):
         with stage(track, "loading the model"):
             writer, _ = families.load(settings.model, device, settings.trust_remote_code, settings.task, dtype)
-    texts = read_texts(settings, model.family, model.config, tokenizer, Causal(), writer, track)
+    texts = read_texts(settings, family, model.config, tokenizer, Causal(), writer, track)
     del writer
     emptied()
-    context = settings.served(model.family.longest(model.config))
-    return Streaming(model.family, model, tokenizer, *texts, context=context, seed=settings.seed)
+    context = settings.served(family.longest(model.config))
+    return Streaming(family, model, tokenizer, *texts, context=context, seed=settings.seed)
 
 
 def refuse_to_stream(settings: Settings, config: Any) -> None:
@@ -189,15 +192,20 @@ def refuse_to_stream(settings: Settings, config: Any) -> None:
 
 def _refuse(settings: Settings) -> None:
     """What needs a whole model in memory, and what to do instead."""
-    if settings.heal not in ("none", "refit"):
-        raise HeadwiseError(f"--heal {settings.heal} needs both models in memory; streamed ones take refit or none.")
+    if settings.heal not in HEALS:
+        raise HeadwiseError(
+            f"--heal {settings.heal} needs both models in memory; streamed ones take {' or '.join(HEALS)}."
+        )
+    if settings.heal == "blockwise" and Options.parse(settings.heal_options).tokens is not None:
+        raise HeadwiseError(
+            "layers of a streamed model are trained on the text of the calibration; leave out --heal-option tokens, "
+            "or raise --tokens."
+        )
     if settings.portable or {"depth", "rank"} & set(settings.allow) or settings.rounds > 1:
         raise HeadwiseError(
             "a streamed model is cut in one round, layer by layer; leave out --portable, --rounds and --allow "
             "depth and rank, or use a machine with more memory."
         )
-    if settings.pool not in ("auto", "none"):
-        raise HeadwiseError("a streamed model's heads are cut one by one; leave out --pool.")
     if any(text.strip().startswith("latency") for text in settings.budgets):
         raise HeadwiseError("a model that is streamed is too large to be timed; limit kv, params or flops instead.")
     if any(text.strip().startswith(("weights", "memory")) for text in settings.budgets):
