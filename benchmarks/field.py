@@ -66,7 +66,8 @@ elsewhere it starts from the refitted model (`blockwise=0`). Two plans tie if th
 the sum of their squared half intervals. This is strict, because both read the same text. A value below zero is better
 than the source on this text: healing also adapts a model to the kind of text it is trained on. Tokens count the
 training text; for distillation they count every pass over it, including the search for the learning rate. Seconds
-start with the cut and leave out the probing, which all plans share."""
+start with the cut and leave out the probing, which all plans share. Plans of the cache in bits were made
+before measured prices were corrected for what the finest code shows: they left a part of their budget unused."""
 
 
 class Change(NamedTuple):

@@ -16,6 +16,8 @@ from headwise.budgets import price
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.preflight import check
+from headwise.probes import swap
+from headwise.probes._layers import reading
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.source import codes_rows, heads_to_pool
@@ -88,6 +90,17 @@ def test_one_probing_answers_every_budget(copied: Path) -> None:
         damages.append(plan.predicted_damage)
     assert shares == sorted(shares, reverse=True) and shares[1] <= 0.75 and shares[3] <= 0.12
     assert damages == sorted(damages) and damages[1] < damages[3]
+
+
+def test_fine_codes_differ_in_price_where_noise_hides_their_damage() -> None:
+    """Any change shows 0.001 nats, as in arithmetic of few bits: codes keep the order that gradients give them."""
+    sizes, predicted = (16, 8, 6, 4, 2), (0.0, 1e-6, 1e-5, 2e-4, 0.05)
+    found = {("damage.k_bits", 0): {8: (0.001, 0.0), 4: (0.0012, 0.0), 2: (0.101, 0.0)}}
+    curve = reading(
+        "fisher", "damage.k_bits", "bytes", [(sizes, predicted, None)], "nats", "Predicted loss increase", 8, 0
+    )
+    (damages,) = swap.corrected(curve, found, 64, 0, "KL").values
+    assert damages == pytest.approx((0.0, 2e-6, 2e-5, 4e-4, 0.1), rel=0.01)
 
 
 def test_a_probing_for_the_cache_prices_bits_alone_and_one_for_no_budget_prices_all(

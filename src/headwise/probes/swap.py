@@ -125,10 +125,11 @@ def corrected(
 def above_noise(
     ticks: tuple[int, ...], predicted: tuple[float, ...], measured: dict[int, tuple[float, float]]
 ) -> dict[int, tuple[float, float]]:
-    """Damages of codes less the noise of the arithmetic; those that noise hides are left out.
+    """Damages of codes less what the finest code shows; those that are not well above it are left out.
 
-    Rounding in a model's own number format makes any change of a layer look like damage. The finest code shows how
-    much, as its own damage is negligible. Without this all fine codes would seem to be equally bad, and none is bought.
+    Keys are measured with values in their finest code and the other way round, and rounding in a model's own number
+    format makes any change of a layer look like damage. The finest code shows both, as its own damage is negligible.
+    Otherwise all fine codes would seem to be equally bad, and a plan would take the cheapest of them.
 
     >>> above_noise((16, 8, 4, 2), (0.0, 0.0, 0.25, 8.0), {8: (1.0, 0.1), 4: (1.25, 0.1), 2: (9.0, 0.1)})
     {2: (8.0, 0.1)}
