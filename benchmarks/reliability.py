@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -189,7 +190,9 @@ def page(result: dict[str, Any], more: list[dict[str, Any]]) -> str:
 def written() -> str:
     """The page of the committed results."""
     more = [json.loads(path.read_text()) for path in sorted(RESULT.parent.glob(OTHERS))]
-    return page(json.loads(RESULT.read_text()), sorted(more, key=lambda result: result["date"], reverse=True))
+    made = page(json.loads(RESULT.read_text()), sorted(more, key=lambda result: result["date"], reverse=True))
+    made = re.sub(r"/\S*/headwise-faults-\w+/", "", made)  # where the campaign had its folders
+    return made.encode(errors="backslashreplace").decode()  # words that were tried need not be UTF-8
 
 
 def main() -> None:
