@@ -83,7 +83,7 @@ WRONG = [
     (["--pool", "3"], "2 key/value heads cannot share rows by 3"),
     (["--context", "4096"], "the context is 4,096 tokens and the model takes 128"),
     (["--device", "tpu"], "no device is called 'tpu'"),
-    (["--stream", "--heal", "blockwise"], "--heal blockwise needs both models in memory"),
+    (["--stream", "--heal", "distill"], "--heal distill needs both models in memory"),
     (["--stream", "--data", "self"], "a streamed model is too slow to write its own text"),
     (["--budget", "KV=60"], "did you mean kv=60%?"),
     (["--data", "missing.txt"], "missing.txt does not exist"),
