@@ -215,8 +215,8 @@ def _why(result: dict[str, Any]) -> list[str]:
 CUTS = """Does a model lose less with other moments? {name}, keys cut by the same share in all layers, values not cut,
 with moments of {tokens:,} tokens in rows of {length:,} at random positions of a context of {context:,}. Nats per
 token on {eval_tokens:,} tokens, ± one standard error over rows. Rows of the whole context see everything that is
-served, so damage that remains with their moments has another cause than moments. Sections with longer calibration
-rows show what helps: plans, predicted damage and the refit then see long texts (`--length`)."""
+served, so damage that remains with their moments has another cause than moments. In sections with longer calibration
+rows (`--length`) plans, predicted damage and the refit see longer texts."""
 
 
 def _cuts(result: dict[str, Any]) -> list[str]:

@@ -270,7 +270,8 @@ def section(result: dict[str, Any]) -> str:
         cells = [f"{machine}, {row['products']}", f"{row['model']}, {row['tokens']:,}, {units}"]
         for name in ("gram", "sensitivity", "sensitivity_passes", "fisher"):
             found = row["ratios"].get(name)
-            cells.append(f"{found['median']:.2f} x ({found['low']:.2f} to {found['high']:.2f})" if found else "-")
+            spread = f"({found['low']:.2f} to {found['high']:.2f})" if found and row["repeats"] > 1 else "(once)"
+            cells.append(f"{found['median']:.2f} x {spread}" if found else "-")
         cells += [f"{row['stages'][name]:.1f} s" if row["stages"] else "-" for name in ("solve", "reshape")]
         lines.append(f"| {' | '.join(cells)} |")
     every = [item for row in result["rows"] for item in row["agreement"].items()]

@@ -314,8 +314,6 @@ def main() -> None:
     asked = parser.parse_args()
     if asked.page:
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
-        apart = sorted(RESULT.parent.glob("scale-*.json"))
-        results["rows"] += [row for file in apart for row in json.loads(file.read_text())["rows"]]
         PAGE.write_text(filled(PAGE.read_text(), results))
         return
     if asked.demo:
@@ -325,8 +323,7 @@ def main() -> None:
     if asked.growth:
         grow(asked.work, asked.out)
         return
-    name = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}"
-    model = asked.model
+    name, model = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}", asked.model
     if asked.shape:
         shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
         folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"

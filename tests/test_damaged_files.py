@@ -277,7 +277,8 @@ def test_weights_that_are_no_numbers_are_told(copied: Path, value: float) -> Non
 @pytest.mark.parametrize(("field", "value"), [("v_width", 10**9), ("v_dim", 1)])
 def test_a_plan_that_does_not_fit_its_model_is_refused(copied: Path, field: str, value: int) -> None:
     changed(copied / "run" / "plan.json", "target", "layers", 1, field, to=value)
-    ends_well(*RESHAPE)
+    found = CliRunner().invoke(cli.app, list(RESHAPE)).exception
+    assert isinstance(found, HeadwiseError), found
 
 
 def test_a_diagnosis_that_is_no_number_is_shown(copied: Path) -> None:

@@ -19,7 +19,7 @@ AGAIN = "fetch the files again"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.pkl")
 COUNT = re.compile(r"(^|_)(n_layers?|num_layers|num_hidden_layers|layers|depth|num_(encoder|decoder)_layers)$")
 SIZE = re.compile(r"((^|_)(heads?|size|dim|width|d_model|d_ff|d_kv|n_embd|n_inner))$")
-SHARE = re.compile(r"drop")  # a dropout, which some models apply when they only read
+DROPOUT = re.compile(r"drop(out)?(_p|_prob|_rate|_path_rate)?$")  # which some models apply when they only read
 CONTEXT = ("max_position_embeddings", "n_ctx", "n_positions", "max_source_positions", "max_target_positions")
 LARGEST = 1e8  # of a weight; no model comes near
 LONGEST = 1 << 31  # tokens that a configuration may promise to read
@@ -55,7 +55,7 @@ def check_config(config: dict[str, Any], where: str) -> None:
             _check_number(where, name, value, 1, MOST_TOKENS)
         elif name in CONTEXT:
             _check_number(where, name, value, 2, LONGEST)
-        elif SHARE.search(name) and not isinstance(value, str):
+        elif DROPOUT.search(name) and not isinstance(value, str):
             _check_number(where, name, value, 0, 1)
         elif SIZE.search(name):
             _check_number(where, name, value, -1, WIDEST)

@@ -121,6 +121,7 @@ def fill(module: nn.Module, tensors: Tensors, assign: bool = True) -> tuple[list
         if found is None:
             raise
         raise ModelError(
-            f"weights do not have the sizes of the configuration or plan ({found.strip()[:200]})"
+            f"weights do not have the sizes of the configuration or plan ({found.strip()[:200]}); "
+            "fetch the model's files again, or allocate again."
         ) from None
     return missing, unexpected
