@@ -210,7 +210,7 @@ def test_runs_are_compared_on_one_frontier() -> None:
     )
     check_page(page)
     for fact in (
-        "4 runs compared", "better than half and wide", "+2.9%", "1.6 to 4.3", "(predicted)", "partly verified",
+        "4 runs compared", "better than half and wide", "+2.9%", "+1.6% to +4.3%", "(predicted)", "partly verified",
         "50.0%", "18.21 → 18.74", '<a href="../half/report.html">half</a>',
     ):  # fmt: skip
         assert fact in page, fact

@@ -49,7 +49,7 @@ def texts(package: str, constant: str = "MEANING") -> dict[str, str]:
     """A text that every plug-in of a package has as a constant, by name; read from the files, nothing is imported.
 
     >>> texts("headwise.budgets")["kv"]
-    'key/value cache'
+    'KV cache'
     """
     return {name: text for name in names(package) for text in _texts_in(package, name, constant)}
 

@@ -180,10 +180,12 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
 
 def measured_words(dossier: Dossier) -> str:
     """Measured, and whether anything was healed before."""
-    method = (dossier.healing or {}).get("method")
-    return (
-        "measured" if method is None else "measured, without healing" if method == "none" else "measured after healing"
-    )
+    record = dossier.healing or {}
+    if (method := record.get("method")) is None:
+        return "measured"
+    stages = record.get("stages")
+    used = [stage.get("kept") is not False for stage in stages or () if isinstance(stage, dict)]
+    return "measured, without healing" if method == "none" or (used and not any(used)) else "measured after healing"
 
 
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
@@ -254,8 +256,8 @@ def way_out(dossier: Dossier) -> str:
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
     coded = dossier.plan if is_coded(dossier.plan) else None
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
-        text += f" Rows of the cache are shared by {most} key/value heads each"
-        text += "." if coded else ": dimensions of heads are those of a row."
+        text += f" Heads are pooled: {most} key/value heads share a row of the cache"
+        text += "." if coded else ", and dimensions of heads are those of a row."
     text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
     others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
