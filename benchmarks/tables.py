@@ -75,14 +75,14 @@ def table() -> str:
 
 
 def in_rows(result: dict[str, Any]) -> str:
-    """How long the rows of the evaluation are; results without it are older than position offsets.
+    """How long the rows of the evaluation are; results without it are older than random positions of rows.
 
     Those were calibrated on rows from the first position on, and hold up to the length of these rows only.
     """
     if "evaluation_length" in result:
         return f" in rows of {result['evaluation_length']:,}, the full context"
     most = result["settings"].get("length", 512)
-    return f" in rows of at most {most:,} (measured before position offsets: not known to hold beyond that length)"
+    return f" in rows of at most {most:,} (calibrated from the first position on: not known to hold beyond that length)"
 
 
 def _cell(row: dict[str, Any], digits: int = 1) -> str:
