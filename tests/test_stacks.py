@@ -178,7 +178,9 @@ def test_nothing_is_said_without_what_it_rests_on(tmp_path: Path) -> None:
 def test_rates_at_the_edge_are_told() -> None:
     model = {"rate": 0.1, "rates": {"0.1": 2.0, "0.2": 3.0}}
     found = _points.edges({"a": model, "b": model | {"rate": 0.2}, "c": {"rate": 0.1, "rates": {"0.1": 2.0}}})
-    assert "Of 3 models, best rates were 1 at the lowest rate tried (a), 1 at the highest (b), 1 at the only" in found
+    assert (
+        "Of 3 models, best learning rates were 1 at the lowest tried (a), 1 at the highest (b), 1 at the only" in found
+    )
     inside = {"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}
     assert not _points.edges({"a": inside | {"settled": True}})
     assert "chosen in a shorter training" in _points.edges({"a": inside})
