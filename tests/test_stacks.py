@@ -195,9 +195,9 @@ def test_rules_are_stated_only_where_comparisons_decide() -> None:
         found = {"tokens": 9, "models": {"deep": model(3.0, 12), "wide lean": model(wide, 4)}}
         return _rules.page({"b6_decoders": SimpleNamespace(found=found)})
 
-    assert "On text, fewer and wider layers are better: shown in 1 of 1 comparisons." in page(2.5, 2.0)
-    assert "On text, it is not so that fewer and wider layers are better" in page(3.5, 2.0)
-    assert "no rule: none of 1 comparisons decides whether fewer and wider" in page(2.5, 1.0), "a rate at the edge"
+    assert "On text, fewer and wider layers are better: 1 of 1 comparisons show it." in page(2.5, 2.0)
+    assert "the evidence says no: 1 of 1 comparisons are against the statement that fewer and wider" in page(3.5, 2.0)
+    assert "no rule: no comparison decides whether fewer and wider" in page(2.5, 1.0), "a rate at the edge"
     assert _rules.page({}).count("No evidence here") == len(_advice.TOPICS) + 2
 
 
