@@ -1,7 +1,7 @@
 """Which code a result was measured with, and where.
 
-    python benchmarks/provenance.py > commit.txt   # for a machine that gets the files without their repository, where
-    HEADWISE_COMMIT=$(cat commit.txt) python benchmarks/scale.py ...   # results then name the same commit
+python benchmarks/provenance.py > commit.txt   # for a machine that gets the files without their repository, where
+HEADWISE_COMMIT=$(cat commit.txt) python benchmarks/scale.py ...   # results then name the same commit
 """
 
 from __future__ import annotations

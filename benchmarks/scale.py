@@ -32,6 +32,7 @@ from typing import Any
 
 import growth
 import same_plan
+from join import SHARED
 from provenance import commit
 from streaming import make
 
@@ -108,7 +109,7 @@ def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> 
     return found | {
         "estimated": [stage._asdict() for stage in expected],
         "checks": {check["name"]: check["passed"] for check in verdict["checks"]},
-        "verdict": verdict,
+        **{name: verdict[name] for name in ("quality", "damage", "samples") if name in verdict},
         "hardware": speed.machine(torch.device("cuda")),
     }
 
@@ -209,6 +210,31 @@ def filled(page: str, results: dict[str, Any]) -> str:
     return f"{before}{START}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}"
 
 
+def measure(asked: argparse.Namespace) -> None:
+    """One run; its row replaces that of the same name."""
+    name, model = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}", asked.model
+    if asked.shape:
+        shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
+        folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
+        if not folder.exists():
+            make(folder, shape["num_hidden_layers"], shape)
+        model = str(folder.resolve())
+    settings = {"budgets": (asked.budget,), "device": "cuda"}
+    settings |= {key: value for key in ("heal", "data", "eval", "stream") if (value := getattr(asked, key))}
+    out = asked.work.resolve() / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    row = in_child(model, name, out, settings, asked.limit)
+    row["settings"] |= {key: Path(settings[key]).name for key in ("data", "eval") if key in settings}
+    if asked.shared and "hardware" in row:
+        row["hardware"] += SHARED
+    found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
+    found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
+    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.keep and out.exists():
+        shutil.copytree(out, asked.keep, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+
+
 def main() -> None:
     """Measure one run, or print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -225,6 +251,7 @@ def main() -> None:
     parser.add_argument("--eval")
     parser.add_argument("--keep", type=Path, help="folder for all of the run but its weights")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     parser.add_argument("--limit", type=float, help="GiB of the device")
     parser.add_argument("--work", type=Path, default=Path("scale-work"), help="folder for checkpoints and runs")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -237,24 +264,7 @@ def main() -> None:
         found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
         asked.out.write_text(json.dumps(found | {"demo": demo()}, indent=1) + "\n")
         return
-    name, model = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}", asked.model
-    if asked.shape:
-        shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
-        folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
-        if not folder.exists():
-            make(folder, shape["num_hidden_layers"], shape)
-        model = str(folder)
-    settings = {"budgets": (asked.budget,), "device": "cuda"}
-    settings |= {key: value for key in ("heal", "data", "eval", "stream") if (value := getattr(asked, key))}
-    out = asked.work / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    row = in_child(model, name, out, settings, asked.limit)
-    found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
-    found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
-    if asked.keep and out.exists():
-        shutil.copytree(out, asked.keep, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    shutil.rmtree(out, ignore_errors=True)
+    measure(asked)
 
 
 if __name__ == "__main__":
