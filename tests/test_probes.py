@@ -185,7 +185,7 @@ def test_labels_are_drawn_by_their_probabilities():
 
 def test_labels_do_not_change_with_rounding():
     logits = 2.5 * torch.randn(256, 30_000, generator=torch.Generator().manual_seed(1))
-    noise = 1e-5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    noise = 3e-5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
     found = [
         _backward._drawn(rows.log_softmax(-1), torch.Generator().manual_seed(0)) for rows in (logits, logits + noise)
     ]
