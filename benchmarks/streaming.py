@@ -267,8 +267,8 @@ def _small(found: dict[str, Any]) -> str:
 def _prices(found: dict[str, Any]) -> str:
     names = list(next(iter(found["damage"].values())))
     lines = [
-        f"Damage of the embedded model in {found['unit']} by where prices come from (nothing healed; 95% intervals; "
-        f"{found['settings']['eval_tokens']:,} evaluation tokens):",
+        f"Measured damage of the embedded model in {found['unit']} by where predictions come from (nothing healed; 95% "
+        f"intervals; {found['settings']['eval_tokens']:,} evaluation tokens):",
         "",
         "| budget | " + " | ".join(names) + " |",
         "| --- |" + " --- |" * len(names),

@@ -172,7 +172,7 @@ def healing() -> str:
             lines.append(f"| {row['budget']} | {row['method']} | {cells} |")
         notes.append(
             f"- At once and in rounds: {found['calibration_tokens']:,} calibration tokens, {found['steps']} steps a "
-            "layer, prices as predicted; the seconds of rounds include probing in between."
+            "layer, damage predicted only; the seconds of rounds include probing in between."
         )
     return "\n".join([*lines, "", *notes])
 
