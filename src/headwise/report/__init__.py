@@ -6,6 +6,7 @@ from headwise.report._bits import longest_text, mean_bits, plan_in_bits
 from headwise.report._card import model_card
 from headwise.report._compare import compare
 from headwise.report._data import byte_steps, counts_bytes, fitting
+from headwise.report._explore import proof
 from headwise.report._fragment import fragment
 from headwise.report._healing import recovery_in_words
 from headwise.report._judged import headline, not_measured, status
@@ -30,6 +31,7 @@ __all__ = [
     "not_measured",
     "longest_text",
     "plan_in_bits",
+    "proof",
     "recovery_in_words",
     "render",
     "retrieval",
