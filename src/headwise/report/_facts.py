@@ -84,9 +84,14 @@ def model_name(dossier: Dossier) -> str:
     return known.model if known else "the model"
 
 
+def base_name(dossier: Dossier) -> str:
+    """The last part of the model's name or path."""
+    return model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+
+
 def title(dossier: Dossier) -> str:
     """The last part of the model's name or path, and what was asked of it."""
-    name = model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+    name = base_name(dossier)
     budgets = ", ".join(budget.text for budget in dossier.plan.budgets) if dossier.plan else ""
     return f"{name} at {budgets}" if budgets else name
 
@@ -200,7 +205,7 @@ def sizes(dossier: Dossier) -> tuple[Fact, ...]:
 
 def headline(dossier: Dossier) -> str:
     """The answer in one sentence: what shrank, what that costs, whether it holds."""
-    name = model_name(dossier)
+    name = base_name(dossier)
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."

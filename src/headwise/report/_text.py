@@ -140,13 +140,14 @@ def human(value: float | None) -> str:
 def relative(before: float | None, after: float | None) -> str:
     """The change in percent, signed; a dash where it has no meaning.
 
-    >>> relative(200, 150), relative(200, 249), relative(200, 540), relative(4, 4)
-    ('−25%', '+24.5%', '+170%', '0%')
+    >>> relative(200, 150), relative(200, 249), relative(200, 540), relative(1e4, 10_006), relative(4, 4)
+    ('−25%', '+24.5%', '+170%', '+0.06%', '0%')
     """
     if before is None or after is None or before == 0:
         return MISSING
     found = (after / before - 1) * 100
-    text = f"{found:+,.0f}" if abs(found) >= 100 else f"{found:+.1f}".removesuffix(".0")
+    digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2
+    text = f"{found:+,.{digits}f}".removesuffix(".00").removesuffix(".0")
     return "0%" if text in ("+0", "-0") else f"{text}%".replace("-", "−")
 
 
