@@ -40,6 +40,10 @@ ROOT = Path(__file__).parents[1]
 PAGE, RESULT = ROOT / "docs" / "SCALE.md", ROOT / "benchmarks" / "results" / "scale.json"
 START, END = "<!-- scale: printed by benchmarks/scale.py --page -->", "<!-- end of scale -->"
 GIB = 1 << 30
+ABOUT_MEMORY = """Estimated before a run began, from its settings and the model's configuration; used: the most that
+torch had allocated in the stage, and resident memory of the host, where pages of mapped files count. Verifying also
+starts a process of its own that loads the new model; it is in the printed estimate and left out here. A healing that
+does harm is not kept: its copy of the layers is then not there when the model is saved."""
 MOVING = ("loading the model", "saving the model", "loading the new model", "reloading in a fresh process")
 LLAMA = dict(vocab_size=128_256, max_position_embeddings=8_192, rope_theta=500_000.0, tie_word_embeddings=False)
 SHAPES: dict[str, dict[str, Any]] = {
@@ -180,7 +184,37 @@ def table(results: dict[str, Any]) -> str:
         ]
     lines += of_layers(results["rows"])
     lines += ["", of_demo(results["demo"])] if "demo" in results else []
-    return "\n".join([*lines, *growth.section(), *same_plan.section()])
+    return "\n".join([*lines, *of_memory(results["rows"]), *growth.section(), *same_plan.section()])
+
+
+def of_memory(rows: list[dict[str, Any]]) -> list[str]:
+    """What the page says about memory: estimated before a run began, and used; of rows that have estimates."""
+    names = ("run", "stage", "GiB on the device, estimated", "used", "used by estimated", "on the host")
+    told = ["", "## Memory, estimated and used", "", ABOUT_MEMORY, ""]
+    told += [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+    for row in (row for row in rows if "estimated" in row):
+        for stage in row["estimated"]:
+            own = (stage["device"] - stage["beside"]) / GIB
+            used = max(
+                (s["device_gib"] for s in row["stages"] if estimated_as(s["stage"]) == stage["stage"]), default=0
+            )
+            if used:
+                ratio = f"{own:.1f} | {used:.1f} | {used / own:.2f}"
+                told.append(f"| {row['name']} | {stage['stage']} | {ratio} | |")
+        host = max(stage["host"] for stage in row["estimated"]) / GIB
+        ratio = f"{host:.1f} estimated, {row['host_gib']:.1f} used: {row['host_gib'] / host:.2f}"
+        told.append(f"| {row['name']} | whole run | | | | {ratio} |")
+    return told if any("estimated" in row for row in rows) else []
+
+
+def estimated_as(label: str) -> str:
+    """The name of a stage among the estimates."""
+    known = {"damage of bits": "prices", "second moments": "prices", "sensitivity": "prices", "gains": "prices"}
+    known |= {"layers, one at a time": "prices", "measured damage": "single cuts", "loading the model": "loading"}
+    known |= {"text by the model": "text by the model", "saving the model": "saving"}
+    known |= {name: f"healing by {name}" for name in ("refit", "blockwise", "distill")}
+    later = ("loading the new", "quality", "retrieval", "answers", "writing samples", "reloading", "timing both")
+    return "verifying" if label.startswith(later) else known.get(label, "")
 
 
 def of_layers(rows: list[dict[str, Any]]) -> list[str]:

@@ -29,6 +29,7 @@ from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
+from headwise.stages.needed import FEW, followed_tokens
 from headwise.stream._model import Streamed
 from headwise.stream._store import AGAIN, StreamStore, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
@@ -36,9 +37,6 @@ from headwise.tasks.causal import Causal
 from headwise.types import ModelShape, Reading, Readings, write_atomically
 
 NAME = "stream"
-LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
-FOLLOWED = 32 * 4_096  # tokens times layers that are followed at most: time grows with layers, not with their square
-FEW = 2_048  # tokens that gradients and single cuts are computed for at a time
 TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
 UNITLESS = "relative squared error of the residual stream"
 
@@ -63,8 +61,7 @@ class Walk:
         pooled = [layer.pooled for layer in source.shape.layers]
         self.at_once = FEW // max(pooled)  # queries are as wide as the rows that heads share
         self.parts = batches(tokens, 2 * self.at_once)
-        most = max(LOCAL_TOKENS, FOLLOWED // len(source.layers))
-        count = max(1, min(wanted.few or LOCAL_TOKENS, most) // tokens.shape[1])
+        count = max(1, followed_tokens(wanted.few, len(source.layers)) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), self.at_once)
         self.count = len(source.layers)
         key = {"rows": checksum(tokens), "pooled": pooled, **wanted._asdict()}
