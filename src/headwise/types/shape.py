@@ -207,6 +207,8 @@ def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
 def _counts(by_bits: dict[str, Any], name: str) -> list[Any]:
     if unknown := set(by_bits) - {str(bits) for bits in BITS}:
         raise ShapeError(f"{name} gives a count for '{min(unknown)}' bits; widths are 1 to {BITS[0]} bits.")
+    if wrong := [bits for bits, count in by_bits.items() if type(count) is not int]:
+        raise ShapeError(f"{name} gives {by_bits[wrong[0]]!r} numbers {wrong[0]} bits; give a whole number.")
     return [by_bits.get(str(bits), 0) for bits in BITS]
 
 
