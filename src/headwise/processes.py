@@ -21,7 +21,8 @@ from torch import distributed
 from headwise import devices
 from headwise.errors import HeadwiseError
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 THREADED = 128  # columns of matrices from which on several are decomposed side by side
 PATIENCE = timedelta(hours=12)  # the other processes wait while the main process reads, writes or verifies
 
