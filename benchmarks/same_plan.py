@@ -42,8 +42,9 @@ RESULT = ROOT / "benchmarks" / "results" / "same-plan.json"
 ABOUT = f"""The same random seed, text and settings; every row is a probing and an allocation of its own, compared with
 the plan of one process on the CPU. Extra cost: of the row's plan by the prices that the CPU found, and of the CPU's
 plan by the prices that the row found, each over the best plan there. Difference: of the damages on the same held-out
-rows, in nats per token, with half of its 95% interval. A row ties where no plan is the CPU's own, but both extra costs
-are at most {TIE:.0%} and the difference is within its interval."""
+rows, in nats per token, with half of its 95% interval. A row ties where its plan is another one than the CPU's, both
+extra costs are at most {TIE:.0%}, and the difference is within its interval. Perturbed: every weight was multiplied by
+one plus a small random number, which stands for the rounding of another device."""
 
 
 def start(way: str, folder: Path, model: str, text: str, budget: str, asked: argparse.Namespace) -> Any:
@@ -216,6 +217,8 @@ def section(file: Path = RESULT) -> list[str]:
     lines += [_line(found, row) for found, row in _rows(results)]
     sizes = "; ".join(dict.fromkeys(f"{c['model']}: {c['tokens']:,} tokens of {c['text']}" for c in results["cases"]))
     where = f"{results['gpu']}; {results['cores']} cores of {results['processor']}"
+    off = {found["perturbed"] for found in results["cases"] if found.get("perturbed")}
+    sizes += "".join(f"; perturbed by {noise:g}" for noise in sorted(off))
     note = f"{sizes}. Damage before healing, on held-out text, all plans on one device; 95% intervals over rows."
     twins = {
         f"{c['model']}, {c['budget']}": r["differing_from_twin"]
