@@ -60,8 +60,9 @@ def calibration() -> str:
     names = {"kv=12.5%": "an eighth of the cache, in bits", "kv=75%": "75% of the cache, fewer dimensions"}
     commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
     note = (
-        f"- Embedded model, increase of perplexity on {result['evaluation_tokens']:,} tokens of other files, rows of "
-        f"{result['length']}, nothing healed, one seed; {result['hardware']}, {result['date']}, commit {commits}."
+        f"- Embedded model, increase of perplexity on {result['evaluation_tokens']:,} tokens of other files in rows of "
+        f"{result['rows'][0]['evaluated']:,}, the full context, nothing healed, one seed; {result['hardware']}, "
+        f"{result['date']}, commit {commits}."
     )
     return "\n".join([*rows_of(("calibration tokens", *(names[budget] for budget in budgets)), cells), "", note])
 

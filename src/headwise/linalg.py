@@ -19,6 +19,7 @@ Elimination = tuple[list[int], list[float]]
 TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WIDE = 512  # columns of a matrix that many threads, or a GPU, decompose faster than one thread
+DEAD = 1e-30  # an eigenvalue up to which a matrix counts as zero
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
@@ -67,9 +68,10 @@ def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Deco
 
 
 def roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of a positive semi-definite matrix, and its inverse."""
+    """Symmetric square root of a positive semi-definite matrix, and its inverse; of zero, multiples of the identity."""
     values, vectors = torch.linalg.eigh(moment.double())
-    floor = values.amax(-1, keepdim=True).clamp_min(1e-30) * FLOOR
+    largest = values.amax(-1, keepdim=True)
+    floor = torch.where(largest > DEAD, largest, 1.0) * FLOOR
     values = values.clamp_min(floor).sqrt().unsqueeze(-2)
     return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
 
@@ -152,7 +154,8 @@ def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch
 
 def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Lambda, and X'X with it on the diagonal."""
-    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    size = xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    penalty = strength * torch.where(size > 0, size, 1.0)  # inputs that are all zero: the start stays
     system = xx.clone()  # of wide MLPs these are gigabytes: no other copy
     system.diagonal(dim1=-2, dim2=-1).add_(penalty[..., 0])
     return penalty, system
@@ -163,10 +166,17 @@ def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     factor, failed = torch.linalg.cholesky_ex(system)
     if not bool(failed.any()):
         return torch.cholesky_solve(wanted, factor)
+    return least_solution(system, wanted)
+
+
+def least_solution(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The solution of a symmetric system; where there are many (parts that are always zero), that of least norm."""
     try:
         return torch.linalg.solve(system, wanted)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise _broken(error) from None
+        if not bool(system.isfinite().all()):
+            raise _broken(error) from None
+        return torch.linalg.pinv(system, hermitian=True) @ wanted
 
 
 def _broken(error: Exception) -> HeadwiseError:

@@ -14,6 +14,7 @@ BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "g
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
 WRITTEN = re.compile(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*")
+SEVERAL = re.compile(r"[,;&+\s]+(?=\w+\s*=)")
 EXAMPLES = ", ".join(texts("headwise.budgets", "EXAMPLE").values())
 
 
@@ -24,6 +25,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     by the one of the measured `tables` that belongs to its phase, length and batch.
     """
     match = WRITTEN.fullmatch(text)
+    _refuse_several(text)
     _refuse_slips(text, match)
     if match and match[1] == "latency":
         return _latency(text, match, source, tables)
@@ -60,6 +62,15 @@ def _served(match: re.Match[str] | None) -> tuple[str, int]:
     per_batch = match[1] in known() and getattr(find("headwise.budgets", match[1]), "PER_BATCH", False)
     texts = re.fullmatch(r"b([1-9][0-9]{0,5})", batch.strip()) if per_batch else None
     return (length, int(texts[1])) if texts else ((match[4] or "").strip(), 1)
+
+
+def _refuse_several(text: str) -> None:
+    """Refuse several limits in one word: a comma already divides what stands behind an `@`."""
+    limits = [part.strip() for part in SEVERAL.split(text.strip())]
+    if len(limits) > 1:
+        raise BudgetError(
+            f"'{text}' holds {len(limits)} limits; give each its own: --budget {' --budget '.join(limits)}."
+        )
 
 
 def _refuse_slips(text: str, match: re.Match[str] | None) -> None:

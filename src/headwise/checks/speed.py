@@ -71,7 +71,8 @@ def _reading(family: families.Family, config: Any, prompt: int, steps: int) -> t
 def _writing(family: families.Family, config: Any, prompt: int, steps: int) -> tuple[Run, dict[str, float]]:
     """How a model reads a prompt and writes `steps` tokens, each timed per token; and how many tokens those are."""
     limit = int(getattr(config, "max_position_embeddings", None) or prompt + steps + 1)
-    prompt = min(prompt, limit - steps - 1)
+    steps = max(1, min(steps, limit // 2))
+    prompt = max(1, min(prompt, limit - steps - 1))
     rows = family.example(config, 1, prompt)
     read = family.read_tokens(rows)
 

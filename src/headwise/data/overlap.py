@@ -6,6 +6,7 @@ Stripped lines are compared by their hashes; very short ones are left out. No to
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -31,6 +32,13 @@ def share(calibration: str, evaluation: str, tokens: int, eval_tokens: int, seed
     seen = set(map(hash, known))
     found = [hash(line) in seen for line in wanted]
     return sum(found) / len(found) if found else None
+
+
+def repeated(source: str, tokens: int, seed: int = 0) -> float | None:
+    """The share of a text's lines that occur more than once in the part that a run reads; None where it is unknown."""
+    lines = _lines(source, tokens, seed) if source != "self" else None
+    counts = Counter(map(hash, lines)) if lines is not None else {}
+    return sum(number for number in counts.values() if number > 1) / sum(counts.values()) if counts else None
 
 
 def in_words(shared: float | None) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -31,6 +33,8 @@ from headwise.families._known import auto_class, family_of, register
 from headwise.files.json import shortened
 from headwise.registry import find
 
+IN_A_LAYER = re.compile(r"\.\d+\.")
+log = logging.getLogger("headwise")
 EMBEDDED = "embedded"  # the name of the model that the package carries
 TOKENIZERS = (  # files with a tokenizer's words; tokenizer_config.json alone has none
     "tokenizer.json", "tokenizer.model*", "tokenization_*.py", "vocab*", "*.model", "*.vocab", "merges.txt",
@@ -123,6 +127,9 @@ def load(
     if extra and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
         raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
     check_loaded(found, model)
+    if unread := sorted(key for key in info["unexpected_keys"] if IN_A_LAYER.search(key)):
+        log.warning("note: %s holds %d tensors of layers that its configuration does not name, first %s; they are not "
+                    "read.", model, len(unread), unread[0])  # fmt: skip
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader
 

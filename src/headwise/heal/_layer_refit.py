@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headwise.families import Block, widened
-from headwise.linalg import balanced, fast_products, ridge, value_basis
+from headwise.linalg import balanced, fast_products, least_solution, ridge, value_basis
 from headwise.types import Gain
 
 
@@ -121,7 +121,7 @@ class LayerRefit:
         if ours.v_proj.bias is not None:
             ours.v_proj.bias.copy_((p.mT @ theirs.v_proj.bias.double().view(groups, width, 1)).flatten())
         p_head = p.repeat_interleave(heads // groups, dim=0)
-        readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
+        readout = least_solution(p_head.mT @ gram @ p_head, p_head.mT @ gram)
         self.ours.output.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
         for row in self.rows:  # attention mixes tokens, not directions: no need to attend again
             z = row.z.unflatten(-1, (heads, width)).transpose(-3, -2)

@@ -112,7 +112,8 @@ def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[
     found = family.row_length(settings.length, settings.served(longest))
     if found >= settings.length:
         return found, []
-    return found, [f"--length {settings.length:,} is more than the model takes; rows have {found:,} tokens."]
+    limit = "the model takes" if settings.context is None else f"--context {settings.context:,}"
+    return found, [f"--length {settings.length:,} is more than {limit}; rows have {found:,} tokens."]
 
 
 def _bits(settings: Settings) -> tuple[str, ...]:

@@ -53,6 +53,17 @@ def discard(folder: Path, patterns: Iterable[str]) -> None:
         disk.remove(path)
 
 
+def give_back(folder: Path, patterns: Iterable[str], claim: Iterable[str]) -> None:
+    """Undo the start of a run that is impossible: put the earlier run back.
+
+    Where there was none, a run that wrote its `claim` alone leaves nothing.
+    """
+    if (folder / PREVIOUS).exists():
+        put_back(folder, patterns)
+    elif {path.name for path in own(folder, patterns)} <= set(claim):
+        discard(folder, patterns)
+
+
 def put_back(folder: Path, patterns: Iterable[str]) -> None:
     """Delete the new run's files and put the earlier run's in their places."""
     discard(folder, patterns)
