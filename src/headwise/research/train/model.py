@@ -34,14 +34,8 @@ def loading(failure: str, advice: str = "") -> Iterator[None]:
     try:
         with families.quietly():
             yield
-    except HeadwiseError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
-            raise
-        reason = " ".join(str(error).split())[:300]
-        if isinstance(error, MemoryError) or "start new thread" in reason:
-            raise MemoryError(reason) from None
+        reason = families.reason_of(error)
         if "trust_remote_code" in str(error):
             reason = "it needs code that its repository brings, and there is no --trust-remote-code here: none is run"
         raise ModelError(f"{failure} ({reason}){advice}.") from None
