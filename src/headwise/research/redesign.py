@@ -147,8 +147,7 @@ def _made(name: str, arguments: dict[str, Any], device: str) -> nn.Module:
     with torch.device(device):
         if arguments and name.startswith("volo_"):  # whose names take no other sizes
             return _volo_with(name, arguments)
-        made: nn.Module = timm.create_model(name, pretrained=False, **arguments)
-        return made
+        return timm.create_model(name, pretrained=False, **arguments)
 
 
 def _volo_with(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -165,5 +164,4 @@ def _volo_with(name: str, arguments: dict[str, Any]) -> nn.Module:
         mlp_ratio=mlp.fc1.out_features / mlp.fc1.in_features,
         stem_hidden_dim=model.patch_embed.conv[0].out_channels,
     )
-    made: nn.Module = VOLO(**{**same, **arguments})
-    return made
+    return VOLO(**{**same, **arguments})

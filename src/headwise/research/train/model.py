@@ -87,8 +87,7 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     how = dict(dtype=torch.float32, trust_remote_code=False)
     with loading(f"{settings.config} gives no model for the task {task}"), families.without_threads("cpu"):
         if settings.fresh or not has_weights(settings.config):
-            made: nn.Module = auto.from_config(config, **how)
-            return made
+            return auto.from_config(config, **how)
         where = families.locate(settings.config)[0]
         found, info = auto.from_pretrained(where, config=config, use_safetensors=True, output_loading_info=True, **how)
     body = f"{found.base_model_prefix}."
