@@ -1,7 +1,5 @@
 """Texts in files and folders: plain, jsonl, or compressed."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip

@@ -3,8 +3,6 @@
 Stripped lines are compared by their hashes; very short ones are left out. No torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -5,8 +5,6 @@ llama.cpp has one length of keys and one of values for all layers. `llama` has o
 frequencies and one MLP width. What is shorter than its place is filled with zeros, which changes no answer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

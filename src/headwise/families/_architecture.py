@@ -1,7 +1,5 @@
 """A stock architecture as data: its classes in transformers, and where its layers keep their parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 

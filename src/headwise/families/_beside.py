@@ -1,7 +1,5 @@
 """Files that lie beside a model's weights and stay as they are when it is cut: tokens, licences, other settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What families read out of configurations, and what they write into them."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """Decoders: what those with rotary positions share with those of the first generations."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from typing import Any

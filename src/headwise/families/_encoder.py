@@ -3,8 +3,6 @@
 Which head a model has is said by `config.architectures`, in stock and tailored configurations alike.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar
 

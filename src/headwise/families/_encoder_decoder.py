@@ -6,8 +6,6 @@ stream is that of the input followed by that of the output: layers of the encode
 second, and cross layers read what the encoder made of the input.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress

@@ -1,7 +1,5 @@
 """What a family says about its models, and what follows for all of them: building, tailoring, layers, streams."""
 
-from __future__ import annotations
-
 import copy
 from abc import ABC
 from collections.abc import Iterator, Sequence

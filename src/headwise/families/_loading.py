@@ -1,7 +1,5 @@
 """Loading a model by hub id, folder or file, with every way it can fail put in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

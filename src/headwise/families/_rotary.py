@@ -1,7 +1,5 @@
 """Decoders with rotary positions, RMSNorm and a gated MLP: what Llama and its descendants have in common."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

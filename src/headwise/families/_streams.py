@@ -1,7 +1,5 @@
 """What flows between the layers of a model: how to read it, replace it, and run single layers on it."""
 
-from __future__ import annotations
-
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence

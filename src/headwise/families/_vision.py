@@ -1,7 +1,5 @@
 """What encoders of images share: patches in place of words, positions that are learned, nothing cached."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """Watching a tailored model at work: hooks that are always removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -3,8 +3,6 @@
 Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

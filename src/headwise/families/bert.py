@@ -1,7 +1,5 @@
 """BERT, its smaller kin such as MiniLM, and RoBERTa: encoders with learned positions and post-norm layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """CLIP's vision tower: alone, with the projection into the space that texts share, or with an image classifier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

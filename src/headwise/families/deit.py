@@ -1,7 +1,5 @@
 """DeiT: as ViT, with a second token that learned from a teacher, and a classifier of its own for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DINOv2: as ViT, with what attention and MLP put out scaled channel by channel; the largest has a gated MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

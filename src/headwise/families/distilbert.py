@@ -1,7 +1,5 @@
 """DistilBERT: BERT's layers under other names, without token types and pooler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Gemma 2 caps attention logits and final logits softly; Gemma 3 norms every query
 sliding window by another table than the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ Queries and keys are not rotated, so that their projection is folded into the we
 (`add_cross_attention`) and the upcast attention of mixed-precision training (`reorder_and_upcast_attn`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.errors import ModelError

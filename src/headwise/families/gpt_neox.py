@@ -4,8 +4,6 @@ Attention and MLP read one stream (parallel) or one after the other. Only some c
 position, so queries and keys are projected after that and never lose pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

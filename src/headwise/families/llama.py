@@ -3,8 +3,6 @@
 Llama 2 and 3, SmolLM, Mistral, Qwen2: any head sharing, tied or untied embeddings, biases, every rope type.
 """
 
-from __future__ import annotations
-
 from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 

@@ -4,8 +4,6 @@ Both kinds of layer have rotary tables of their own. What stock code fuses (quer
 is taken apart. The first layer has no norm before its attention, as the embeddings end in one, so it has to stay.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

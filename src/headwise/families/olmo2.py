@@ -1,7 +1,5 @@
 """OLMo 2: norms come after attention and after the MLP, and queries and keys are normed over all heads together."""
 
-from __future__ import annotations
-
 from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 

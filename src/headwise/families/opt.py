@@ -4,8 +4,6 @@ Norms before the parts, or after the sums as in OPT-350m; word embeddings of ano
 without biases. Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

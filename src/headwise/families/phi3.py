@@ -1,7 +1,5 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: as Llama, with queries, keys and values in one projection, and gate and up in one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

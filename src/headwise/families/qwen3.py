@@ -1,7 +1,5 @@
 """Qwen3: as Llama, with a norm of every query and key head before rotary; some layers may have a sliding window."""
 
-from __future__ import annotations
-
 from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 

@@ -4,8 +4,6 @@ Version 1.0 has a plain MLP and its output table is that of the words, scaled; v
 table of its own. Logits are not scaled. Heads have a dimension of their own choosing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

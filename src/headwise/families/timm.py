@@ -5,8 +5,6 @@ without storage. Queries and keys of EVA are turned by the place of a patch, eac
 projected after that. Not supported: whatever norms or gates the heads' outputs, and positions learned per head.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json

@@ -1,7 +1,5 @@
 """ViT: patches, a class token, pre-norm layers."""
 
-from __future__ import annotations
-
 from headwise.families._architecture import Architecture
 from headwise.families._vision import LAYER, Vision
 

@@ -5,8 +5,6 @@ convolutions that stay as they are. Positions are added to the streams of both s
 and keys is folded into the weights. Keys have no bias.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

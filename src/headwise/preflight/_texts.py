@@ -1,7 +1,5 @@
 """Checks of what a run will read: is it there and readable, is it long enough, does evaluation repeat calibration?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What readings and plan say, as plain data: damage by layer, curves, single cuts. Drawing comes after."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,8 +4,6 @@ Plain data on its way into JSON. Layer shapes are written once and named by thei
 the script formats no number that the page says elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -5,8 +5,6 @@ where the shape lies within what was measured and the comparison was decided; ot
 the line says "no evidence here", with the nearest comparisons beside it. No torch: answers come at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass

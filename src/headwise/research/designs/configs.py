@@ -1,7 +1,5 @@
 """Configurations of new models: stock where all layers are alike, tailored where they differ."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 A taper above 0 takes heads from later layers, one below 0 from earlier ones: the search decides which is better.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """The model of a training: from a configuration alone or with a folder's weights; and the folder that it ends in."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator

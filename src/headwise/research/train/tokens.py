@@ -1,7 +1,5 @@
 """Text as one long file of token numbers, made once and mapped into memory: rows are windows of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable
