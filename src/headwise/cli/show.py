@@ -160,24 +160,17 @@ def _spark(values: Sequence[float], log: bool) -> str:
 COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
 
 
-def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
-    """Which sizes to print: all, or some with both ends; of lags mostly the near ones."""
-    from headwise.report import thin
-
-    kept = thin(list(ticks), COLUMNS, None, axis == "lag")
-    return tuple(tick for tick in ticks if tick in kept)
-
-
 def _shown(reading: Reading) -> tuple[tuple[int, ...], list[dict[int, float]]]:
     """The sizes to print, and every layer's values by size; bytes of codes differ by layer: the code that fits."""
-    from headwise.report import byte_steps, counts_bytes, fitting
+    from headwise.report import at_sizes, byte_steps, counts_bytes, thin
 
-    rows = [dict(zip(ticks, values, strict=True)) for ticks, values in zip(reading.ticks, reading.values, strict=True)]
-    if not counts_bytes(reading):
-        return _columns(max(reading.ticks, key=len), reading.axis), rows
-    steps = byte_steps(reading, COLUMNS)
-    fits = [{step: fitting(list(row), step) for step in steps} for row in rows]
-    return steps, [{s: row[f] for s, f in own.items() if f is not None} for row, own in zip(rows, fits, strict=True)]
+    if counts_bytes(reading):
+        sizes = byte_steps(reading, COLUMNS)
+    else:  # all, or some with both ends; of lags mostly the near ones
+        longest = max(reading.ticks, key=len)
+        kept = thin(list(longest), COLUMNS, None, reading.axis == "lag")
+        sizes = tuple(size for size in longest if size in kept)
+    return sizes, at_sizes(reading, reading.values, sizes)
 
 
 def _readings(readings: Readings, console: Console) -> None:

@@ -13,18 +13,11 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families import _folder as folder
 from headwise.families import _missing as missing
 from headwise.families._architecture import BARE
 from headwise.families._config import stored_dtype
 from headwise.families._family import Family
-from headwise.families._folder import (
-    check_config,
-    check_folder,
-    check_loaded,
-    check_sizes,
-    check_tokenizer,
-    check_weights,
-)
 from headwise.families._known import auto_class, family_of, register
 from headwise.files.json import shortened
 from headwise.registry import find
@@ -52,8 +45,8 @@ def _checked(model: str, trust: bool, task: str | None) -> tuple[Any, str, str, 
     options: dict[str, Any] = {**extra, "trust_remote_code": trust}
     config = read_config(where, **options)
     if not extra:
-        check_weights(where)
-        check_sizes(where, family_of(config).shape_of(config))
+        folder.check_weights(where)
+        folder.check_sizes(where, family_of(config).shape_of(config))
     return config, auto_class(config, task), where, options
 
 
@@ -106,7 +99,7 @@ def load(
         found = _unpacked(family, found) if unpacking else found
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
-        check_tokenizer(reader, model)
+        folder.check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
@@ -114,7 +107,7 @@ def load(
         )
     if packed and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
         raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
-    check_loaded(found, model)
+    folder.check_loaded(found, model)
     found.config.dtype, found.config.architectures = stored, [type(found).__name__]
     return found.eval().to(device), reader
 
@@ -153,9 +146,9 @@ def read_config(where: str, **options: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    check_folder(where)
+    folder.check_folder(where)
     found = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **options})
-    check_config(found.to_dict(), where)
+    folder.check_config(found.to_dict(), where)
     return found
 
 

@@ -5,9 +5,9 @@ from headwise.report._bits import mean_bits as mean_bits
 from headwise.report._bits import plan_in_bits as plan_in_bits
 from headwise.report._card import model_card as model_card
 from headwise.report._compare import compare as compare
+from headwise.report._data import at_sizes as at_sizes
 from headwise.report._data import byte_steps as byte_steps
 from headwise.report._data import counts_bytes as counts_bytes
-from headwise.report._data import fitting as fitting
 from headwise.report._data import thin as thin
 from headwise.report._fragment import fragment as fragment
 from headwise.report._healing import recovery_in_words as recovery_in_words
