@@ -82,7 +82,7 @@ class Methods(Table):
                 self.refuse(key, self.left(key), f"{type(error).__name__}: {error}")
 
     def ours(self) -> None:
-        for kind in HEADS:
+        for kind in self.asked.heads or HEADS:
             for share in self.asked.share:
                 self.share(Key("ours", f"ours, {kind}", share), self.benches[kind])
 
@@ -185,7 +185,7 @@ class Methods(Table):
         bench = self.benches["pooled"]
         for row in list(self.found["rows"]):
             alone = row["group"] in ("rivals", "library", "ablations") and not row["asked"]
-            if alone and "bytes" in row and row["commit"] == self.commit:
+            if alone and "bytes" in row and (row["group"] != "ablations" or row["commit"] == self.commit):
                 key, length = Key("match", "ours, pooled", row["method"]), row["length"]
                 if length in self.left(key):
                     self.matched(key, bench, row["bytes"], length)
@@ -220,6 +220,8 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--share", action="append", help="of a cache of 16 bits, such as 25%%; repeatable")
     parser.add_argument("--only", action="append", choices=GROUPS)
     parser.add_argument("--rival", action="append", choices=list(rivals()), metavar="NAME")
+    parser.add_argument("--heads", action="append", choices=list(HEADS), help="how our rows are made; repeatable")
+    parser.add_argument("--rivals-from", type=Path, help="an earlier result whose rows of rivals are kept")
     parser.add_argument("--heal", action="append", help="none, refit, or another healing; repeatable")
     parser.add_argument("--heal-option", action="append", default=[], help="such as tokens=2000000")
     parser.add_argument("--tokens", type=int, default=131_072)

@@ -34,6 +34,7 @@ from headwise.types import write_atomically
 
 HEADS = {"each head": "none", "pooled": "auto"}  # how our rows are made: the setting `pool`
 RANK = ("qk", "v", "mlp")  # what a rank cut may cut
+SAME = ("eval", "eval_tokens", "dtype", "rows", "seed")  # settings that a rival depends on
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Stream = Callable[[torch.Tensor], torch.Tensor]  # rows of tokens -> residual stream after the last layer
 
@@ -137,6 +138,8 @@ class Table:
             if known["settings"] != about:
                 sys.exit(f"{asked.out} was measured with other settings; choose another --out, or delete it.")
             self.found = known
+        elif asked.rivals_from:
+            self.found["rows"] = _of_rivals(asked.rivals_from, about)
         mark = hashlib.sha256(json.dumps([about, self.commit], sort_keys=True).encode()).hexdigest()[:8]
         work, dtype = asked.out.parent / f".{asked.out.stem}-{mark}", DTYPES[asked.dtype]
         self.benches = {
@@ -210,6 +213,14 @@ class Table:
     def reads(self, bench: Bench, model: Any) -> Stream:
         """How a model reads rows without a cache."""
         return lambda ids: lengths.last_stream(bench.family, model, ids)
+
+
+def _of_rivals(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of an earlier result that do not depend on our own code, if they are of the same text and precision."""
+    earlier = json.loads(path.read_text())
+    if differ := [name for name in SAME if earlier["settings"][name] != about[name]]:
+        sys.exit(f"{path} has another {differ[0]}: its rivals cannot be kept.")
+    return [row for row in earlier["rows"] if row["group"] in ("rivals", "library")]
 
 
 def _key(row: dict[str, Any]) -> Key:

@@ -12,6 +12,7 @@ from headwise.types.codes import CACHE_BYTES as CACHE_BYTES
 from headwise.types.codes import beside_bytes as beside_bytes
 from headwise.types.codes import code_bytes as code_bytes
 from headwise.types.codes import kept_beside as kept_beside
+from headwise.types.codes import near_bytes as near_bytes
 from headwise.types.weights import ENDS, FIELDS, WHOLE, WIDTHS
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
@@ -48,7 +49,7 @@ class LayerShape(Record):
     role: str = ""  # in a model of two stacks: one of ROLES
     pooled: int = 1  # key/value heads whose keys and values share a cached row
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
-    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
+    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 12, 11, ... 1 bits; none: not coded
     v_code: tuple[int, ...] = ()  # and how many of its v_dim values; the others get no bits
     q_rank: int = 0  # of the projection of queries, where it is two factors; 0: it is one matrix
     w_q: int = WHOLE  # bits of a weight, as stored, of the projection of queries, and so on
@@ -173,9 +174,10 @@ class LayerShape(Record):
 
     def text_bytes(self, tokens: int, number: int = CACHE_BYTES) -> int:
         """Bytes of the cached rows of a text of so many tokens, as long as all that is kept beside codes."""
-        sizes = [size for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
-        each = self.row_bytes(number) - sum(beside_bytes(size, number) for size in sizes)
-        return self.kv_heads * (tokens * each + sum(kept_beside(size, number) for size in sizes))
+        parts = [(code, size) for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
+        each = self.row_bytes(number) - sum(beside_bytes(code, size, number) for code, size in parts)
+        beside = sum(kept_beside(size, near_bytes(code, size), number) for code, size in parts)
+        return self.kv_heads * (tokens * each + beside)
 
     @property
     def k_bytes(self) -> int:
@@ -205,6 +207,8 @@ def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
 def _counts(by_bits: dict[str, Any], name: str) -> list[Any]:
     if unknown := set(by_bits) - {str(bits) for bits in BITS}:
         raise ShapeError(f"{name} gives a count for '{min(unknown)}' bits; widths are 1 to {BITS[0]} bits.")
+    if wrong := [bits for bits, count in by_bits.items() if type(count) is not int]:
+        raise ShapeError(f"{name} gives {by_bits[wrong[0]]!r} numbers {wrong[0]} bits; give a whole number.")
     return [by_bits.get(str(bits), 0) for bits in BITS]
 
 
