@@ -1,7 +1,5 @@
 """Calibration text that the model writes, for users who have none."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
