@@ -24,14 +24,10 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     A percentage is of the source model; `@` gives the context length at which the price is meant. A latency is priced
     by the one of the measured `tables` that belongs to its phase, length and batch.
     """
-    match = WRITTEN.fullmatch(text)
-    _refuse_several(text)
-    _refuse_slips(text, match)
-    if match and match[1] == "latency":
+    match = read(text)
+    if match[1] == "latency":
         return _latency(text, match, source, tables)
     at, batch = _served(match)
-    if not match or not re.fullmatch(r"[0-9.]+[kK]?", at or "0"):
-        raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, _ = match.groups()
     price = find("headwise.budgets", name)
     if name == "kv" and not source.cached:
@@ -54,10 +50,19 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""), batch=batch)
 
 
-def _served(match: re.Match[str] | None) -> tuple[str, int]:
+def read(text: str) -> re.Match[str]:
+    """The parts of a budget, as far as they can be checked without a model: its form and its name."""
+    match = WRITTEN.fullmatch(text)
+    _refuse_several(text)
+    _refuse_slips(text, match)
+    if not match or (match[1] != "latency" and not re.fullmatch(r"[0-9.]+[kK]?", _served(match)[0] or "0")):
+        raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
+    find("headwise.budgets", match[1])
+    return match
+
+
+def _served(match: re.Match[str]) -> tuple[str, int]:
     """What stands behind the `@`: a length, and texts at a time where a price depends on them (`8k,b4`)."""
-    if match is None:
-        return "", 1
     length, _, batch = (match[4] or "").strip().partition(",")
     per_batch = match[1] in known() and getattr(find("headwise.budgets", match[1]), "PER_BATCH", False)
     texts = re.fullmatch(r"b([1-9][0-9]{0,5})", batch.strip()) if per_batch else None

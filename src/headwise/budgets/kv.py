@@ -8,7 +8,7 @@ from headwise.types import LayerShape, ModelShape
 NAME = "kv"
 UNIT = "bytes per token"
 PER_LENGTH = True  # an absolute limit is for a whole context: kv=2GiB@32k
-MEANING = "key/value cache"
+MEANING = "KV cache"
 EXAMPLE = "kv=75%, kv=2GiB@32k"
 
 

@@ -91,7 +91,8 @@ def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, sizes: Sequence[Si
 
 def _layers(plan: Plan, columns: int) -> Table:
     """Layers down: heads across, then each size as a bar; a removed layer has the word instead."""
-    table = _table(title=Text(f"{plan.model}: {plan.strategy}", style="bold"), title_justify="left")
+    asked = ", ".join(budget.text for budget in plan.budgets)
+    table = _table(title=Text(f"{plan.model} at {asked}" if asked else plan.model, style="bold"), title_justify="left")
     table.add_column("layer", justify="right", min_width=5)
     coded = any(layer.coded for layer in plan.target.layers)
     names, form = (("k bits", "v bits"), ".1f") if coded else (("qk", "v"), "")
@@ -118,20 +119,22 @@ def _plan(plan: Plan, console: Console) -> None:
 
 def _plan_words(plan: Plan, console: Console) -> None:
     """Budgets, damage, and the frontier as a line of blocks."""
+    from headwise.report import proof
+
     for budget in plan.budgets:
         spent, form = plan.spent[budget.key], ",.0f" if budget.limit >= 1000 else ".4g"
         met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
         console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
-    gap = f"gap to the proven bound {plan.gap:.1e}"
-    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {gap}"))
+    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {proof(plan)}"))
     if plan.free_damage is not None:
         console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
         ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
-        console.print(Text(f"frontier, predicted: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+        line = _spark([point.damage for point in points], True)
+        console.print(Text(f"predicted damage by budget: {ends[0]} {line} {ends[1]}"))
 
 
 def _in_few_sizes(plan: Plan) -> str:
@@ -299,7 +302,7 @@ def finished(dossier: Dossier, out: Path) -> str:
         lines.append(_in_few_sizes(dossier.plan))
     if _could_pool(dossier):
         lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
-    return "\n".join([*lines, f"{out / 'report.html'}"])
+    return "\n".join([*lines, f"report: {out / 'report.html'}"])
 
 
 def _could_pool(dossier: Dossier) -> bool:

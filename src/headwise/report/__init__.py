@@ -9,6 +9,7 @@ from headwise.report._data import at_sizes as at_sizes
 from headwise.report._data import byte_steps as byte_steps
 from headwise.report._data import counts_bytes as counts_bytes
 from headwise.report._data import thin as thin
+from headwise.report._explore import proof as proof
 from headwise.report._fragment import fragment as fragment
 from headwise.report._healing import recovery_in_words as recovery_in_words
 from headwise.report._judged import headline as headline

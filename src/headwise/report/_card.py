@@ -25,7 +25,7 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
     """
     start = [
         _front_matter(dossier, facts_of_source),
-        f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",
+        f"# {cell(facts.title(dossier))}, by Headwise",
         f"**{cell(facts.headline(dossier))}**",
         cell(facts.way_out(dossier)),
         _table(tables.main_numbers(dossier)),

@@ -78,9 +78,14 @@ def model_name(dossier: Dossier) -> str:
     return known.model if known else "the model"
 
 
+def base_name(dossier: Dossier) -> str:
+    """The last part of the model's name or path."""
+    return model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+
+
 def title(dossier: Dossier) -> str:
     """The last part of the model's name or path, and what was asked of it."""
-    name = model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+    name = base_name(dossier)
     budgets = ", ".join(budget.text for budget in dossier.plan.budgets) if dossier.plan else ""
     return f"{name} at {budgets}" if budgets else name
 
@@ -170,10 +175,12 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
 
 def measured_words(dossier: Dossier) -> str:
     """Measured, and whether anything was healed before."""
-    method = (dossier.healing or {}).get("method")
-    return (
-        "measured" if method is None else "measured, without healing" if method == "none" else "measured after healing"
-    )
+    record = dossier.healing or {}
+    if (method := record.get("method")) is None:
+        return "measured"
+    stages = record.get("stages")
+    used = [stage.get("kept") is not False for stage in stages or () if isinstance(stage, dict)]
+    return "measured, without healing" if method == "none" or (used and not any(used)) else "measured after healing"
 
 
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
@@ -188,7 +195,7 @@ def sizes(dossier: Dossier) -> tuple[Fact, ...]:
 
 def headline(dossier: Dossier) -> str:
     """The answer in one sentence: what shrank, what that costs, whether it holds."""
-    name = model_name(dossier)
+    name = base_name(dossier)
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
@@ -244,8 +251,8 @@ def way_out(dossier: Dossier) -> str:
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
     coded = dossier.plan if is_coded(dossier.plan) else None
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
-        text += f" Rows of the cache are shared by {most} key/value heads each"
-        text += "." if coded else ": dimensions of heads are those of a row."
+        text += f" Heads are pooled: {most} key/value heads share a row of the cache"
+        text += "." if coded else ", and dimensions of heads are those of a row."
     text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
     others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)

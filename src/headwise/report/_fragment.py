@@ -12,7 +12,7 @@ from headwise.report._answer import got
 from headwise.report._chart import draw, draw_rows
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
-from headwise.report._explore import heat
+from headwise.report._explore import heat, proof
 from headwise.report._html import asset, cards, details, legend, paragraph, table
 from headwise.report._model import draw_model, model_keys, model_rows
 from headwise.report._tables import Table
@@ -41,8 +41,7 @@ def _style() -> str:
 
 def _plan(plan: Plan, damages: list[float] | None = None) -> str:
     found, layers = tables.budgets(Dossier(plan=plan)), model_rows(plan, damages)
-    damage = f"damage {number(plan.predicted_damage)}, predicted before healing"
-    words = f"{plan.strategy}: {damage}, gap to the proven bound {plan.gap:.1e}"
+    words = f"Predicted damage before healing: {number(plan.predicted_damage, 3)}, {proof(plan)}."
     budgets = table(found) if found.rows else ""
     return f"<h3>{escape(plan.model)}</h3>{paragraph(words)}{legend(model_keys(layers))}{draw_model(layers)}{budgets}"
 

@@ -209,7 +209,8 @@ def by_length(verdict: Verdict) -> Chart | None:
         words = f"{q.length:,} tokens: {number(point[1], 3)}% ({interval(low, high, 3)}), {q.rows} rows"
         dots.append(Series((point,), "dot" if q.rows >= LEAST_ROWS else "ring", words))
     limit = judged.change(verdict.limit)
-    heights = [limit, *(y for _, y in points), *(end for both in ends for end in both)]
+    room = 1.25 * limit  # for words above its line
+    heights = [room, *(y for _, y in points), *(end for both in ends for end in both)]
     ticks = tuple((float(q.length), f"{q.length:,}") for q in known)
     return Chart(
         title=f"Change of perplexity at {len(known)} lengths, with 95% intervals and the limit",

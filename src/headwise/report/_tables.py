@@ -177,7 +177,7 @@ def lengths(verdict: Verdict) -> Table:
     for q in verdict.lengths:
         change, nats = (MISSING, MISSING), f"{number(q.damage, 3)} ({interval(q.low, q.high, 3)})"
         if judged.has_perplexity(verdict):
-            change = judged.percent(q.damage), f"{judged.percent(q.low)} to {judged.percent(q.high)}"
+            change = judged.percent(q.damage), judged.span(q.low, q.high)
             nats = number(q.damage, 3)
         counted = f"{q.rows}" if q.rows >= LEAST_ROWS else f"{q.rows}, too few to certify"
         rows.append((f"{q.length:,}", *change, nats, number(q.kl, 3), counted, _against(verdict, q.low, q.high)))

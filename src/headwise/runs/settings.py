@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
 
 from headwise.errors import HeadwiseError, PlanError
-from headwise.registry import names
+from headwise.registry import names, nearest
 from headwise.runs import fingerprint
 from headwise.runs.flags import Flag, check_smallest
 from headwise.runs.heal_options import Options
@@ -179,7 +179,8 @@ class Settings(Record):
             raise HeadwiseError(f"{broken[0]} contains a NUL character; give a name that a file can have.")
         check_smallest(self)
         if self.heal not in (known := ("none", *names("headwise.heal"))):
-            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
+            hint = nearest(self.heal, known)
+            raise HeadwiseError(f"no healing is called '{self.heal}'.{hint} Known: {', '.join(known)}.")
         if self.dtype not in FORMATS:
             raise HeadwiseError(f"dtype is '{self.dtype}'; give {', '.join(FORMATS)}.")
         if self.serve is not None and self.serve not in ENGINES:

@@ -14,10 +14,10 @@ from headwise.types.shape import SIZES, LayerShape, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Budget(Record):
-    """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at.
+    """A limit on one size of a model. `text` is what the user wrote; `length` is the context that it is counted at.
 
-    A limit on time names its workload and holds the table that prices it. The table is a file of its own in the run
-    folder: a plan that is read alone knows what it spends, and can price nothing else.
+    A limit on time names its workload and holds the table of measured times. The table is a file of its own in the run
+    folder: a plan that is read alone knows what it spends, and can time nothing else.
     """
 
     name: str
