@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files.disk import write_atomically as write_atomically
@@ -24,10 +24,13 @@ class Record:
     """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file names its kind and version."""
 
     __slots__ = ()
+    USUAL: ClassVar[tuple[str, ...]] = ()  # fields that JSON leaves out where they have their default value
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` turns back into an equal value."""
-        return {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        counted = (f for f in dataclasses.fields(self) if f.compare)  # type: ignore[arg-type]
+        values = ((f, getattr(self, f.name)) for f in counted)
+        return {f.name: _encode(value) for f, value in values if f.name not in self.USUAL or value != f.default}
 
     @classmethod
     def from_json(cls, data: Any, where: str = "") -> Self:

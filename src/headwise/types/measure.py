@@ -11,12 +11,7 @@ from typing import Any
 
 from headwise.types._record import Record
 
-UNITS_OF = {
-    "loss": "nats",
-    "kl": "nats",
-    "kv_bytes_per_token": "bytes",
-    "weight_bytes": "bytes",
-}  # by name; those with `ms` in it are times
+UNITS_OF = {"loss": "nats", "kl": "nats", "kv_bytes_per_token": "bytes", "weight_bytes": "bytes"}
 ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high")
 
 
@@ -39,7 +34,7 @@ class BeforeAfter(Record):
 
 
 def unit_of(name: str) -> str:
-    """The unit of a quantity, by its name.
+    """The unit of a quantity, by its name; those with `ms` in it are times.
 
     >>> unit_of("decode_ms_per_token"), unit_of("parameters")
     ('ms', '')
