@@ -55,18 +55,18 @@ class SideBySide:
             for side, model in self.models.items():
                 with model.layer(index) as layer:
                     for name, context in zip(self.parts, contexts[side], strict=True):
-                        stream = self.store.get(index, f"{side}.{name}")
+                        stream = self.store[index, f"{side}.{name}"]
                         with exactness.uncoded(layer) if name.startswith("proof.") else nullcontext():
-                            self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+                            self.store[index + 1, f"{side}.{name}"] = model.run(index, stream, context[index])
 
     def _begin(self) -> None:
         for name, part in self.parts.items():
             for side, model in self.models.items():
-                self.store.put(0, f"{side}.{name}", model.embed(part))
+                self.store[0, f"{side}.{name}"] = model.embed(part)
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
-        return self.store.get(self.count, f"{side}.{name}")[row : row + 1].float()
+        return self.store[self.count, f"{side}.{name}"][row : row + 1].float()
 
     def _rows(self, which: str) -> list[tuple[str, int]]:
         """All rows of a name, by batch and place."""
