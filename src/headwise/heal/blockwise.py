@@ -24,19 +24,10 @@ from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
 from headwise.families import Block, set_format, widened
+from headwise.heal import _layer
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
-from headwise.heal._layer import (
-    LEAST,
-    RATE,
-    AnswerTrainer,
-    LayerBatch,
-    LayerTrainer,
-    checks_of,
-    in_full,
-    mean_of,
-    passed,
-)
+from headwise.heal._layer import AnswerTrainer, LayerBatch, LayerTrainer, checks_of, in_full
 from headwise.runs.heal_options import Options
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
@@ -189,14 +180,16 @@ class LayerWalk:
         The source's streams are taken past its layers first.
         """
         for name, _, contexts in self._batches():
-            middle, target = passed(pair.theirs[0], self.store[pair.index, f"whole.{name}"], contexts[pair.span.start])
+            middle, target = _layer.passed(
+                pair.theirs[0], self.store[pair.index, f"whole.{name}"], contexts[pair.span.start]
+            )
             for block, at in zip(pair.theirs[1:], pair.span[1:], strict=True):
                 target = block(target, contexts[at])
             self.store[pair.index, f"middle.{name}"] = middle
             self.store[pair.index + 1, f"whole.{name}"] = target
         names = [f"whole.held.{number}" for number in range(len(self.parts["held"]))]
         ends = ((self.store[pair.index, name], self.store[pair.index + 1, name]) for name in names)
-        power = mean_of((after - before).square() for before, after in ends)
+        power = _layer.mean_of((after - before).square() for before, after in ends)
         set_format(pair.layer, widened(target).dtype)
         learned, held_out = (_Batches(self, pair, half) for half in HALVES)
         kind, step = AnswerTrainer if pair.last else LayerTrainer, CapturedStep if captured else lambda: move
@@ -256,7 +249,7 @@ def _trained(
             known = checkpoints.load(trainer.layer)
             if known is None:
                 seed = job.seed + portion * len(layers) + index
-                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or RATE, seed)}
+                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or _layer.RATE, seed)}
                 checkpoints.save(trainer.layer, known)
             found += torch.tensor(known["errors"], dtype=torch.float64)
         errors.append(processes.agreed(found).tolist())
@@ -272,7 +265,7 @@ def record(tokens: int, steps: list[int], errors: list[list[float]]) -> Healing:
     """Gains and curves per layer; as the loss, at every check, the mean share that is left of the layers' errors."""
     parts = [LayerTrainer.part] * (len(errors) - 1) + [AnswerTrainer.part]
     layers = tuple({part: Gain(row[0], row[-1], tuple(row))} for part, row in zip(parts, errors, strict=True))
-    shares = [[error / row[0] if row[0] > LEAST else 1.0 for error in row] for row in errors]
+    shares = [[error / row[0] if row[0] > _layer.LEAST else 1.0 for error in row] for row in errors]
     means = (sum(at) / len(at) for at in zip(*shares, strict=True))
     curve = tuple(LossPoint(step, loss) for step, loss in zip(steps, means, strict=True))
     return Healing(NAME, tokens, layers=layers, curve=curve)

@@ -62,9 +62,7 @@ def refit(
     gains = []
     for index in track(range(len(ours)), "refit"):
         worker = LayerRefit(ours[index], theirs, spans[index].start, rows, strength)
-        worker.queries_and_keys()
-        worker.values()
-        gains.append(worker.output_and_down(spans[index][1:], inner=True))
+        gains.append(worker.all(spans[index][1:]))
     return healed, Healing(NAME, places(tokens, image), strength, layers=tuple(gains))
 
 

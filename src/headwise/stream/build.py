@@ -24,6 +24,7 @@ from headwise.cuts._weights import weight_moments
 from headwise.cuts.balance import balance
 from headwise.data import batches, count_tokens, places
 from headwise.errors import HeadwiseError, PlanError
+from headwise.files import tensors
 from headwise.files.disk import explained, install
 from headwise.files.json import read_object
 from headwise.heal import blockwise
@@ -34,7 +35,7 @@ from headwise.memory import available_bytes, emptied
 from headwise.progress import Track, silently
 from headwise.runs.heal_options import Options
 from headwise.runs.moments import read_layer
-from headwise.stream._checkpoint import INDEX, header
+from headwise.stream._checkpoint import INDEX
 from headwise.stream._model import EmptyModel, Streamed, Tensors
 from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_stream, write_tensors
 from headwise.stream.probe import moments_file
@@ -207,10 +208,7 @@ class StreamedBuild:
                 rows.append(RefitBatch(source, cut, [context]))
             else:
                 rows.append(_RowsOnDisk(scratch / str(number), source, cut, context))
-        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
-        worker.queries_and_keys()
-        worker.values()
-        gains = worker.output_and_down(inner=True)
+        gains = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH).all()
         write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
@@ -266,7 +264,7 @@ class StreamedBuild:
 
     def _index(self) -> dict[str, Any]:
         """Which file holds which tensor, as transformers looks it up."""
-        found = {name: entry for n in range(self.files) for name, entry in header(self._shard(n)).items()}
+        found = {name: entry for n in range(self.files) for name, entry in tensors.header(self._shard(n)).items()}
         return {
             "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
             "weight_map": {name: found[name].file.name for name in sorted(found)},

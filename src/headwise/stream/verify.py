@@ -12,7 +12,7 @@ import torch
 from headwise.checks import _lengths as lengths
 from headwise.checks import certificate, exactness
 from headwise.checks.quality import Comparison
-from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cost import kv_bytes_per_token
 from headwise.data import batches
 from headwise.families import CAUSAL
 from headwise.files.disk import write_file
@@ -169,17 +169,6 @@ def counted(model: Streamed) -> tuple[dict[str, int], ModelShape]:
     buffers = {name for name, _ in model.model.named_buffers()}
     numbers = sum(entries[place].numbers for name, place in model.places.items() if name not in buffers)
     return {"parameters": numbers, "kv_bytes_per_token": kv_bytes_per_token(shape)}, shape
-
-
-def sizes(cut: Streamed, source: ModelShape) -> dict[str, int]:
-    """The source's by formula, the cut model's as counted."""
-    found, _ = counted(cut)
-    return {
-        "parameters_before": parameters(source),
-        "parameters_after": found["parameters"],
-        "kv_bytes_per_token_before": kv_bytes_per_token(source),
-        "kv_bytes_per_token_after": found["kv_bytes_per_token"],
-    }
 
 
 def checks(cut: Streamed, plan: Plan, source: ModelShape, folder: Path, proof: Path) -> tuple[list[Check], list[str]]:
