@@ -12,11 +12,6 @@ MEANING = "FLOPs of attention in a prompt"
 EXAMPLE = "attention=85%@1k"
 
 
-def model_cost(model: ModelShape, length: int) -> float:
-    """Attention FLOPs of all layers for a prompt of `length` tokens."""
-    return sum(attention_flops(model, layer, length) for layer in model.layers)
-
-
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
     """Attention FLOPs of one layer for that prompt."""
     return attention_flops(model, layer, length)

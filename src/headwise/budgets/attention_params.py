@@ -14,11 +14,6 @@ MEANING = "parameters of attention"
 EXAMPLE = "attention_params=75%"
 
 
-def model_cost(model: ModelShape, length: int) -> float:
-    """Attention parameters of all layers."""
-    return sum(layer_cost(model, layer, length) for layer in model.layers)
-
-
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:
     """Attention parameters of one layer."""
     if not layer.query_heads:
