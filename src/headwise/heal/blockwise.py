@@ -129,7 +129,7 @@ def _room(device: torch.device) -> int:
 class LayerPair(NamedTuple):
     """A layer that is trained, and what it is to do: what the source does in some of its layers."""
 
-    index: int
+    number: int
     span: range  # the source's layers: its own one, and those behind it that were removed
     theirs: Sequence[Block]  # of this span
     layer: nn.Module
@@ -181,14 +181,14 @@ class LayerWalk:
         """
         for name, _, contexts in self._batches():
             middle, target = _layer.passed(
-                pair.theirs[0], self.store[pair.index, f"whole.{name}"], contexts[pair.span.start]
+                pair.theirs[0], self.store[pair.number, f"whole.{name}"], contexts[pair.span.start]
             )
             for block, at in zip(pair.theirs[1:], pair.span[1:], strict=True):
                 target = block(target, contexts[at])
-            self.store[pair.index, f"middle.{name}"] = middle
-            self.store[pair.index + 1, f"whole.{name}"] = target
+            self.store[pair.number, f"middle.{name}"] = middle
+            self.store[pair.number + 1, f"whole.{name}"] = target
         names = [f"whole.held.{number}" for number in range(len(self.parts["held"]))]
-        ends = ((self.store[pair.index, name], self.store[pair.index + 1, name]) for name in names)
+        ends = ((self.store[pair.number, name], self.store[pair.number + 1, name]) for name in names)
         power = _layer.mean_of((after - before).square() for before, after in ends)
         set_format(pair.layer, widened(target).dtype)
         learned, held_out = (_Batches(self, pair, half) for half in HALVES)
@@ -200,8 +200,8 @@ class LayerWalk:
         """Take the other streams past the trained layer, in its own format."""
         set_format(pair.layer, dtype)
         for name, _, contexts in self._batches():
-            stream = self.store[pair.index, f"trained.{name}"]
-            self.store[pair.index + 1, f"trained.{name}"] = pair.ours(stream, contexts[pair.span.start])
+            stream = self.store[pair.number, f"trained.{name}"]
+            self.store[pair.number + 1, f"trained.{name}"] = pair.ours(stream, contexts[pair.span.start])
 
 
 class _Batches(Sequence[LayerBatch]):
@@ -214,11 +214,11 @@ class _Batches(Sequence[LayerBatch]):
         return len(self.walk.parts[self.half])
 
     def __getitem__(self, number: Any) -> Any:
-        walk, index, name = self.walk, self.pair.index, f"{self.half}.{number}"
+        walk, index, name = self.walk, self.pair.number, f"{self.half}.{number}"
         rows, contexts = walk.parts[self.half][number], walk.contexts[self.half][number]
         places = ((index, f"trained.{name}"), (index + 1, f"whole.{name}"), (index, f"middle.{name}"))
-        streams = in_full(tuple(walk.store[place] for place in places))
-        return LayerBatch(rows, *streams, in_full(contexts[self.pair.span.start]))
+        cut, target, middle = (in_full(walk.store[place]) for place in places)
+        return LayerBatch(rows, cut, target, middle, in_full(contexts[self.pair.span.start]))
 
 
 def captures(device: torch.device, steps: int) -> bool:

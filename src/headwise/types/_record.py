@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from headwise.errors import HeadwiseError, PlanError
 from headwise.files.disk import write_atomically as write_atomically
@@ -24,7 +24,7 @@ class Record:
     """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file names its kind and version."""
 
     __slots__ = ()
-    USUAL: ClassVar[tuple[str, ...]] = ()  # fields that JSON leaves out where they have their default value
+    USUAL = tuple[str, ...]()  # fields that JSON leaves out where they have their default value
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` turns back into an equal value."""

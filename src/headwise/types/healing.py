@@ -85,7 +85,8 @@ class Healing(Record):
         """The dictionary that heal.json holds."""
         kept = NULLABLE if self.steps is not None else ()
         found = {name: value for name, value in Record.to_json(self).items() if value is not None or name in kept}
-        return found | found.pop("details")
+        details: dict[str, Any] = found.pop("details")
+        return found | details
 
     @classmethod
     def from_json(cls, data: Any, where: str = "") -> Self:
