@@ -1,13 +1,14 @@
 """What probing costs beside plain passes over the same text in the same batches, and the stages after it, in seconds.
 
     python benchmarks/probe_cost.py --device cuda   # a Llama of 0.3B random parameters
-    python benchmarks/probe_cost.py --device cuda --large 16   # 16 layers of Llama-3-8B's shape, in bf16
-    python benchmarks/probe_cost.py --device cuda --large 16 --cache   # the same, what a budget for the cache needs
+    python benchmarks/probe_cost.py --device cuda --large 32   # Llama-3-8B's shape, in bf16
     python benchmarks/probe_cost.py --device cpu    # the embedded model
 
-Repeats are interleaved; ratios are of medians over neighbours in time, with the lowest and highest repeat. `agreement`
-compares moments and prices with those of the same model run in double precision: the largest error of a layer, relative
-to its largest value. Writes `benchmarks/results/probe_cost.json`, where rows of other devices stay.
+Repeats are interleaved; ratios are of medians over neighbours in time, with the lowest and highest repeat. There is a
+row for all units, the MLP's among them, and one for those of the cache alone; a repeat measures both. Plain passes are
+in the format of the weights up to the logits, as in training; their softmax is in float32. `agreement` compares moments
+and prices with those of the same model run in double precision: the largest error of a layer, relative to its largest
+value. Writes `benchmarks/results/probe_cost.json`, where rows of other devices stay.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +52,7 @@ LENGTH = 512
 BATCH = 4096  # tokens, as the probes read them
 BUDGET = "params=80%"
 PROMISED = {"gram": 1.3, "sensitivity": 1.35}
+UNITS = {"all": True, "of the cache": False}  # name -> with those of the MLP
 
 
 class Bench(NamedTuple):
@@ -95,28 +98,38 @@ def plain_backward(bench: Bench, weights: bool) -> None:
     for batch in task.prepare(bench.rows, 0).batches(BATCH):
         batch = batch.to(bench.model.device)
         stream = None if weights else bench.family.embed(bench.model, batch.inputs).requires_grad_()
-        task.loss(task.outputs(bench.family, bench.model, batch, stream), batch.labels).backward()
+        answers = task.answers(bench.family.run(bench.model, batch.inputs, stream))
+        task.loss(answers, batch.labels).backward()
+        del answers
         bench.model.zero_grad(set_to_none=True)
     bench.model.requires_grad_(True)
 
 
-def works(bench: Bench, moments: Any, mlp: bool) -> dict[str, Callable[[], Any]]:
-    """What is timed, in the order of one repeat; `mlp`: for units of the MLP too, not of the cache alone."""
-
-    def passes() -> None:
-        probe.run(bench.rows, 0)
-        probe.sums = [type(sums)() for sums in probe.sums]
-
-    probe = sensitivity.Sensitivity(bench.family, bench.model, moments, mlp, Causal())
+def works(bench: Bench, units: Sequence[str]) -> dict[str, Callable[[], Any]]:
+    """What is timed, in the order of one repeat: every probe, for each of the units, right after its plain passes."""
+    family, model, rows = bench.family, bench.model, bench.rows
+    moments = {name: gram.collect(family, model, rows, UNITS[name]) for name in units}
+    probes = {
+        name: sensitivity.Sensitivity(family, model, found, UNITS[name], Causal()) for name, found in moments.items()
+    }
     return {
         "forward": lambda: plain_forward(bench),
-        "gram": lambda: gram.collect(bench.family, bench.model, bench.rows, mlp),
+        **{f"gram, {name}": partial(gram.collect, family, model, rows, UNITS[name]) for name in units},
         "forward and backward": lambda: plain_backward(bench, weights=True),
-        "sensitivity": lambda: sensitivity.measure(bench.family, bench.model, bench.rows, moments, mlp, 0),
+        **{
+            f"sensitivity, {name}": partial(sensitivity.measure, family, model, rows, found, UNITS[name], 0)
+            for name, found in moments.items()
+        },
+        "fisher": lambda: fisher.collect(family, model, rows, 0),
         "forward and backward, activations alone": lambda: plain_backward(bench, weights=False),
-        "sensitivity, passes alone": passes,
-        "fisher": lambda: fisher.collect(bench.family, bench.model, bench.rows, 0),
+        **{f"passes, {name}": partial(_passes, probe, rows) for name, probe in probes.items()},
     }
+
+
+def _passes(probe: sensitivity.Sensitivity, rows: torch.Tensor) -> None:
+    """The passes of a probe without what is computed from them."""
+    probe.run(rows, 0)
+    probe.sums = [type(sums)() for sums in probe.sums]
 
 
 def ratio(times: dict[str, list[float]], work: str, plain: str) -> dict[str, float]:
@@ -125,32 +138,38 @@ def ratio(times: dict[str, list[float]], work: str, plain: str) -> dict[str, flo
     return {"median": statistics.median(found), "low": min(found), "high": max(found)}
 
 
-def costs(bench: Bench, repeats: int, seconds: float, mlp: bool) -> dict[str, Any]:
-    """Interleaved times of probes and plain passes; no repeat begins after so many seconds."""
+def costs(bench: Bench, repeats: int, seconds: float, units: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Interleaved times of probes and plain passes, by units; no repeat begins after so many seconds."""
     device, begin = bench.model.device, time.perf_counter()
-    todo = works(bench, gram.collect(bench.family, bench.model, bench.rows, mlp), mlp)
+    few = bench._replace(rows=bench.rows[: BATCH // LENGTH])
+    for work in works(few, units).values():
+        work()  # warms up
+    todo = works(bench, units)
     times: dict[str, list[float]] = {name: [] for name in todo}
-    for repeat in range(-1, repeats):  # the first warms up
+    for repeat in range(repeats):
         if repeat > 0 and time.perf_counter() - begin > seconds:
             break
         for name, work in todo.items():
             gc.collect()
-            took = timed(work, device)[1]
-            if repeat >= 0:
-                times[name].append(took)
+            times[name].append(timed(work, device)[1])
         print(f"repeat {repeat}: " + ", ".join(f"{n} {t[-1]:.2f} s" for n, t in times.items() if t), flush=True)
+    return {name: _costs_of(times, name) for name in units}
+
+
+def _costs_of(times: dict[str, list[float]], units: str) -> dict[str, Any]:
+    """What one row says."""
+    both, alone = "forward and backward", "forward and backward, activations alone"
     found = {
-        "gram": ratio(times, "gram", "forward"),
-        "sensitivity": ratio(times, "sensitivity", "forward and backward"),
-        "sensitivity_passes": ratio(times, "sensitivity, passes alone", "forward and backward"),
-        "fisher": ratio(times, "fisher", "forward and backward"),
-        "sensitivity_strictly": ratio(times, "sensitivity", "forward and backward, activations alone"),
-        "sensitivity_passes_strictly": ratio(
-            times, "sensitivity, passes alone", "forward and backward, activations alone"
-        ),
+        "gram": ratio(times, f"gram, {units}", "forward"),
+        "sensitivity": ratio(times, f"sensitivity, {units}", both),
+        "sensitivity_passes": ratio(times, f"passes, {units}", both),
+        "fisher": ratio(times, "fisher", both),
+        "sensitivity_strictly": ratio(times, f"sensitivity, {units}", alone),
+        "sensitivity_passes_strictly": ratio(times, f"passes, {units}", alone),
     }
-    middle = {name: {"median": statistics.median(t), "low": min(t), "high": max(t)} for name, t in times.items()}
-    return {"repeats": len(times["gram"]), "ratios": found, "seconds": middle}
+    own = {name: took for name, took in times.items() if not any(name.endswith(f", {u}") for u in UNITS if u != units)}
+    middle = {name: {"median": statistics.median(t), "low": min(t), "high": max(t)} for name, t in own.items()}
+    return {"repeats": len(times["fisher"]), "ratios": found, "seconds": middle}
 
 
 def stages(bench: Bench) -> dict[str, float]:
@@ -201,8 +220,7 @@ def profile(bench: Bench) -> None:
 
     cuda = bench.model.device.type == "cuda"
     some = bench._replace(rows=bench.rows[: 2 * BATCH // LENGTH])
-    moments = gram.collect(bench.family, bench.model, some.rows, True)
-    for name, work in works(some, moments, True).items():
+    for name, work in works(some, ("all",)).items():
         work()
         with profiler(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as seen:
             timed(work, bench.model.device)
@@ -211,35 +229,22 @@ def profile(bench: Bench) -> None:
         print(seen.key_averages().table(sort_by=order, row_limit=22, max_name_column_width=70), flush=True)
 
 
-def row(
-    device: str,
-    tokens: int,
-    repeats: int,
-    seconds: float,
-    precision: str,
-    profiled: bool,
-    large: int = 0,
-    cache: bool = False,
-) -> dict[str, Any]:
-    """Everything measured on one device at one precision of products; of a large model no copy in double precision."""
-    torch.set_float32_matmul_precision(precision)
-    bench = bench_on(device, tokens, large)
-    if profiled:
+def rows_of(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """What is measured on one device at one precision of products; of a large model no copy in double precision."""
+    torch.set_float32_matmul_precision(asked.products)
+    bench = bench_on(asked.device, asked.tokens or (32_768 if asked.device == "cuda" else 8_192), asked.large)
+    if asked.profile:
         profile(bench)
-    machine = torch.cuda.get_device_name(device) if device == "cuda" else hardware()
-    return {
-        "device": device,
-        "products": "bf16" if large else {"highest": "float32", "high": "TF32"}[precision],
+    machine = torch.cuda.get_device_name(asked.device) if asked.device == "cuda" else hardware()
+    about = {
+        "device": asked.device,
+        "products": "bf16" if asked.large else {"highest": "float32", "high": "TF32"}[asked.products],
         "hardware": machine,
         "threads": torch.get_num_threads(),
         "model": bench.name,
         "tokens": bench.rows.numel(),
         "batch_tokens": BATCH,
         "length": LENGTH,
-        "units": "of the cache" if cache else "all",
-        **costs(bench, repeats, seconds, not cache),
-        "stages": {} if large or cache else stages(bench),
-        "agreement": {} if large or cache else agreement(bench, min(tokens, 8192)),
         "commit": commit(),
         "date": datetime.now(UTC).date().isoformat(),
         "versions": {
@@ -248,6 +253,17 @@ def row(
             "transformers": transformers.__version__,
         },
     }
+    found = [
+        {**about, "units": name, **took}
+        for name, took in costs(bench, asked.repeats, asked.seconds, asked.units or list(UNITS)).items()
+    ]
+    few = min(bench.rows.numel(), 8192)
+    found[0] |= (
+        {"stages": {}, "agreement": {}}
+        if asked.large
+        else {"stages": stages(bench), "agreement": agreement(bench, few)}
+    )
+    return [{"stages": {}, "agreement": {}} | row for row in found]
 
 
 def section(result: dict[str, Any]) -> str:
@@ -291,21 +307,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no further repeat after so many")
     parser.add_argument("--products", choices=("highest", "high"), default="highest", help="high: TF32")
     parser.add_argument("--large", type=int, default=0, metavar="LAYERS", help="of an 8B model's shape, in bf16")
-    parser.add_argument("--cache", action="store_true", help="units that a budget for the cache concerns, no MLP")
+    parser.add_argument("--units", action="append", choices=list(UNITS), help="both unless given")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULT)
     asked = parser.parse_args()
-    tokens = asked.tokens or (32_768 if asked.device == "cuda" else 8_192)
-    new = row(
-        asked.device, tokens, asked.repeats, asked.seconds, asked.products, asked.profile, asked.large, asked.cache
-    )
+    new = rows_of(asked)
     old = json.loads(asked.out.read_text())["rows"] if asked.out.exists() else []
     names = ("device", "products", "units")
-    kept = [r for r in old if [r.get(n, "all") for n in names] != [new[n] for n in names]]
-    result = {"promised": PROMISED, "rows": sorted([*kept, new], key=lambda r: (r["device"] != "cuda", r["products"]))}
+    known = [[row[name] for name in names] for row in new]
+    kept = [r for r in old if [r.get(n, "all") for n in names] not in known]
+    result = {"promised": PROMISED, "rows": sorted([*kept, *new], key=lambda r: (r["device"] != "cuda", r["products"]))}
     write_atomically(asked.out, json.dumps(result, indent=1) + "\n")
     print(section(result))
-    print(json.dumps({name: new[name] for name in ("ratios", "seconds", "stages", "agreement")}, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""Which code a result was measured with, and where."""
+"""Which code a result was measured with, and where.
+
+python benchmarks/provenance.py > commit.txt   # for a machine that gets the files without their repository, where
+HEADWISE_COMMIT=$(cat commit.txt) python benchmarks/scale.py ...   # results then name the same commit
+"""
 
 from __future__ import annotations
 
@@ -27,3 +31,7 @@ def hardware() -> dict[str, Any]:
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return {"processor": model, "cores": len(os.sched_getaffinity(0))}
+
+
+if __name__ == "__main__":
+    print(commit())

@@ -3,22 +3,20 @@
     python benchmarks/scale.py --shape 8b --work /large/disk --out benchmarks/results/scale.json
     python benchmarks/scale.py --shape 8b --limit 24 --work /large/disk --out benchmarks/results/scale.json
     python benchmarks/scale.py --model embedded --out benchmarks/results/scale.json
-    python benchmarks/scale.py --growth --work /large/disk --out benchmarks/results/scale.json
     python benchmarks/scale.py --demo   # seconds of `headwise demo` on this machine, five times
     python benchmarks/scale.py --page   # rewrite the table of docs/SCALE.md from the committed results
 
 A shape is a checkpoint of random bf16 weights, made shard by shard: what is measured is time and memory, not quality.
 Every run has the settings of a command without options but those that its row names, and a process of its own. Seconds
 and peaks are by stage: allocated memory of the device as torch counts it, resident memory of the host. `--limit` lets
-torch have so many GiB of the device. `--growth` times probing, planning, cutting and healing alone, by tokens, layers
-and width, each size once in a process of its own, and fits straight lines through the logarithms.
+torch have so many GiB of the device. A row also has what the run estimated before it began, and what it certified.
+How time grows with the size is measured by `benchmarks/growth.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import resource
 import shutil
@@ -32,7 +30,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import growth
 import same_plan
+from join import SHARED
 from provenance import commit
 from streaming import make
 
@@ -50,19 +50,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "70b": dict(hidden_size=8192, intermediate_size=28_672, num_attention_heads=64, num_key_value_heads=8,
                 num_hidden_layers=80) | LLAMA,
 }  # fmt: skip
-GROWN_LAYERS, GROWN_WIDTH, GROWN_TOKENS = 4, 4096, 65_536  # where they do not grow
-GROWTH = {
-    "tokens": (16_384, 32_768, 65_536, 131_072, 262_144),
-    "layers": (2, 4, 8, 16),
-    "width": (1024, 2048, 4096, 8192),
-}
-
-
-def grown(layers: int, width: int) -> dict[str, Any]:
-    """A decoder of some width in the proportions of Llama-3: heads of 128, four queries a group, MLP 3.5 times."""
-    heads = width // 128
-    sizes = dict(hidden_size=width, intermediate_size=7 * width // 2, num_attention_heads=heads)
-    return sizes | dict(num_key_value_heads=heads // 4, num_hidden_layers=layers) | LLAMA | {"vocab_size": 32_000}
 
 
 class Stages:
@@ -107,48 +94,30 @@ def run(model: str, out: str, settings: dict[str, Any], limit: float | None) -> 
 
     from headwise import pipeline
     from headwise.checks import speed
+    from headwise.runs.folder import RunFolder
     from headwise.runs.settings import Settings
+    from headwise.stream.source import is_streamed
 
     allow(limit)
+    asked = Settings(model, **settings)
+    expected = pipeline.memory_needed(asked, asked.stream or is_streamed(asked, RunFolder(out), warn=False))
     stages, start = Stages(), time.perf_counter()
-    dossier = pipeline.run(Settings(model, **settings), out, stages)
+    dossier = pipeline.run(asked, out, stages)
     found = {"seconds": time.perf_counter() - start, "stages": stages.found}
     found |= {name: max(stage[name] for stage in stages.found) for name in ("device_gib", "host_gib")}
-    checks = dossier.verdict.checks if dossier.verdict else ()
+    verdict = dossier.verdict.to_json() if dossier.verdict else {"checks": []}
     return found | {
-        "checks": {check.name: check.passed for check in checks},
+        "estimated": [stage._asdict() for stage in expected],
+        "checks": {check["name"]: check["passed"] for check in verdict["checks"]},
+        **{name: verdict[name] for name in ("quality", "damage", "samples") if name in verdict},
         "hardware": speed.machine(torch.device("cuda")),
     }
 
 
-def build(model: str, out: str, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
-    """Probing, planning, cutting, healing and saving of one model that is loaded, in this process."""
-    import torch
-
-    from headwise import pipeline
-    from headwise.checks import speed
-    from headwise.heal import refit
-    from headwise.runs.folder import RunFolder
-    from headwise.runs.settings import Settings
-
-    allow(limit)
-    refit.WORTHWHILE = None  # type: ignore[assignment]  # healed at every size
-    asked, folder, stages = Settings(model, **settings), RunFolder(out), Stages()
-    with pipeline.claimed(asked, folder, "run", False):
-        source = pipeline.source_of(asked, folder)
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        pipeline.build(asked, folder, source, stages)
-    found = {"seconds": time.perf_counter() - start, "stages": stages.found}
-    return found | {"hardware": speed.machine(torch.device("cuda"))}
-
-
-def in_child(
-    model: str, name: str, out: Path, settings: dict[str, Any], limit: float | None, what: str = "run"
-) -> dict[str, Any]:
-    """`run` or `build` in a process of its own."""
+def in_child(model: str, name: str, out: Path, settings: dict[str, Any], limit: float | None) -> dict[str, Any]:
+    """`run` in a process of its own."""
     told = json.dumps([model, str(out), settings, limit])
-    code = f"import json, scale, sys; print('RESULT' + json.dumps(scale.{what}(*json.loads(sys.argv[1]))))"
+    code = "import json, scale, sys; print('RESULT' + json.dumps(scale.run(*json.loads(sys.argv[1]))))"
     command = [sys.executable, "-c", code, told]
     start, errors = time.perf_counter(), out.parent / "errors.txt"
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -161,55 +130,6 @@ def in_child(
     if not lines:
         return about | {"why": told.splitlines()[-1][:300] if told else "no output"}
     return about | json.loads(lines[0][6:])
-
-
-def grow(work: Path, out: Path) -> None:
-    """Time `build` at every size of every axis; sizes that are there already are left out."""
-    found = json.loads(out.read_text()) if out.exists() else {"rows": []}
-    known = found.setdefault("growth", [])
-    for axis, values in GROWTH.items():
-        for value in values:
-            sizes = dict(tokens=GROWN_TOKENS, layers=GROWN_LAYERS, width=GROWN_WIDTH) | {axis: value}
-            if any(row["sizes"] == sizes and "why" not in row for row in known):
-                continue
-            model = work / f"grown-{sizes['layers']}-{sizes['width']}"
-            if not model.exists():
-                make(model, sizes["layers"], grown(sizes["layers"], sizes["width"]))
-            settings = {"budgets": ("kv=50%",), "device": "cuda", "data": "stdlib", "tokens": sizes["tokens"]}
-            shutil.rmtree(work / "run", ignore_errors=True)
-            row = in_child(str(model), f"{axis} {value}", work / "run", settings, None, "build")
-            known.append({"sizes": sizes} | row)
-            out.write_text(json.dumps(found, indent=1) + "\n")
-            print(axis, value, row.get("seconds", row.get("why")), flush=True)
-
-
-def line(points: list[tuple[float, float]]) -> tuple[float, float]:
-    """The slope of the straight line through the logarithms, and the largest ratio of a point to it."""
-    xs, ys = ([math.log(value) for value in column] for column in zip(*points, strict=True))
-    slope, start = statistics.linear_regression(xs, ys)
-    return slope, math.exp(max(abs(y - start - slope * x) for x, y in zip(xs, ys, strict=True)))
-
-
-def of_growth(rows: list[dict[str, Any]]) -> list[str]:
-    """What the page says about how time grows."""
-    base = dict(tokens=GROWN_TOKENS, layers=GROWN_LAYERS, width=GROWN_WIDTH)
-    told = ["", "## How time grows", ""]
-    told += ["| grows | seconds of probing, planning, cutting and healing | slope | farthest from the line |"]
-    told += ["| --- | --- | --- | --- |"]
-    done = [row for row in rows if "seconds" in row]
-    for axis in GROWTH:
-        mine = [row for row in done if all(row["sizes"][o] == v for o, v in base.items() if o != axis)]
-        moved = {row["sizes"][axis]: sum(s["seconds"] for s in row["stages"] if s["stage"] in MOVING) for row in mine}
-        points = sorted((row["sizes"][axis], row["seconds"] - moved[row["sizes"][axis]]) for row in mine)
-        if len(points) < 3:
-            continue
-        slope, off = line(points)
-        cells = ", ".join(f"{value:,}: {seconds:.1f}" for value, seconds in points)
-        told.append(f"| {axis} | {cells} | {slope:.2f} | {off:.2f} times |")
-    last = done[-1]
-    fixed = f"{GROWN_TOKENS:,} calibration tokens, {GROWN_LAYERS} layers, width {GROWN_WIDTH:,}"
-    return [*told, "", f"Where they do not grow: {fixed}; kv=50%, text from files, saving left out, each size once. "
-            f"{last['hardware']}, {last['date']}, commit {last['commit']}."]  # fmt: skip
 
 
 def demo(times: int = 5) -> dict[str, Any]:
@@ -260,8 +180,7 @@ def table(results: dict[str, Any]) -> str:
         ]
     lines += of_layers(results["rows"])
     lines += ["", of_demo(results["demo"])] if "demo" in results else []
-    lines += of_growth(results["growth"]) if results.get("growth") else []
-    return "\n".join([*lines, *same_plan.section()])
+    return "\n".join([*lines, *growth.section(), *same_plan.section()])
 
 
 def of_layers(rows: list[dict[str, Any]]) -> list[str]:
@@ -291,13 +210,37 @@ def filled(page: str, results: dict[str, Any]) -> str:
     return f"{before}{START}\n\n{table(results)}\n\n{END}{rest.split(END)[1]}"
 
 
+def measure(asked: argparse.Namespace) -> None:
+    """One run; its row replaces that of the same name."""
+    name, model = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}", asked.model
+    if asked.shape:
+        shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
+        folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
+        if not folder.exists():
+            make(folder, shape["num_hidden_layers"], shape)
+        model = str(folder.resolve())
+    settings = {"budgets": (asked.budget,), "device": "cuda"}
+    settings |= {key: value for key in ("heal", "data", "eval", "stream") if (value := getattr(asked, key))}
+    out = asked.work.resolve() / "run"
+    shutil.rmtree(out, ignore_errors=True)
+    row = in_child(model, name, out, settings, asked.limit)
+    row["settings"] |= {key: Path(settings[key]).name for key in ("data", "eval") if key in settings}
+    if asked.shared and "hardware" in row:
+        row["hardware"] += SHARED
+    found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
+    found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
+    asked.out.write_text(json.dumps(found, indent=1) + "\n")
+    if asked.keep and out.exists():
+        shutil.copytree(out, asked.keep, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    shutil.rmtree(out, ignore_errors=True)
+
+
 def main() -> None:
     """Measure one run, or print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shape", choices=SHAPES)
     what.add_argument("--model")
-    what.add_argument("--growth", action="store_true")
     what.add_argument("--demo", action="store_true")
     what.add_argument("--page", action="store_true")
     parser.add_argument("--name", help="of the row")
@@ -308,6 +251,7 @@ def main() -> None:
     parser.add_argument("--eval")
     parser.add_argument("--keep", type=Path, help="folder for all of the run but its weights")
     parser.add_argument("--stream", action="store_true")
+    parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
     parser.add_argument("--limit", type=float, help="GiB of the device")
     parser.add_argument("--work", type=Path, default=Path("scale-work"), help="folder for checkpoints and runs")
     parser.add_argument("--out", type=Path, default=RESULT)
@@ -320,27 +264,7 @@ def main() -> None:
         found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
         asked.out.write_text(json.dumps(found | {"demo": demo()}, indent=1) + "\n")
         return
-    if asked.growth:
-        grow(asked.work, asked.out)
-        return
-    name, model = asked.name or f"{asked.shape or Path(asked.model).stem}, {asked.budget}", asked.model
-    if asked.shape:
-        shape = SHAPES[asked.shape] | ({"num_hidden_layers": asked.layers} if asked.layers else {})
-        folder = asked.work / f"{asked.shape}-{shape['num_hidden_layers']}"
-        if not folder.exists():
-            make(folder, shape["num_hidden_layers"], shape)
-        model = str(folder)
-    settings = {"budgets": (asked.budget,), "device": "cuda"}
-    settings |= {key: value for key in ("heal", "data", "eval", "stream") if (value := getattr(asked, key))}
-    out = asked.work / "run"
-    shutil.rmtree(out, ignore_errors=True)
-    row = in_child(model, name, out, settings, asked.limit)
-    found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
-    found["rows"] = [*(other for other in found["rows"] if other["name"] != name), row]
-    asked.out.write_text(json.dumps(found, indent=1) + "\n")
-    if asked.keep and out.exists():
-        shutil.copytree(out, asked.keep, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    shutil.rmtree(out, ignore_errors=True)
+    measure(asked)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@
 DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, novels), `glue/` and `zero-shot/`. Written:
 `wikitext-all.txt` (WikiText-2's validation articles), `wikitext-eval.txt` (their second half), `mix.txt` (their first
 half among seven kinds of text), `other.txt` (the same without WikiText), `prose.txt` (novels and reviews only: another
-kind of text than the evaluation's), `stories-cal.txt` and `stories-eval.txt`, and `heal.txt` for healings that read
-much: it begins like the mix, with more of the same after it, without HellaSwag, which healed models are asked about.
+kind of text than the evaluation's), `code.txt` (modules of Python's standard library, of the version that runs this),
+`stories-cal.txt` and `stories-eval.txt`, and `heal.txt` for healings that read much: it begins like the mix, with more
+of the same after it, without HellaSwag, which healed models are asked about.
 """
 
 from __future__ import annotations
@@ -107,6 +108,7 @@ def written(data: Path) -> dict[str, list[str]]:
         "mix": _mixed(chosen, draw),
         "other": _mixed(chosen, random.Random(1), but="wiki"),
         "prose": prose[:400],
+        "code": found["code"],
         "heal": first + _mixed(longer, random.Random(3)),
         "stories-cal": tales[:most],
         "stories-eval": tales[most:],

@@ -6,6 +6,7 @@ Needs the packages of serving/weights.txt. The models are the embedded one, cut 
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
+import zero_shot
 from serving_weights import ENGINES, WORK
 from transformers import AutoModelForCausalLM, AutoTokenizer, QuantizedCache
 
@@ -112,3 +114,18 @@ def test_lm_eval_reads_a_saved_folder(folders: dict[str, Path], tmp_path: Path) 
     assert done.returncode == 0, done.stderr[-2000:]
     (found,) = (tmp_path / "out").rglob("results_*.json")
     assert 0 <= json.loads(found.read_text())["results"]["own"]["acc,none"] <= 1
+
+
+def test_zero_shot_scores_of_the_benchmarks_are_those_of_lm_eval() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
+    torch.manual_seed(3)
+    model = llama.tiny(vocab_size=4096)
+    model.lm_head.weight.data *= 30
+    words = ["return x", "import os", "pass", "def main():", "class A:", "yield from y "]
+    draw = random.Random(0)
+    choices = [zero_shot.Item(draw.choice(words), tuple(draw.sample(words, 3)), 1) for _ in range(20)]
+    last = [zero_shot.Item(draw.choice(words), (draw.choice(words),), 0) for _ in range(20)]
+    exams = {"choices": zero_shot.Exam(tokenizer, choices), "last": zero_shot.Exam(tokenizer, last)}
+    ours, theirs = zero_shot.all_tasks(model, exams)[1], zero_shot.by_lm_eval(model, tokenizer, exams)
+    for task, name in (("choices", "acc"), ("choices", "acc_norm"), ("last", "acc")):
+        assert ours[task][name] == pytest.approx(theirs[task][name])

@@ -9,6 +9,7 @@ from headwise.budgets import parse
 from headwise.cost import kv_bytes_per_token
 from headwise.stages import frontier
 from headwise.types import (
+    BITS,
     Grain,
     LayerKeep,
     LayerShape,
@@ -27,7 +28,7 @@ GRAIN = Grain(64, 64, 64, 64, 64, 64, False, True)
 
 def code(**counts: int) -> tuple[int, ...]:
     """A code by its widths: code(b4=96, b2=32)."""
-    return tuple(counts.get(f"b{width}", 0) for width in range(8, 0, -1))
+    return tuple(counts.get(f"b{width}", 0) for width in BITS)
 
 
 def codes(layer: int, part: str) -> tuple[tuple[int, ...], ...]:

@@ -181,7 +181,7 @@ def test_a_legal_edit_of_a_code_is_carried_out_and_judged(copied: Path) -> None:
             r"layers\[0\]: k_code gives bits to 40 numbers of a cached row, which has 32; give counts",
         ),
         (dict(k_code={"4": -1}), r"layers\[0\]: k_code gives bits to .* counts from 0 that add up"),
-        (dict(k_code={"9": 4}), r"layers\[0\]: k_code gives a count for '9' bits; widths are 1 to 8 bits"),
+        (dict(k_code={"13": 4}), r"layers\[0\]: k_code gives a count for '13' bits; widths are 1 to 12 bits"),
         (dict(k_code={"4": 1.5}), r"layers\[0\].k_code\[4\] must be int"),
         (dict(k_code="4"), r"layers\[0\].k_code must be a list"),
         (dict(v_code=None), r"layer 0: keys and values are coded together"),

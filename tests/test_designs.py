@@ -15,7 +15,6 @@ import headwise
 from headwise import budgets, cost
 from headwise.cli.commands import app
 from headwise.errors import BudgetError, HeadwiseError, ModelError
-from headwise.registry import names
 from headwise.research.designs import configs, proposals, shapes
 
 FAMILIES = ("llama", "gpt2", "bert")
@@ -164,7 +163,6 @@ def test_prices_are_those_of_the_budgets() -> None:
     assert budgets.price(limit, found.shape) == found.prices["parameters"]
 
 
-@pytest.mark.skipif("vit" not in names("headwise.families"), reason="this version has no vision models")
 def test_images_are_read_patch_by_patch() -> None:
     found = headwise.design("vit", "params=3M", ["uniform", "leaner"])
     assert [p.length for p in found] == [197, 197] and all(counted(p) <= 3e6 for p in found)

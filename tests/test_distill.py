@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,21 +168,3 @@ def test_zero_shot_scores_are_those_of_single_endings(source, monkeypatch):
         assert scores.to_json(scores)["acc_norm_change"] == 0
     last = zero_shot.Exam(tokenizer, [zero_shot.Item("import", ("os",), 0)] * 2).scores(model)
     assert last.acc_norm is None and last.to_json()["items"] == 2
-
-
-def test_zero_shot_scores_are_those_of_lm_eval(source, monkeypatch):
-    pytest.importorskip("lm_eval")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
-    zero_shot = importlib.import_module("zero_shot")
-    tokenizer = AutoTokenizer.from_pretrained(families.locate("embedded")[0])
-    torch.manual_seed(3)
-    model = llama.tiny(vocab_size=4096)
-    model.lm_head.weight.data *= 30
-    words = ["return x", "import os", "pass", "def main():", "class A:", "yield from y "]
-    draw = random.Random(0)
-    choices = [zero_shot.Item(draw.choice(words), tuple(draw.sample(words, 3)), 1) for _ in range(20)]
-    last = [zero_shot.Item(draw.choice(words), (draw.choice(words),), 0) for _ in range(20)]
-    exams = {"choices": zero_shot.Exam(tokenizer, choices), "last": zero_shot.Exam(tokenizer, last)}
-    ours, theirs = zero_shot.all_tasks(model, exams)[1], zero_shot.by_lm_eval(model, tokenizer, exams)
-    for task, name in (("choices", "acc"), ("choices", "acc_norm"), ("last", "acc")):
-        assert ours[task][name] == pytest.approx(theirs[task][name])

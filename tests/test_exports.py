@@ -18,10 +18,10 @@ from headwise import families
 from headwise.cuts import save
 from headwise.errors import HeadwiseError, ModelError, OutputError
 from headwise.exports import _graph, _llama_layout
-from headwise.types import LayerShape
+from headwise.types import BITS, LayerShape
 
 POOLED = PLAIN.pooling(2)
-CODE = (0, 0, 0, 0, 16, 0, 0, 0)
+CODE = tuple(16 * (width == 4) for width in BITS)
 KINDS = {
     "plain": (PLAIN,),
     "per-head": (replace(PLAIN, qk_dim=8, v_dim=12), replace(PLAIN, qk_dim=8, qk_width=8)),

@@ -62,7 +62,7 @@ def check_codes():
     from headwise.runtime.coder_headwise import RowCoder
 
     torch.manual_seed(0)
-    both = ({"8": 5, "7": 2, "6": 9, "3": 11, "2": 2, "1": 1}, 33), ({"5": 9, "4": 30, "2": 40}, 96)
+    both = ({"12": 3, "9": 2, "8": 5, "7": 2, "6": 9, "3": 11, "2": 2, "1": 1}, 33), ({"5": 9, "4": 30, "2": 40}, 96)
     layouts, starts = [CodeLayout(RowCoder(*one)) for one in both], torch.tensor([0, 3], dtype=torch.int32)
     ends, sides = torch.tensor([125, 125], dtype=torch.int32), []
     for keys, layout in zip((True, False), layouts, strict=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,23 +20,32 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.report import write_report
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from headwise.runs.lock import locked
 with locked(Path(sys.argv[1]), "heal"):
     print("held", flush=True)
-    time.sleep(60)
+    sys.stdin.read()
 """
 
 
-def test_a_second_command_is_refused_and_a_killed_one_is_no_obstacle(tmp_path: Path) -> None:
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def holder(folder: Path) -> subprocess.Popen[str]:
+    """A process that holds the lock of a folder until it is killed or this process ends."""
+    command = [sys.executable, "-c", HOLD, str(folder)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "held\n"
-    start = time.monotonic()
+    return process
+
+
+def test_a_second_command_is_refused_and_a_killed_one_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = holder(tmp_path)
+    monkeypatch.setattr("headwise.runs.lock.time.sleep", lambda _: pytest.fail("it waits in place of refusing"))
     message = rf"in use by process {process.pid} on .*headwise heal, since 20"
     with pytest.raises(OutputError, match=message), locked(tmp_path, "run"):
         pass
-    assert time.monotonic() - start < 1
+    monkeypatch.undo()
     process.kill()
     process.wait()
     with locked(tmp_path, "run"), locked(tmp_path, "report") as taken:
@@ -60,9 +68,8 @@ def test_a_lock_that_ends_in_an_error_leaves_no_new_folder(tmp_path: Path) -> No
 
 
 def test_stages_ask_for_the_lock(finished: RunFolder) -> None:  # noqa: F811
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(finished.path)], stdout=subprocess.PIPE, text=True)
+    process = holder(finished.path)
     try:
-        assert process.stdout is not None and process.stdout.readline() == "held\n"
         with pytest.raises(OutputError, match="in use by process"):
             allocate_in(finished.path, ("kv=60%",), "exact", ALLOW, False, 0)
         with pytest.raises(OutputError, match="in use by process"):

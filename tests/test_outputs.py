@@ -10,6 +10,7 @@ from typing import Any
 
 import exported_models as tiny
 import pytest
+from safetensors import SafetensorError
 from test_exports import PLAIN
 from typer.testing import CliRunner
 
@@ -145,6 +146,44 @@ def test_names_that_no_system_takes_end_in_one_line(capsys: Any, monkeypatch: py
         commands.main()
     assert stop.value.code == 2 and "File name too long" in capsys.readouterr().err
     assert known_reason(OSError("no file and no reason")) is None, "what nobody can act on keeps its traceback"
+
+
+def caused_by_memory() -> Exception:
+    error = ValueError("the file could not be read")
+    error.__cause__ = MemoryError()
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(MemoryError(), SystemError("<built-in method join> returned NULL without setting an exception")),
+        *(RuntimeError("can't allocate read lock"), RuntimeError("can't start new thread")),
+        *(ImportError("libm.so: failed to map segment from shared object"), caused_by_memory()),
+        SafetensorError("Error while serializing: I/O error: Cannot allocate memory (os error 12)"),
+    ],
+    ids=lambda error: str(error)[:24] or type(error).__name__,
+)
+def test_too_little_memory_ends_in_one_line_wherever_it_is_noticed(
+    error: Exception, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise error
+
+    monkeypatch.setattr(commands, "app", fails)
+    with pytest.raises(SystemExit) as stop:
+        commands.main()
+    told = capsys.readouterr().err.splitlines()
+    assert stop.value.code == 2 and len(told) == 1 and told[0].startswith("error: too little memory")
+
+
+def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise KeyError("rows")
+
+    monkeypatch.setattr(commands, "app", fails)
+    with pytest.raises(KeyError, match="rows"):
+        commands.main()
 
 
 @pytest.mark.parametrize("odd", [[0.5], "fast", {}, 10**400])

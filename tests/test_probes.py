@@ -181,3 +181,13 @@ def test_labels_are_drawn_by_their_probabilities():
     rows = probabilities.log().expand(20_000, -1)
     found = _backward._drawn(rows, torch.Generator().manual_seed(0)).bincount(minlength=5) / 20_000
     assert found[[0, 2]].sum() == 0 and torch.allclose(found, probabilities, atol=0.02)
+
+
+def test_labels_do_not_change_with_rounding():
+    logits = 2.5 * torch.randn(256, 30_000, generator=torch.Generator().manual_seed(1))
+    noise = 3e-5 * torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    found = [
+        _backward._drawn(rows.log_softmax(-1), torch.Generator().manual_seed(0)) for rows in (logits, logits + noise)
+    ]
+    assert torch.equal(*found), "as a GPU and a CPU differ"
+    assert len(found[0].unique()) > 100, "and not for want of chance"

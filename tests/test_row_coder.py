@@ -34,7 +34,7 @@ def test_a_row_takes_the_counted_bytes_and_errs_by_half_a_step_at_most(counts: d
     x[0, 0, 0] = 0.0
     rows = coder.encode(x)
     assert rows.dtype == torch.uint8 and rows.shape == (2, 3, 11, coder.bytes)
-    assert coder.bytes == code_bytes(code, sum(code)) - codes.beside_bytes(sum(code))
+    assert coder.bytes == code_bytes(code, sum(code)) - codes.beside_bytes(code, sum(code))
     found = coder.decode(rows, x.dtype)
     bits = torch.tensor([b for b, count in zip(BITS, code, strict=True) for _ in range(count)])
     half = 1 - torch.where(bits <= 2, FEW_STEPS, 1.0) * (1 - 0.5**bits)  # few steps do not reach the largest numbers

@@ -89,7 +89,10 @@ def test_a_projection_that_folds_leaves_nothing_wider() -> None:
 
 @pytest.mark.parametrize(("curve", "dim"), [("k_bits", "qk_dim"), ("v_bits", "v_dim")])
 def test_a_code_is_chosen_by_its_bytes(curve: str, dim: str) -> None:
-    unit, codes = UNIT_OF[f"damage.{curve}"], ((8, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 3, 0, 2, 0))
+    unit, codes = (
+        UNIT_OF[f"damage.{curve}"],
+        ((0, 0, 0, 0, 8, 0, 0, 0, 0, 0, 0, 0), (0, 0, 0, 0, 0, 0, 0, 0, 3, 0, 2, 0)),
+    )
     fine, coarse = (unit.shape(LAYER, code_bytes(code, 8), False, {curve: codes}) for code in codes)
     assert unit.full(LAYER) == 16 > unit.full(fine) == 10 > unit.full(coarse) == 4, "bytes: of codes, a scale, a share"
     assert getattr(fine, dim) == getattr(coarse, dim) == 8 and fine.coded, "near tokens are read with all numbers"

@@ -39,14 +39,24 @@ NO_MEMORY = (
     "too little memory; what was done is kept. Close other programs or add --recompute, and the run resumes; or start "
     "anew with --stream, or with a lower --length or --tokens."
 )
-NO_MEMORY_WORDS = ("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread")
+NO_MEMORY_WORDS = (
+    *("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread"),
+    *("can't allocate", "unable to allocate", "failed to map segment"),  # a lock, an array, a library
+)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory ran out. Libraries have no common type for it, so texts are searched."""
-    if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
-        return True
-    return any(words in str(error).lower() for words in NO_MEMORY_WORDS)
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, means that memory ran out.
+
+    Libraries have no common type for it, so texts are searched.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
+            return True
+        if any(words in str(error).lower() for words in NO_MEMORY_WORDS):
+            return True
+        error = error.__cause__
+    return False
 
 
 WRONG_TORCHVISION = (

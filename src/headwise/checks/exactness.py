@@ -24,7 +24,7 @@ from headwise.files import tensors
 from headwise.runtime import foreign_code
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.types import Budget, Check, LayerShape, ModelShape, Plan
-from headwise.types.codes import beside_bytes, kept_beside
+from headwise.types.codes import COUNTED_TOKENS, kept_beside
 
 PROOF_TOKENS = 64
 FORMATS = ("float32", "bfloat16", "float16")  # that a model is proven in
@@ -139,18 +139,19 @@ def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2)
     the output.
     """
     found, rows = _cached(model, element_bytes, length)
-    return found + sum(count * beside_bytes(size, element_bytes) for count, size in rows)
+    return found + sum(count * -(-kept_beside(*row, element_bytes) // COUNTED_TOKENS) for count, row in rows)
 
 
 def cache_bytes(model: nn.Module, element_bytes: int, tokens: int) -> int:
     """The same for a whole text of so many tokens."""
     found, rows = _cached(model, element_bytes, 2)
-    return found * tokens + sum(count * kept_beside(size, element_bytes) for count, size in rows)
+    return found * tokens + sum(count * kept_beside(*row, element_bytes) for count, row in rows)
 
 
 @torch.no_grad()
-def _cached(model: nn.Module, element_bytes: int, length: int) -> tuple[int, list[tuple[int, int]]]:
-    """Bytes of a token's rows in a real cache; and the number and the size of rows beside which some are kept."""
+def _cached(model: nn.Module, element_bytes: int, length: int) -> tuple[int, list[tuple[int, tuple[int, int]]]]:
+    """Bytes of a token's rows in a real cache; and of rows beside which tokens are kept: how many there are, and their
+    numbers and the bytes of a near token."""
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
         return 0, []
@@ -161,7 +162,7 @@ def _cached(model: nn.Module, element_bytes: int, length: int) -> tuple[int, lis
     kept = [tensor for layer in layers if layer.keys is not None for tensor in (layer.keys, layer.values)]
     found = sum(t.numel() // t.shape[-2] * (1 if t.dtype == torch.uint8 else element_bytes) for t in kept)
     coded = [block.attention for block in family.blocks(model) if block.attention.coders is not None]
-    rows = [(attention.kv_heads, coder.size) for attention in coded for coder in attention.coders]
+    rows = [(attention.kv_heads, (coder.size, coder.fine.bytes)) for attention in coded for coder in attention.coders]
     return found, rows
 
 

@@ -313,7 +313,7 @@ def main() -> None:
     except HeadwiseError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         sys.exit(2)
-    except (MemoryError, SystemError, RuntimeError, ImportError, OSError) as error:
+    except Exception as error:  # of any type: libraries raise what they like where memory or disk runs out
         if not (reason := known_reason(error)):
             raise
         typer.echo(f"error: {reason}", err=True)

@@ -251,14 +251,20 @@ def batches(blocks: torch.Tensor, tokens: int = 4096, row: int | None = None) ->
 
 
 def measured_and_others(
-    tokens: torch.Tensor, measured: int, least: int, row: int | None = None
+    tokens: torch.Tensor, measured: int, least: int, row: int | None = None, joined: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """About `measured` tokens to measure options on, and twice as many others to heal each option on first."""
+    """About `measured` tokens to measure options on, and twice as many others to heal each option on first.
+
+    The former are read in rows that are as long as `joined` of the given ones, which follow each other.
+    """
 
     def spread(rows: list[int], count: int) -> list[int]:
         return rows[:: max(1, len(rows) // count)][:count]
 
     length = mean_length(tokens, row)
-    few = spread(list(range(len(tokens))), max(2, measured // length))
+    joined = max(1, min(joined, len(tokens) // 2))
+    starts = spread(list(range(0, len(tokens) - joined + 1, joined)), max(2, measured // (length * joined)))
+    few = [start + more for start in starts for more in range(joined)]
     rest = [row for row in range(len(tokens)) if row not in set(few)] or few
-    return tokens[few], tokens[spread(rest, max(2, 2 * measured // length, least // length))]
+    found = tokens[few].reshape(len(starts), -1) if joined > 1 else tokens[few]
+    return found, tokens[spread(rest, max(2, 2 * measured // length, least // length))]

@@ -1,7 +1,7 @@
 """How rows of codes lie in the cache of a fast model, for kernels that read many places at once.
 
-A coder stores codes of 1 to 8 bits in planes of 8, 4, 2 and 1 bits. Here, too; but fields of a plane lie in words of 16
-bits so that one mask gives numbers of two of them: what is left of a word, read as a number of 16 bits, is the field
+A coder stores codes of 1 to 12 bits in planes of 8, 4, 2 and 1 bits. Here, too; but fields of a plane lie in words of
+16 bits so that one mask gives numbers of two of them: what is left of a word, read as a number of 16 bits, is the field
 times a power of two, exactly. A segment is up to 64 coefficients that have a field in a plane and share a scale;
 word j of a chunk holds coefficient j of as many segments as a word has fields. Coefficients that are missing from a
 segment have a factor of zero. Needs torch alone.
@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+
+from headwise.runtime.coder_headwise import _span
 
 SCALE_UP = 16.0  # of scales as kernels read them: rows of small numbers keep their precision
 TILE = 64  # places whose scales, and whose values of a coefficient, lie side by side
@@ -41,6 +43,7 @@ class CodeLayout:
         self.coder, self.size, self.kept, self.groups = coder, coder.size, coder.kept, coder.groups
         self.each = max(1, -(-coder.kept // coder.groups))  # coefficients of a scale
         self.bits = [bits for bits, count in coder.parts for _ in range(count)]
+        self.fine_bits = coder.fine.parts[0][0]  # of every number of a near token
         built = {size: self._built(size) for size in SEGMENTS}
         bytes_of = {n: 2 * (n * sum(chunks) + len(segments)) for n, (chunks, segments) in built.items()}
         self.segment = max(n for n in SEGMENTS if bytes_of[n] <= FILLED * min(bytes_of.values()))
@@ -93,7 +96,7 @@ class CodeLayout:
                 k = those[j] if j < len(those) else -1
                 width = self.bits[k] if k >= 0 else 1
                 low = width & (plane - 1)
-                step = 2.0 / (1 << width) * (0.8 if width <= 2 else 1.0)
+                step = 2.0 / (1 << width) * _span(width)
                 if k >= 0:
                     slots[k].append(len(own))
                 own.append(max(k, 0))

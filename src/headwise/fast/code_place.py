@@ -1,6 +1,6 @@
 """New rows of keys or values as codes in the cache of a fast model, on CUDA.
 
-One kernel codes new rows, keeps the first tokens of a text as they are, and the newest in 8 bits a number: as
+One kernel codes new rows, keeps the first tokens of a text as they are, and the newest in more bits: as
 `RowCoder` and `CodedLayer` do. Imported only where Triton is.
 """
 
@@ -31,7 +31,7 @@ def _scale(x):
 def _codes(x, factor, bits):
     """Codes of numbers by their bits."""
     count = tl.exp2(bits.to(tl.float32))
-    slope = count * 0.5 / tl.where(bits <= 2, 0.8, 1.0)
+    slope = count * 0.5 / tl.where(bits <= 2, 0.9, 1.0)
     code = tl.floor(x / factor * slope + count * 0.5)
     return tl.minimum(tl.maximum(code, 0.0), count - 1.0)
 
@@ -77,8 +77,8 @@ def _place_codes(
     x, words, scales, side, own, bits, below, group, plane, first, starts, places, past, T, UP,
     x_row, x_group, x_token, word_row, scale_row, KEPT: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr,
     CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, FINE: tl.constexpr,
-    G: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, SIDE: tl.constexpr, ON_DEVICE: tl.constexpr,
-    TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
+    FINE_BITS: tl.constexpr, G: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, SIDE: tl.constexpr,
+    ON_DEVICE: tl.constexpr, TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = row % T
@@ -106,8 +106,8 @@ def _place_codes(
         side += pair * SIDE * SIZE
         if at + NEAR >= end:
             factor = _scale(new)[:, None]
-            code = _codes(new, factor, tl.full([1, WIDE], 8, tl.int32))
-            near = (code * 0.0078125 - 0.99609375) * factor
+            code = _codes(new, factor, tl.full([1, WIDE], FINE_BITS, tl.int32))
+            near = (code * (2.0 / (1 << FINE_BITS)) + (1.0 / (1 << FINE_BITS) - 1.0)) * factor
             tl.store(side + (WHOLE + at % NEAR) * SIZE + k, near.to(side.dtype.element_ty), mask=there)
         if (at >= start) & (at < start + WHOLE):
             tl.store(side + (at - start) * SIZE + k, new.to(side.dtype.element_ty), mask=there)
@@ -131,7 +131,8 @@ def place_codes(
         x, held.words, held.scales.view(torch.int16), held.side, table["own"], table["bits"], table["below"],
         table["group"], table["plane"], table["first"], starts_B, starts_B if known else past, past if known else 0, T,
         SCALE_UP, *x.stride()[:3], held.words.stride(1), 2 * held.scales.stride(1), KEPT=layout.kept, SIZE=K,
-        EACH=layout.each, CHUNKS=chunks, SEGMENTS=len(layout.segments), FIELDS=FIELDS, FINE=fine, G=G, WHOLE=whole,
-        NEAR=near, SIDE=held.side.shape[2], ON_DEVICE=not known, TILE=TILE, SEG=layout.segment,
-        WIDE=triton.next_power_of_2(max(fine, layout.each)), BY_PLACE=by_place, num_warps=4,
+        EACH=layout.each, CHUNKS=chunks, SEGMENTS=len(layout.segments), FIELDS=FIELDS, FINE=fine,
+        FINE_BITS=layout.fine_bits, G=G, WHOLE=whole, NEAR=near, SIDE=held.side.shape[2], ON_DEVICE=not known,
+        TILE=TILE, SEG=layout.segment, WIDE=triton.next_power_of_2(max(fine, layout.each)), BY_PLACE=by_place,
+        num_warps=4,
     )  # fmt: skip

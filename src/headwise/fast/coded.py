@@ -1,7 +1,7 @@
 """The cache of layers whose rows are in bits, as our kernels read it, and what happens to new rows there.
 
 Codes and scales are those of `RowCoder`; only their order in memory is another. The first tokens of a text are kept as
-they are, the newest in 8 bits a number (`CodedLayer`), beside the codes. Shape suffixes: B texts, G rows per token,
+they are, the newest in more bits (`CodedLayer`), beside the codes. Shape suffixes: B texts, G rows per token,
 L places, T tokens, K coefficients.
 """
 

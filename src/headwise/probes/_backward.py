@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from typing import NamedTuple
@@ -106,11 +107,29 @@ def drawn_labels(seed: int) -> Labels:
     return labels
 
 
-def _drawn(log_probabilities: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """A token for every place of a row. Every row has its own numbers: batches and processes do not change them."""
-    reached = log_probabilities.double().exp().cumsum(-1)
-    wanted = torch.rand(len(reached), 1, generator=random, dtype=torch.float64).to(reached.device) * reached[:, -1:]
-    return torch.searchsorted(reached, wanted, right=True).squeeze(1)
+def _drawn(log_probabilities_TV: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """A token for every place of a row. Every row has its own numbers: batches and processes do not change them.
+
+    The largest of log-probabilities with Gumbel noise is a draw, and rounding changes it only where the two largest
+    nearly tie. Inverting the distribution function would change it wherever a boundary between two of all tokens moves:
+    one other label of thousands moves prices by a percent, and a GPU would find another plan than a CPU. Noise for
+    every token is too much, so a block of tokens is drawn first, and then a token of it.
+    """
+    count, size = log_probabilities_TV.shape
+    width = math.ceil(math.sqrt(size))  # of a block
+    blocks = -(-size // width)
+    padded = nn.functional.pad(log_probabilities_TV.detach().float(), (0, blocks * width - size), value=-torch.inf)
+    within_TBW = padded.view(count, blocks, width)
+    block_T = _largest(within_TBW.logsumexp(-1), random)
+    token_T = _largest(within_TBW[torch.arange(count, device=block_T.device), block_T], random)
+    return block_T * width + token_T
+
+
+def _largest(scores_TN: torch.Tensor, random: torch.Generator) -> torch.Tensor:
+    """One of every row, drawn by its share of the exponentials; noise is made on the CPU, the same for all devices."""
+    uniform = torch.rand(scores_TN.shape, generator=random, dtype=torch.float64)
+    noise = -(-uniform.clamp_min(1e-300).log()).clamp_min(1e-300).log()
+    return (scores_TN.double() + noise.to(scores_TN.device)).argmax(-1)
 
 
 class Way(NamedTuple):

@@ -5,7 +5,7 @@ and of the values of every row. With it and the covariance of the rows there is 
 uncorrelated, have a spread of one, and an error `e` costs `1/2 sum(price * e**2)`: one price list for keys and values
 of all layers. A coefficient with b bits costs `price * D(b) / 2`. Codes are made for a list of common price levels:
 the codes of all layers at one level are together the best for the bits that they take.
-Near tokens are read in 8 bits: gradients of near and of far reading are summed apart, and bits are given by the latter.
+Near tokens are read in more bits: gradients of near and of far reading are summed apart; bits are given by the latter.
 """
 
 from __future__ import annotations
@@ -31,13 +31,20 @@ from headwise.runtime.cache_headwise import WHOLE
 from headwise.tasks import Task
 from headwise.tasks.causal import Causal
 from headwise.types import LayerShape, Reading, code_bytes
-from headwise.types.codes import CACHE_BYTES
+from headwise.types.codes import BITS, CACHE_BYTES, near_bits
 
 NAME = "fisher"
 MEANING = "what errors in cached keys and values cost, from gradients"
-ERRORS = (4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47)  # of a coefficient with 8, 7, ... 1 bits, squared
+ERRORS = (  # of a coefficient with 12, 11, ... 1 bits, squared
+    1.6e-7, 6.3e-7, 2.5e-6, 1e-5, 4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47,
+)  # fmt: skip
 NEARLY = 0.01  # of the price of near reading counts too: there may be little far reading in short texts
-MEAN_BITS = (*np.arange(8, 4, -0.5), *np.arange(4, 2, -0.25), *np.arange(2, 0.2, -0.125))  # one code for each
+MEAN_BITS = (
+    *np.arange(12, 8, -1),
+    *np.arange(8, 4, -0.5),
+    *np.arange(4, 2, -0.25),
+    *np.arange(2, 0.2, -0.125),
+)  # one code for each
 STEP = 8  # products with a multiple of it are fast
 Floats = NDArray[np.float64]
 
@@ -164,9 +171,9 @@ class Costs:
         return cls(np.maximum(prices, least), float(moments[f"{name}_near"].sum()))
 
     def damage(self, code: tuple[int, ...], errors: Sequence[float] = ERRORS) -> float:
-        """Of a code that gives so many coefficients 8, 7, ... 1 bits, whose squared errors are these."""
+        """Of a code that gives so many coefficients 12, 11, ... 1 bits, whose squared errors are these."""
         every = np.repeat((*errors, 1.0), (*code, len(self.prices) - sum(code)))
-        return 0.5 * float(self.prices @ every + errors[0] * self.near)
+        return 0.5 * float(self.prices @ every + errors[BITS.index(near_bits(code))] * self.near)
 
 
 def measure(
@@ -191,21 +198,21 @@ def measure(
 
 @functools.cache
 def _thresholds() -> tuple[float, ...]:
-    """How much more than a bit a coefficient must cost to get 1, 2, ... 8 bits.
+    """How much more than a bit a coefficient must cost to get 1, 2, ... 12 bits.
 
     Widths that are never best have the threshold of the next one.
     """
     errors = (1.0, *ERRORS[::-1])
-    found, bits = [0.0] * 8, 0
-    while bits < 8:  # along the convex hull of errors by bits
-        gain, best = max(((errors[bits] - errors[b]) / 2 / (b - bits), b) for b in range(bits + 1, 9))
+    found, bits = [0.0] * BITS[0], 0
+    while bits < BITS[0]:  # along the convex hull of errors by bits
+        gain, best = max(((errors[bits] - errors[b]) / 2 / (b - bits), b) for b in range(bits + 1, BITS[0] + 1))
         found[bits:best] = [1 / gain] * (best - bits)
         bits = best
     return tuple(found)
 
 
 def _reach(prices: Floats, level: float) -> list[int]:
-    """How many coefficients, highest prices first, get at least 8, 7, ... 1 bits where a bit costs `level`."""
+    """How many coefficients, highest prices first, get at least 12, 11, ... 1 bits where a bit costs `level`."""
     rising = prices[::-1]
     wanted = level * np.array(_thresholds()[::-1])
     return [len(prices) - int(place) for place in np.searchsorted(rising, wanted)]
@@ -235,7 +242,7 @@ def _offered(costs: Costs, levels: list[float]) -> dict[int, tuple[tuple[int, ..
 
 
 def _code(reach: list[int], size: int) -> tuple[int, ...]:
-    """How many coefficients have 8, 7, ... 1 bits; all together a multiple of eight, where rows are wide enough."""
+    """How many coefficients have 12, 11, ... 1 bits; all together a multiple of eight, where rows are wide enough."""
     step = STEP if size >= 8 * STEP else 1
     kept = min(size, max(step, -(-reach[-1] // step) * step))  # something is kept
     return tuple(b - a for a, b in zip([0, *reach[:-1]], [*reach[:-1], kept], strict=True))

@@ -17,7 +17,7 @@ HOW = (
 )
 COUNTED = (
     f"Everything that is stored is counted: codes, scales (a byte for {CODE_GROUP} numbers), the first {WHOLE_TOKENS} "
-    f"tokens of a text, which are also stored in 16 bits, and the newest {NEAR_TOKENS}, also stored in 8 bits "
+    f"tokens of a text, which are also stored in 16 bits, and the newest {NEAR_TOKENS}, also stored in 8 to 12 bits "
     f"(the bytes of both are spread over {COUNTED_TOKENS:,} tokens)."
 )
 GENERATE = "model.generate(...) uses the coded cache automatically: the DynamicCache of transformers then holds bytes."

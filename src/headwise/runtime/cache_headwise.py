@@ -2,8 +2,8 @@
 
 Rows are coded as bytes (`coder_headwise.py`), which the cache of transformers stores in place of numbers: it appends,
 crops, reorders and copies such rows as all others. The first tokens of a text are also kept whole: all later tokens
-look at them, and their rows are unlike all others. Every token reads itself and its nearest predecessors in 8 bits a
-number: attention looks at them most, and there are few of them.
+look at them, and their rows are unlike all others. Every token reads itself and its nearest predecessors in
+more bits, at least 8 a number: attention looks at them most, and there are few of them.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
 """
 
@@ -23,7 +23,7 @@ from .coder_headwise import RowCoder, as_if_kept
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
-NEAR = 32  # tokens, the reading one among them, that are read in 8 bits a number
+NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
@@ -77,7 +77,7 @@ def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
 class CodedLayer(DynamicLayer):
     """A layer of a cache whose rows are bytes, with the first tokens of every text as they are."""
 
-    newest: tuple[torch.Tensor, ...] = ()  # keys and values of the newest tokens in 8 bits a number (B, G, T, N)
+    newest: tuple[torch.Tensor, ...] = ()  # keys and values of the newest tokens in more bits (B, G, T, N)
     starts: tuple[torch.Tensor, ...] = ()  # keys and values of the first tokens (B, G, WHOLE, K), once there are any
     padding: torch.Tensor | None = None  # tokens before the first of every text (B)
     begun = 0  # tokens after which every text has more than its first ones
@@ -97,7 +97,7 @@ class CodedLayer(DynamicLayer):
         self.starts = tuple(torch.where(given, new, old) for new, old in zip(taken, self.starts, strict=True))
 
     def nearest(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows in 8 bits of the new tokens (B, G, T, N), after those that are near the first of them."""
+        """Rows in more bits of the new tokens (B, G, T, N), after those that are near the first of them."""
         new: tuple[torch.Tensor, ...] = (k, v)
         tokens = k.shape[2]
         if self.newest:
@@ -158,7 +158,7 @@ class CodedLayer(DynamicLayer):
 
 
 class Rows(NamedTuple):
-    """Keys and values that queries read: coded ones, and near them those in 8 bits, if they are not among the coded."""
+    """Keys and values that queries read: coded ones, and near ones in more bits, if they are not among the coded."""
 
     k: torch.Tensor  # (B, G, S, K)
     v: torch.Tensor
@@ -193,7 +193,7 @@ class Rows(NamedTuple):
         return torch.cat(z, 1), None if weights[0] is None else torch.cat(weights, 2)
 
     def _blocks(self, tokens: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Queries that read together, and the places that they read: as coded, and in 8 bits."""
+        """Queries that read together, and the places that they read: as coded, and in more bits."""
         end = self.start + self.near[0].shape[2]
         if not isinstance(self.past, int):  # on the device; places without tokens are hidden by the mask
             yield slice(0, tokens), slice(0, self.k.shape[2]), slice(self.start, end)
@@ -241,8 +241,8 @@ def remembered(
 ) -> Rows:  # fmt: skip
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
-    `whole`: the first tokens of a text are kept as they are, and near tokens are read in 8 bits. `gains` are factors of
-    keys and values (G, K): codes need numbers of equal spread, and training needs weights of equal size.
+    `whole`: the first tokens of a text are kept as they are, and near tokens are read in more bits. `gains` are factors
+    of keys and values (G, K): codes need numbers of equal spread, and training needs weights of equal size.
     """
     if gains[0] is None:
         return _remembered(coders, k, v, cache, index, mask, whole)

@@ -1,8 +1,9 @@
 """Rows of numbers as bytes, in few bits a number. Needs torch alone; lies beside every tailored model.
 
-A row is a vector of coefficients, most important first. The first of them get up to 8 bits each, the next fewer; those
-that get none are read as zeros. A scale of one byte belongs to every token and about 64 neighbouring coefficients. It
-is as large as the largest of them, so that no outlier is cut off. Codes and scales of a token lie together in one row.
+A row is a vector of coefficients, most important first. The first of them get up to 12 bits each, the next fewer;
+those that get none are read as zeros. A scale of one byte belongs to every token and about 64 neighbouring
+coefficients. It is as large as the largest of them, so that no outlier is cut off. Codes and scales of a token lie
+together in one row.
 Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
 """
 
@@ -15,6 +16,7 @@ from torch import nn
 
 GROUP = 64  # neighbouring coefficients that share a scale, about
 PLANES = (8, 4, 2, 1)  # bits that pack evenly into bytes
+FINE = 8  # bits of a number of a near token, at least
 OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
 MIDDLE = 128  # the byte that stands for a scale of one
 SPREAD: Any = {  # bits of a field -> numbers as wide as all fields of a byte; how far bits move, and which then stay
@@ -22,7 +24,7 @@ SPREAD: Any = {  # bits of a field -> numbers as wide as all fields of a byte; h
     2: (torch.int32, ((12, 0x000F000F), (6, 0x03030303))),
     1: (torch.int64, ((28, 0x0000000F0000000F), (14, 0x0003000300030003), (7, 0x0101010101010101))),
 }
-FEW_STEPS = 0.8  # the part of the scale that codes of one and two bits cover
+FEW_STEPS = 0.9  # the part of the scale that codes of one and two bits cover
 
 
 def as_if_kept(found: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -38,7 +40,8 @@ class RowCoder:
 
     `counts` says how many of the first coefficients have how many bits: {"4": 96, "2": 32}; the others get none. Codes
     are stored in planes of 8, 4, 2 and 1 bits, one behind the other: a code of 6 bits has its highest 4 in one plane
-    and the other 2 in another. What becomes of a token depends on that token alone.
+    and the other 2 in another. `fine` codes near tokens: all numbers in as many bits as the
+    widest code has, or in 8. What becomes of a token depends on that token alone.
     """
 
     def __init__(self, counts: dict[str, int], size: int) -> None:
@@ -53,7 +56,8 @@ class RowCoder:
                 self.bits += fields * plane
         self.codes, self.groups = -(-self.bits // 8), max(1, round(self.kept / GROUP))
         self.bytes = self.codes + self.groups
-        self.fine = self if counts == {"8": size} else RowCoder({"8": size}, size)  # for tokens that are near
+        near = {str(max([FINE, *map(int, counts)])): size}
+        self.fine = self if counts == near else RowCoder(near, size)
         self._runs = [self._side_by_side(plane) for plane, _, _ in self.planes]
         self._made: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -115,7 +119,8 @@ class RowCoder:
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Coefficients of such rows."""
-        codes = rows.new_empty((*rows.shape[:-1], self.size))
+        wide = torch.int16 if any(bits > 8 for bits, _ in self.parts) else torch.uint8
+        codes = rows.new_empty((*rows.shape[:-1], self.size), dtype=wide)
         if self.kept < self.size:
             codes.narrow(-1, self.kept, self.size - self.kept).zero_()
         for (plane, start, count), runs in zip(self.planes, self._runs, strict=True):
@@ -159,7 +164,10 @@ def _factor(code: torch.Tensor) -> torch.Tensor:
 
 
 def _span(bits: int) -> float:
-    """The part of the scale that the steps cover: with few steps less error is made where most numbers are."""
+    """The part of the scale that the steps cover: with few steps less error is made where most numbers are.
+
+    Still fewer would have the least squared error, but all numbers would shrink together, which does more damage.
+    """
     return FEW_STEPS if bits <= 2 else 1.0
 
 

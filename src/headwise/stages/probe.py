@@ -38,6 +38,7 @@ T = TypeVar("T")
 MOMENTS = "moments.safetensors"
 HEALING_TOKENS = 8_192  # at least, to heal a single layer on before it is priced
 SPECTRUM_TOKENS = 4_096  # where only a reader of the report wants to know
+MEASURED_LENGTH = 2_048  # tokens of a row on which codes are measured, at most: in longer texts more is read from codes
 NARROW = 256  # numbers of a row whose spectrum takes no time
 SENSITIVITY_TOKENS = 32_768  # gradients cost three times a forward pass, and their prices settle early
 
@@ -99,7 +100,7 @@ class _Probing:
         diagnosed = self.progress.piece("diagnosed", lambda: _plain(self._diagnosed() if diagnose else []))
         curves, self.orders = self._predicted()
         few, others = data.measured_and_others(
-            source.calibration, settings.swap_tokens, HEALING_TOKENS, self.task.row_tokens
+            source.calibration, settings.swap_tokens, HEALING_TOKENS, self.task.row_tokens, self._joined()
         )
         others = source.inputs(others)
         curves += self._measured(curves, few, others)
@@ -119,6 +120,11 @@ class _Probing:
             seconds=time.perf_counter() - start,
         )
         return Probed(readings, self.moments)
+
+    def _joined(self) -> int:
+        """How many calibration rows are read as one where codes are measured."""
+        rows = self.source.calibration
+        return min(MEASURED_LENGTH, self.source.context) // rows.shape[1] if self.coded and rows.dim() == 2 else 1
 
     def _moments(self) -> list[Moments]:
         """What cuts go by, as it is in a file: from the one that an interrupted probing left, or measured now.

@@ -4,37 +4,51 @@ from __future__ import annotations
 
 import functools
 
-BITS = (8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
+BITS = (12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first
 CODE_GROUP = 64  # neighbouring numbers that share a scale of one byte, about
 WHOLE_TOKENS = 4  # at the beginning of a text, which are not coded
-NEAR_TOKENS = 32  # newest ones, which are also kept in 8 bits a number
+NEAR_TOKENS = 32  # newest ones, which are also kept in more bits a number
+NEAR_BITS = 8  # of their numbers, at least
 COUNTED_TOKENS = 4_096  # of a text over which both are spread when bytes are counted
 CACHE_BYTES = 2  # of a cached number that is not coded, at most: caches are compared at 16 bits a number
 
 
 @functools.cache
 def code_bytes(code: tuple[int, ...], size: int, number: int = CACHE_BYTES) -> int:
-    """Bytes of a row of `size` numbers, of which so many have 8, 7, ... 1 bits: codes, scales, and what is beside.
+    """Bytes of a row of `size` numbers, of which so many have 12, 11, ... 1 bits: codes, scales, and what is beside.
 
-    The first tokens of a text are also kept whole, in `number` bytes each, and the newest in 8 bits a number.
+    The first tokens of a text are also kept whole, in `number` bytes each, and the newest in `near_bits` a number.
 
-    >>> code_bytes((2, 0, 0, 0, 4, 0, 8, 8), 32)  # 7 of codes, 1 scale, 1 for first and newest tokens
+    >>> code_bytes((0, 0, 0, 0, 2, 0, 0, 0, 4, 0, 8, 8), 32)  # 7 of codes, 1 scale, 1 for first and newest tokens
     9
     """
     bits = sum(width * count for width, count in zip(BITS, code, strict=True))
     scales = max(1, round(sum(code) / CODE_GROUP))
-    return -(-bits // 8) + scales + beside_bytes(size, number)
+    return -(-bits // 8) + scales + beside_bytes(code, size, number)
 
 
-def beside_bytes(size: int, number: int = CACHE_BYTES) -> int:
+def near_bits(code: tuple[int, ...]) -> int:
+    """Bits of every number of the newest tokens: those of the widest number of a code, and at least 8."""
+    return max([NEAR_BITS, *(width for width, count in zip(BITS, code, strict=True) if count)])
+
+
+def beside_bytes(code: tuple[int, ...], size: int, number: int = CACHE_BYTES) -> int:
     """Bytes of the first and the newest tokens of a text, kept beside codes, for each of its tokens.
 
-    >>> beside_bytes(512)
+    >>> beside_bytes((0, 0, 0, 0, 512, 0, 0, 0, 0, 0, 0, 0), 512)
     6
     """
-    return -(-kept_beside(size, number) // COUNTED_TOKENS)
+    return -(-kept_beside(size, near_bytes(code, size), number) // COUNTED_TOKENS)
 
 
-def kept_beside(size: int, number: int = CACHE_BYTES) -> int:
-    """Bytes of the first and the newest tokens of a text that are kept beside codes of rows of `size` numbers."""
-    return WHOLE_TOKENS * size * number + NEAR_TOKENS * (size + max(1, round(size / CODE_GROUP)))
+def near_bytes(code: tuple[int, ...], size: int) -> int:
+    """Bytes of a row of one of the newest tokens: codes and scales."""
+    return -(-size * near_bits(code) // 8) + max(1, round(size / CODE_GROUP))
+
+
+def kept_beside(size: int, near: int, number: int = CACHE_BYTES) -> int:
+    """Bytes of the first and the newest tokens of a text, whose rows of `size` numbers are kept beside codes.
+
+    A row of a first token takes `number` bytes a number, one of a newest token `near` bytes in all.
+    """
+    return WHOLE_TOKENS * size * number + NEAR_TOKENS * near

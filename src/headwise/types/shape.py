@@ -7,7 +7,7 @@ from typing import Any
 
 from headwise.errors import ShapeError
 from headwise.types._record import Record
-from headwise.types.codes import BITS, CACHE_BYTES, beside_bytes, code_bytes, kept_beside
+from headwise.types.codes import BITS, CACHE_BYTES, beside_bytes, code_bytes, kept_beside, near_bytes
 from headwise.types.weights import ENDS, FIELDS, WHOLE, WIDTHS
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
@@ -44,7 +44,7 @@ class LayerShape(Record):
     role: str = ""  # in a model of two stacks: one of ROLES
     pooled: int = 1  # key/value heads whose keys and values share a cached row
     v_width: int = 0  # width of a row's values before projection to v_dim, where heads are pooled
-    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 8, 7, ... 1 bits; none: not coded
+    k_code: tuple[int, ...] = ()  # how many of a row's qk_dim keys are cached in 12, 11, ... 1 bits; none: not coded
     v_code: tuple[int, ...] = ()  # and how many of its v_dim values; the others get no bits
     q_rank: int = 0  # of the projection of queries, where it is two factors; 0: it is one matrix
     w_q: int = WHOLE  # bits of a weight, as stored, of the projection of queries, and so on
@@ -57,7 +57,7 @@ class LayerShape(Record):
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary; a code is a count for each width that it uses: {"4": 96, "2": 32}."""
-        codes = {name: zip(map(str, BITS), getattr(self, name), strict=False) for name in CODES if getattr(self, name)}
+        codes = {name: zip(map(str, BITS), getattr(self, name), strict=True) for name in CODES if getattr(self, name)}
         by_bits = {name: {bits: count for bits, count in code if count} for name, code in codes.items()}
         return Record.to_json(self) | by_bits
 
@@ -167,9 +167,10 @@ class LayerShape(Record):
 
     def text_bytes(self, tokens: int, number: int = CACHE_BYTES) -> int:
         """Bytes of the cached rows of a text of so many tokens, as long as all that is kept beside codes."""
-        sizes = [size for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
-        each = self.row_bytes(number) - sum(beside_bytes(size, number) for size in sizes)
-        return self.kv_heads * (tokens * each + sum(kept_beside(size, number) for size in sizes))
+        parts = [(code, size) for code, size in ((self.k_code, self.qk_dim), (self.v_code, self.v_dim)) if code]
+        each = self.row_bytes(number) - sum(beside_bytes(code, size, number) for code, size in parts)
+        beside = sum(kept_beside(size, near_bytes(code, size), number) for code, size in parts)
+        return self.kv_heads * (tokens * each + beside)
 
     @property
     def k_bytes(self) -> int:
