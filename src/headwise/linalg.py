@@ -3,8 +3,6 @@
 Moments are accumulated and decomposed in double precision: they are small, and their spectra span many decades.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """What a user may limit. One price per file; each says how a layer is priced and, if that is not all, a model."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from types import ModuleType

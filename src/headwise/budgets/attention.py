@@ -1,7 +1,5 @@
 """FLOPs of the attention blocks alone, projections included, for a prompt (attention=80%@1k)."""
 
-from __future__ import annotations
-
 from headwise.cost import attention_flops
 from headwise.types import LayerShape, ModelShape
 

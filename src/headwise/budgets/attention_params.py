@@ -1,7 +1,5 @@
 """Parameters of the attention blocks alone: projections of queries, keys, values and outputs, with their biases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headwise.cost import layer_parameters

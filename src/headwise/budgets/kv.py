@@ -1,7 +1,5 @@
 """Key/value cache: bytes kept for every token of context."""
 
-from __future__ import annotations
-
 from headwise.cost import layer_kv_bytes_per_token
 from headwise.types import LayerShape, ModelShape
 

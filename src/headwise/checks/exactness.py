@@ -1,7 +1,5 @@
 """Does the saved model have the planned sizes? Counted on the loaded model, reloaded in a fresh process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -1,7 +1,5 @@
 """The quickest path that computes a case correctly: looked up, or measured within some milliseconds."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterable

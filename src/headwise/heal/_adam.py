@@ -9,8 +9,6 @@ it rounds in another order and adds `eps` elsewhere. It would also read every gr
 one rate is read from the device, so that a captured step can be replayed at another rate.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """What a healing method is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The least-squares problems of one layer, which `refit` solves layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass

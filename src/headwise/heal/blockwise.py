@@ -9,8 +9,6 @@ Text beyond the calibration's is read in portions whose streams fit into memory:
 portion, then all of them on the next.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial

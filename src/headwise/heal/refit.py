@@ -8,8 +8,6 @@ Solving also for the scales of the MLP's norm and the projections before rotary 
 text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ measured for any run, under a name that stands for the device, the versions, the
 what was interrupted is found there too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import statistics

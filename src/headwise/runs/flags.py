@@ -5,8 +5,6 @@
 `with_flags` gives a command the options of such a dataclass, and `words` turns values back into what a user types.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """A source that is held in memory, as nearly every one is: how it is probed, reshaped and healed, saved and judged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 

@@ -1,7 +1,5 @@
 """The probe stage: everything that allocation and reshaping need to know about a model in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

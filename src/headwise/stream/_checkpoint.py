@@ -1,7 +1,5 @@
 """A checkpoint on disk: one or many safetensors files, of which a tensor or some of its rows are read at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

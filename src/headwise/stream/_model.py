@@ -1,7 +1,5 @@
 """A tailored model whose weights stay on disk: a frame without numbers, filled one layer at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps

@@ -1,7 +1,5 @@
 """What flows between layers, kept while a walk over the layers needs it, so that the walk can be resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

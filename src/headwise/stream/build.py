@@ -4,8 +4,6 @@ The model grows file by file in the run folder and is renamed when it is whole. 
 the last layer that was written.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

@@ -4,8 +4,6 @@ At every layer: second moments on all calibration rows, and errors of all sizes 
 the model once for every layer that is cut before; at the end they show what errors of that layer do to the answers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A source that is larger than memory: the same line and files, one layer at a time. And which runs are streamed."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from functools import partial

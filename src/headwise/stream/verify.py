@@ -1,7 +1,5 @@
 """Proof for a model that is larger than memory: source and cut model are walked side by side, layer by layer."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from pathlib import Path

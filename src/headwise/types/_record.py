@@ -1,7 +1,5 @@
 """JSON both ways for frozen dataclasses, with errors that name the field."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

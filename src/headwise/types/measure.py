@@ -3,8 +3,6 @@
 Files and `--json` hold them under flat keys such as `loss_after_low`; only this file knows these keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

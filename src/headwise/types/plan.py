@@ -1,7 +1,5 @@
 """A budget to meet and a plan that meets it: plain JSON that a person can read, edit and run again."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """What a probe found, described so that the report can draw it without knowing the probe."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """What can be cut. One entry per curve of damage: everything else asks this table and knows no unit by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
