@@ -7,8 +7,6 @@ Every process holds both models and reads its own part of the text. Only the mai
 a folder that all processes see. With a single process, the common case, every function returns its argument.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor

@@ -1,9 +1,8 @@
-"""What a user may limit. One price per file; each says how a layer and a model are priced."""
-
-from __future__ import annotations
+"""What a user may limit. One price per file; each says how a layer is priced and, if that is not all, a model."""
 
 import re
 from collections.abc import Sequence
+from types import ModuleType
 
 from headwise.errors import BudgetError
 from headwise.registry import find, names, texts
@@ -35,7 +34,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
     amount = _amount(number, suffix, text)
     if suffix == "%":
-        limit = amount / 100 * price.model_cost(source, length, *([batch] if batch > 1 else []))
+        limit = amount / 100 * _model_cost(price, source, length, *([batch] if batch > 1 else []))
     else:
         units = BYTES if price.UNIT.startswith("bytes") else SUFFIXES
         if suffix.lower() not in units:
@@ -187,7 +186,14 @@ def _length(at: str, text: str) -> int:
 
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
-    return float(find("headwise.budgets", budget.name).model_cost(model, *_at(budget)))
+    return _model_cost(find("headwise.budgets", budget.name), model, *_at(budget))
+
+
+def _model_cost(price: ModuleType, model: ModelShape, *at: int | LatencyTable) -> float:
+    """What a price says of a whole model; where it says nothing, the sum over its layers."""
+    if hasattr(price, "model_cost"):
+        return float(price.model_cost(model, *at))
+    return sum(float(price.layer_cost(model, layer, *at)) for layer in model.layers)
 
 
 def layer_price(budget: Budget, model: ModelShape, layer: LayerShape) -> float:

@@ -1,7 +1,5 @@
 """Time per token before and after, measured side by side: reading a prompt and, if the model can, writing on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import platform

@@ -1,7 +1,5 @@
 """How much memory a run takes, stage by stage, and how it makes do with what there is: estimated before work begins."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from headwise import families

@@ -4,8 +4,6 @@ At every layer: second moments on all calibration rows, and errors of all sizes 
 the model once for every layer that is cut before; at the end they show what errors of that layer do to the answers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -77,27 +75,27 @@ class Walk:
 
     def _begin(self) -> None:
         for number, part in enumerate(self.parts):
-            self.store.put(0, f"rows.{number}", self.source.embed(part))
+            self.store[0, f"rows.{number}"] = self.source.embed(part)
         for number, part in enumerate(self.few):
-            self.store.put(0, f"few.0.{number}", self.source.embed(part).float())
+            self.store[0, f"few.0.{number}"] = self.source.embed(part).float()
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
         block, sums, store = self.source.family.block(layer), Sums(1), self.store
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
                 name = f"rows.{number}"
-                store.put(index + 1, name, self.source.run(index, store.get(index, name), context))
+                store[index + 1, name] = self.source.run(index, store[index, name], context)
         layer.float()  # small errors are measured from here on
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
-        rows = [(store.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
+        rows = [(store[index, f"few.0.{number}"], context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
         priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
         if self.wanted.bits:
             moments |= fisher.local(block, self._every_row(index, contexts), self.wanted.seed)
         if self.wanted.few:
             for number, (stream, context) in enumerate(rows):
-                store.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
+                store[index + 1, f"few.{index + 1}.{number}"] = pricing.followed(stream, context)
         for number, context in enumerate(few):
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
@@ -106,7 +104,7 @@ class Walk:
     def _every_row(self, index: int, contexts: list[dict[str, Any]]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """All calibration rows before a layer in float32, a few tokens at a time: rows that are coded are wide."""
         for number, context in enumerate(contexts):
-            stream = self.store.get(index, f"rows.{number}")
+            stream = self.store[index, f"rows.{number}"]
             size = max(1, self.at_once // stream.shape[1])
             for start in range(0, len(stream), size):
                 chosen = slice(start, start + size)
@@ -118,11 +116,11 @@ class Walk:
         together = max(1, TOGETHER // self.few[number].numel())
         for start in range(0, len(names), together):
             some = names[start : start + together]
-            streams = torch.cat([self.store.get(index, name) for name in some])
+            streams = torch.cat([self.store[index, name] for name in some])
             with fast_products(streams.device):  # TF32: far finer than what a cut does
                 stacks = self.source.run(index, streams, repeated(context, len(some)))
             for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
-                self.store.put(index + 1, name, stream)
+                self.store[index + 1, name] = stream
 
     def _prices_file(self, index: int) -> Path:
         return self.folder / "prices" / f"{index:05d}.json"
@@ -149,7 +147,7 @@ class Walk:
         for number, part in enumerate(self.few):
             for row in track(range(len(part)), "gains"):
                 batch = task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
-                files = (self.store.get(self.count, f"few.{stack}.{number}") for stack in range(self.count + 1))
+                files = (self.store[self.count, f"few.{stack}.{number}"] for stack in range(self.count + 1))
                 answers = (task.outputs_from(family, model, stream[row : row + 1], batch) for stream in files)
                 reference = next(answers)  # the others one by one: they are large
                 for layer, found in enumerate(answers):
