@@ -217,11 +217,14 @@ def _plain(text: str) -> str:
 
 
 def of_memory(rows: list[dict[str, Any]]) -> list[str]:
-    """What the page says about memory: estimated before a run began, and used; of rows that have estimates."""
+    """What the page says about memory: estimated before a run began, and used; of rows that have today's estimates."""
+    rows = [row for row in rows if "estimated" in row and all("beside" in stage for stage in row["estimated"])]
+    if not rows:
+        return []
     names = ("run", "stage", "GiB on the device, estimated", "used", "used by estimated", "on the host")
     told = ["", "## Memory, estimated and used", "", ABOUT_MEMORY, ""]
     told += [f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
-    for row in (row for row in rows if "estimated" in row):
+    for row in rows:
         for stage in row["estimated"]:
             own = (stage["device"] - stage["beside"]) / GIB
             used = max(
@@ -233,7 +236,7 @@ def of_memory(rows: list[dict[str, Any]]) -> list[str]:
         host = max(stage["host"] for stage in row["estimated"]) / GIB
         ratio = f"{host:.1f} estimated, {row['host_gib']:.1f} used: {row['host_gib'] / host:.2f}"
         told.append(f"| {row['name']} | whole run | | | | {ratio} |")
-    return told if any("estimated" in row for row in rows) else []
+    return told
 
 
 def estimated_as(label: str) -> str:

@@ -167,8 +167,8 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
 def measured(case: Case) -> dict[str, float]:
     """Seconds of every path that computes the case and agrees with plain attention in float32."""
     q, k, v, seen = example(case)
-    exact = (x.float() for x in (q[:, :, -CHECKED:], k, v))
-    expected, found = eager(*exact, seen), dict[str, float]()
+    q32, k32, v32 = (x.float() for x in (q[:, :, -CHECKED:], k, v))
+    expected, found = eager(q32, k32, v32, seen), dict[str, float]()
     for name, path in sorted(case.paths().items(), key=lambda item: item[0] == "eager"):  # the slowest comes last
         if name == "eager" and case.phase == "prefill" and case.device.type == "cuda" and case.places > 1024:
             continue  # known to be slow, and its logits may not fit
