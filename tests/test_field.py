@@ -51,7 +51,14 @@ def folder(tmp_path):
     ]
     settings = {"data": None, "seed": 0, "heal_options": ["tokens=5"]}
     more = {"evaluation": "held out", "calibration_tokens": 9, "healing_tokens": 9, "evaluation_tokens": 9}
-    more |= {"evaluation_length": 8, "probe_seconds": 1.0, "perplexity_before": 4.2, "hardware": "a machine", "date": "today", "versions": {}}
+    more |= {
+        "evaluation_length": 8,
+        "probe_seconds": 1.0,
+        "perplexity_before": 4.2,
+        "hardware": "a machine",
+        "date": "today",
+        "versions": {},
+    }
     result = {"settings": settings, "rows": rows, "zero_shot": tasks(0.5), **more}
     (tmp_path / "field-embedded-kv.json").write_text(json.dumps(result))
     return tmp_path
