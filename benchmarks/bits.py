@@ -220,7 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--share", action="append", help="of a cache of 16 bits, such as 25%%; repeatable")
     parser.add_argument("--only", action="append", choices=GROUPS)
     parser.add_argument("--rival", action="append", choices=list(rivals()), metavar="NAME")
-    parser.add_argument("--join", type=Path, help="measure nothing: take groups (--only) from this earlier result")
+    parser.add_argument("--join", type=Path, help="measure nothing: take groups (--only) from this other result")
     parser.add_argument("--heads", action="append", choices=list(HEADS), help="how our rows are made; repeatable")
     parser.add_argument("--rivals-from", type=Path, help="an earlier result whose rows of rivals are kept")
     parser.add_argument("--heal", action="append", help="none, refit, or another healing; repeatable")

@@ -224,11 +224,12 @@ def of_groups(path: Path, about: dict[str, Any], groups: Sequence[str]) -> list[
 
 
 def join(file: Path, earlier: Path, groups: Sequence[str]) -> None:
-    """Add rows of some groups of an earlier result, which name their own commit, to a result that has none of them."""
+    """Add rows of some groups of another result, which name their own commit, to a result that has none of them."""
     found = json.loads(file.read_text())
-    if groups and (twice := [row["group"] for row in found["rows"] if row["group"] in groups]):
-        sys.exit(f"{file} has rows of {twice[0]} already.")
-    found["rows"] += of_groups(earlier, found["settings"], groups)
+    more, known = of_groups(earlier, found["settings"], groups), {(*_key(r), r["length"]) for r in found["rows"]}
+    if twice := [row["method"] for row in more if (*_key(row), row["length"]) in known]:
+        sys.exit(f"{file} has a row of {twice[0]} already.")
+    found["rows"] += more
     write_atomically(file, json.dumps(found, indent=1) + "\n")
 
 

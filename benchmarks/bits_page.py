@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
 START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
 OURS = "ours, pooled"
+KEPT = ("rivals", "library", "rank")  # groups whose rows may be of an earlier commit
 NAMED = {  # rivals as the field calls them -> rows of a result; the first 4 and newest 32 tokens stay in 16 bits
     "[KIVI](https://arxiv.org/abs/2402.02750), 4 bits": "KIVI int4, newest 32, first 4 whole",
     "[QuaRot](https://arxiv.org/abs/2404.00456), 4 bits": "QuaRot int4, first 4 and newest 32 whole",
@@ -170,12 +171,11 @@ def _missing(rows: Sequence[Row]) -> list[str]:
 def _about(result: dict[str, Any]) -> list[str]:
     settings = result["settings"]
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
     texts = max(row.get("texts", 0) for row in result["rows"])
     return [
         f"- {texts} held-out texts of each length ({result['evaluation']}), 95% intervals over texts of the difference "
         f"to the source; calibrated on {settings['tokens']:,} tokens in rows of {settings['length']:,}, "
-        f"{settings['dtype']}; {result['hardware']}, {result['date']}, commit {commits}; {made}."
+        f"{settings['dtype']}; {result['hardware']}, {result['date']}, {_commits(result)}; {made}."
     ]
 
 
@@ -192,11 +192,21 @@ def named(files: Sequence[str] = ("bits-smollm2-1024.json", "bits-tinyllama.json
         cells.append((name, *found))
     made = [
         f"{result['name']}: {result['rows'][0]['texts']} texts of {result['rows'][0]['length']:,} tokens; "
-        f"{result['hardware']}, {result['date']}, commit {result['commit']}"
+        f"{result['hardware']}, {result['date']}, {_commits(result)}"
         for result in results
     ]
     notes = ["- Half of the 95% interval. An empty cell was not measured.", *(f"- {text}." for text in made)]
     return "\n".join([*_table(("KV cache", *pairs), cells), *notes])
+
+
+def _commits(result: dict[str, Any]) -> str:
+    """The code that rows were measured with; rows of others may be kept from an earlier one, as ours does not matter."""
+    own, others = (
+        dict.fromkeys(row["commit"] for row in result["rows"] if (row["group"] in KEPT) is kept)
+        for kept in (False, True)
+    )
+    told = f"commit {', '.join(own or others)}"
+    return f"{told} (the others: {', '.join(others)})" if own and others and own != others else told
 
 
 def summary(folder: Path = RESULTS) -> str:
@@ -211,7 +221,7 @@ def summary(folder: Path = RESULTS) -> str:
             name = f"{result['name'].removesuffix(f', {length:,} tokens')}, {length:,}"
             best = (_best(rows, bits) for bits in (4, 2))
             cells.append((name, *(_told(ours.get(share)) for share in titles[1:4]), *best))
-        made.append(f"{result['hardware']}, {result['date']}, commit {result['commit']}")
+        made.append(f"{result['hardware']}, {result['date']}, {_commits(result)}")
     return "\n".join([*_table(titles, cells), f"- {'; '.join(dict.fromkeys(made))}."])
 
 

@@ -151,7 +151,7 @@ def healing() -> str:
         for budget in result["settings"]["budgets"]:
             rows = {row["heal"]: row for row in result["rows"] if (row["budget"], row["plan"]) == (budget, "exact")}
             cells = [_cell(rows[heal], 2) if heal in rows else "" for heal in HEALINGS]
-            lines.append(f"| {name}, {budget.removeprefix('kv=')} | {heads} | {' | '.join(cells)} |")
+            lines += [f"| {name}, {budget.removeprefix('kv=')} | {heads} | {' | '.join(cells)} |"] if rows else []
         notes.append(
             f"- {name}, {heads}: {result['evaluation_tokens']:,} evaluation tokens{in_rows(result)}, "
             f"{result['calibration_tokens']:,} calibration tokens, {result['healing_tokens']:,} for training; healing "

@@ -7,15 +7,17 @@ import logging
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_keeping import run, world  # noqa: F401
 from tiny_models import cut, random_plan
 
 from headwise import budgets, families, linalg, preflight, tasks
-from headwise.checks import speed
+from headwise.checks import exactness, speed
 from headwise.cuts import save
 from headwise.data import overlap
 from headwise.errors import BudgetError, DataError, HeadwiseError, ModelError
@@ -74,6 +76,15 @@ def test_models_of_tiny_sizes_are_timed(changes: dict[str, int]) -> None:
     found = speed.measure(model, model, prompt=16, steps=24, repeats=1)
     assert found["decode_ms_per_token_after"] > 0
     assert found["prompt_tokens"] + found["decoded_tokens"] <= model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize(("after", "passed"), [(0.0, True), (1e-3, False), (torch.nan, False)])
+def test_answers_that_are_all_zero_can_be_compared(after: float, passed: bool, tmp_path: Path) -> None:
+    process = SimpleNamespace(communicate=lambda given: ("", ""), returncode=0)
+    save_file({"logits": torch.full((2, 3), after)}, tmp_path / "logits.safetensors")
+    fresh: Any = SimpleNamespace(scratch=SimpleNamespace(name=tmp_path), process=process)
+    how = ("eager", "float32", "cpu")
+    assert exactness._reloaded(fresh, tmp_path, tmp_path, False, how, torch.zeros(2, 3)).passed == passed
 
 
 def test_layers_that_the_configuration_does_not_name_are_told(

@@ -30,6 +30,7 @@ RELOADS = "reloads in a fresh process without headwise"
 TOLERANCE = 1e-4  # relative: the same stored weights, computed in float32 both times, whatever their dtype
 ROUNDED = 3e-2  # the same where a large model is computed in its own format both times
 NEARLY = 0.99  # of the planned bytes of weights
+LEAST = 1e-30  # of answers, by which differences are divided: where all are zero, equal ones are equal
 LARGE = 500_000_000  # numbers: a larger model is not loaded in float32 to be proven
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
@@ -111,7 +112,7 @@ def _reloaded(
     after = tensors.read(out)["logits"]
     if after.shape != before.shape:
         return Check(RELOADS, False, "answers of another size", "the same")
-    error = float((after - before).abs().max() / before.abs().max())
+    error = float((after - before).abs().max() / before.abs().max().clamp_min(LEAST))
     most = TOLERANCE if how[1] == "float32" else ROUNDED
     return Check(RELOADS, error <= most, f"relative difference {error:.1e}", f"at most {most:.0e}")
 
