@@ -41,6 +41,7 @@ NO_MEMORY_WORDS = (
     *("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread"),
     *("can't allocate", "unable to allocate", "failed to map segment"),  # a lock, an array, a library
 )
+NO_EXCEPTION = ("returned NULL", "without exception set")  # of compiled code that got no memory to say what is wrong
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -49,7 +50,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     Libraries have no common type for it, so texts are searched.
     """
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, SystemError) and any(words in str(error) for words in NO_EXCEPTION):
             return True
         if any(words in str(error).lower() for words in NO_MEMORY_WORDS):
             return True
