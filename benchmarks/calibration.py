@@ -43,13 +43,14 @@ def measured(budget: str, tokens: int, folder: Path) -> dict[str, Any]:
     """One row of the result."""
     dossier = headwise.run(
         "embedded", budget, folder / "run", overwrite=True, allow=BUDGETS[budget], heal="none", tokens=tokens,
-        eval_tokens=EVALUATION, swap_tokens=0, length=LENGTH, context=LENGTH, **texts(folder),
+        eval_tokens=EVALUATION, swap_tokens=0, length=LENGTH, **texts(folder),
     )  # fmt: skip
     assert dossier.verdict is not None and dossier.plan is not None, "a run ends with both"
-    found = dossier.verdict.damage["measured"]
+    found = dossier.verdict.lengths[-1]  # the full context
     return {
-        "budget": budget, "tokens": tokens, "measured": found.value, "measured_low": found.low,
-        "measured_high": found.high, "predicted": dossier.plan.predicted_damage, "commit": commit(),
+        "budget": budget, "tokens": tokens, "measured": found.damage, "measured_low": found.low,
+        "measured_high": found.high, "evaluated": found.length, "predicted": dossier.plan.predicted_damage,
+        "commit": commit(),
     }  # fmt: skip
 
 

@@ -43,9 +43,9 @@ def quantise() -> str:
         (name, *(f"{change(row)} ({row['share']:.1%})" for share in ("25%", "12.5%") if (row := found[method, share])))
         for method, name in SHARES.items()
     ]
-    note = f"- Embedded model, 1,024 tokens, nothing healed; {result['hardware']}, {result['date']}, commit"
+    note = f"- Embedded model, 1,024 tokens, nothing healed; {result['hardware']}, {result['date']}"
     lines = rows_of(("a cache in about", "a quarter of the bytes", "an eighth"), cells)
-    return "\n".join([*lines, "", f"{note} {result['commit']}."])
+    return "\n".join([*lines, "", f"{note}, {bits_page.commits_of(result)}."])
 
 
 def calibration() -> str:
@@ -60,8 +60,9 @@ def calibration() -> str:
     names = {"kv=12.5%": "an eighth of the cache, in bits", "kv=75%": "75% of the cache, fewer dimensions"}
     commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
     note = (
-        f"- Embedded model, increase of perplexity on {result['evaluation_tokens']:,} tokens of other files, rows of "
-        f"{result['length']}, nothing healed, one seed; {result['hardware']}, {result['date']}, commit {commits}."
+        f"- Embedded model, increase of perplexity on {result['evaluation_tokens']:,} tokens of other files in rows of "
+        f"{result['rows'][0]['evaluated']:,}, the full context, nothing healed, one seed; {result['hardware']}, "
+        f"{result['date']}, commit {commits}."
     )
     return "\n".join([*rows_of(("calibration tokens", *(names[budget] for budget in budgets)), cells), "", note])
 

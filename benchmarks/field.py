@@ -20,28 +20,17 @@ from tables import in_rows
 
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
-SECTIONS = {  # heading -> result files of one model and one kind of budget
-    "The embedded model: KV cache, per head": ["field-embedded-kv"],
-    "The embedded model: KV cache, per head, distilled with steps relative to the weights": [
-        "field-embedded-kv-long",
-        "field-embedded-kv-10M",
-    ],
-    "The embedded model: KV cache, per head, blockwise and distillation on as much text": ["field-embedded-kv-2M"],
-    "The embedded model: KV cache, pooled": [
-        "field-embedded-pooled-75",
-        "field-embedded-pooled-50",
-        "field-embedded-pooled-25",
-    ],
-    "The embedded model: parameters": ["field-embedded-params"],
-    "stories15M: KV cache, per head": ["field-stories15M-kv"],
-    "stories15M: KV cache, pooled": ["field-stories15M-pooled"],
-    "stories15M: parameters": ["field-stories15M-params"],
-    "SmolLM2-135M (Q4_1, dequantised): KV cache, per head": ["field-smollm2-kv", "field-smollm2-kv25"],
-    "SmolLM2-135M (Q4_1, dequantised): KV cache, pooled": ["field-smollm2-pooled"],
-    "SmolLM2-135M (Q4_1, dequantised): parameters": ["field-smollm2-params"],
-    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, per head": ["quality-tinyllama"],
-    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, pooled": ["quality-tinyllama-pooled"],
-    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache in bits, the default": ["quality-tinyllama-bits"],
+SECTIONS = {  # heading -> result of one model and one kind of budget
+    "The embedded model: KV cache, per head": "field-embedded-kv",
+    "The embedded model: KV cache, pooled": "field-embedded-pooled",
+    "The embedded model: parameters": "field-embedded-params",
+    "stories15M: KV cache, per head": "field-stories15M-kv",
+    "stories15M: KV cache, pooled": "field-stories15M-pooled",
+    "SmolLM2-135M (Q4_1, dequantised): KV cache, per head": "field-smollm2-kv",
+    "SmolLM2-135M (Q4_1, dequantised): KV cache, pooled": "field-smollm2-pooled",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, per head": "quality-tinyllama",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, pooled": "quality-tinyllama-pooled",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache in bits, the default": "quality-tinyllama-bits",
 }
 DRAWN = ["field-embedded-kv"]
 KINDS = {"kv": "KV cache", "params": "parameters"}
@@ -260,7 +249,7 @@ def section(heading: str, results: list[dict[str, Any]]) -> list[str]:
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page."""
-    found = {heading: read(files, folder) for heading, files in SECTIONS.items()}
+    found = {heading: read([file], folder) for heading, file in SECTIONS.items()}
     parts = [section(heading, results) for heading, results in found.items() if any(r["rows"] for r in results)]
     lines = ["# Healing", "", INTRO, ""]
     if picture(folder):

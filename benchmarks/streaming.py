@@ -1,14 +1,13 @@
 """How much memory a 7B model takes when it is streamed, how long each stage takes, and whether anything else changes.
 
     python benchmarks/streaming.py                  # all parts; 14 GB and as much again of disk in --work, one hour
-    python benchmarks/streaming.py --parts small    # only: small, prices, wide, whole
+    python benchmarks/streaming.py --parts small    # only: small, wide, whole
 
 `whole` makes a checkpoint in the shape of Llama-2-7B from random bf16 weights, shard by shard, and cuts a quarter of
 its cache in a child process whose peak resident memory is recorded: probe, allocate, reshape, save, then verify. Few
 tokens: memory does not depend on their number beyond a batch of 4,096, which `wide` reads, on two such layers, with and
-without the refit. `small` compares streamed results with those of the path in memory, bit by bit. `prices` cuts the
-embedded model by plans from streamed prices, from those of the full path, and evenly. Writes
-`benchmarks/results/streaming.json`.
+without the refit. `small` compares streamed results with those of the path in memory, bit by bit. Writes
+`benchmarks/results/streaming.json`. What plans for streamed models lose is measured by streamed_bits.py.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ FEW = dict(tokens=256, eval_tokens=64, swap_tokens=32, length=32)  # of the whol
 BATCH = dict(tokens=4_608, eval_tokens=512, swap_tokens=512, length=512)  # a full batch to calibrate on
 SMALL = dict(tokens=4_096, eval_tokens=1_024, swap_tokens=512, length=128)
 ALLOW = ("qk", "v", "mlp")  # figures are about dimensions
-EMBEDDED = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 
 def make(folder: Path, layers: int, shape: dict[str, Any] = LLAMA_7B) -> None:
@@ -189,45 +187,9 @@ def small(work: Path) -> dict[str, Any]:
     return {**found, "tensors": len(theirs), "settings": SMALL, "healing": "refit"}
 
 
-def prices(work: Path) -> dict[str, Any]:
-    """Damage of the embedded model's plans by where their prices come from; nothing is healed."""
-    from headwise import pipeline, strategies
-    from headwise.budgets import parse
-    from headwise.checks import quality
-    from headwise.cuts import reshape
-    from headwise.runs.folder import RunFolder
-    from headwise.runs.settings import Settings
-    from headwise.stream.source import load_streaming
-
-    asked = Settings("embedded", ("kv=75%",), device="cpu", data="stdlib", heal="none", allow=ALLOW, **EMBEDDED)
-    bench = pipeline.load_source(asked)
-    start = time.perf_counter()
-    full, moments = pipeline.probe(asked, bench, diagnose=False)
-    seconds = {"full": time.perf_counter() - start}
-    readings = {"full": full}
-    for name, tokens in (("streamed", asked.swap_tokens), ("streamed, no gains", 0)):
-        folder = RunFolder(work / f"prices-{tokens}")
-        settings = Settings(**{**asked.to_json(), "stream": True, "swap_tokens": tokens, "allow": asked.allow,
-                               "budgets": asked.budgets, "heal_options": ()})  # fmt: skip
-        start = time.perf_counter()
-        readings[name] = load_streaming(settings).probe(settings, folder).readings
-        seconds[name] = time.perf_counter() - start
-        shutil.rmtree(folder.path)
-    shape, damages = bench.family.shape_of(bench.model.config), {}
-    for limit in ("kv=75%", "kv=50%"):
-        for name, found, strategy in (
-            *((name, found, "exact") for name, found in readings.items()), ("uniform", full, "uniform")
-        ):  # fmt: skip
-            plan = strategies.allocate(found, (parse(limit, shape),), strategy, asked.allow)
-            cut = reshape(bench.family, bench.model, plan, moments)
-            measured = quality.compare(bench.family, bench.model, cut, bench.evaluation).damage()
-            damages.setdefault(limit, {})[name] = {**measured, "sum_of_prices": plan.predicted_damage}
-    return {"damage": damages, "seconds": seconds, "settings": EMBEDDED, "unit": "nats per token"}
-
-
 def section(result: dict[str, Any]) -> str:
     """The result in Markdown; parts that were not run are left out."""
-    parts = {"whole": _whole, "wide": _wide, "small": _small, "prices": _prices}
+    parts = {"whole": _whole, "wide": _wide, "small": _small}
     told = [tell(result[name]) for name, tell in parts.items() if name in result]
     end = f"{result['machine']}, {result['date']}, torch {result['versions']['torch']}."
     return "\n\n".join(["## Models larger than memory (`benchmarks/streaming.py`)", *told, end]) + "\n"
@@ -264,31 +226,16 @@ def _small(found: dict[str, Any]) -> str:
     )
 
 
-def _prices(found: dict[str, Any]) -> str:
-    names = list(next(iter(found["damage"].values())))
-    lines = [
-        f"Measured damage of the embedded model in {found['unit']} by where predictions come from (nothing healed; 95% "
-        f"intervals; {found['settings']['eval_tokens']:,} evaluation tokens):",
-        "",
-        "| budget | " + " | ".join(names) + " |",
-        "| --- |" + " --- |" * len(names),
-    ]
-    for limit, row in found["damage"].items():
-        cells = [f"{d['measured']:.4f} ({d['measured_low']:.4f} to {d['measured_high']:.4f})" for d in row.values()]
-        lines.append(f"| {limit} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Run the parts that are asked for; others keep their committed results."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", nargs="+", default=["small", "prices", "wide", "whole"])
+    parser.add_argument("--parts", nargs="+", default=["small", "wide", "whole"])
     parser.add_argument("--work", type=Path, help="folder for checkpoints; a temporary one if not given")
     arguments = parser.parse_args()
     result = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     with tempfile.TemporaryDirectory(dir=arguments.work, prefix="streaming-") as scratch:
         for name in arguments.parts:
-            result[name] = {"small": small, "prices": prices, "wide": wide, "whole": whole}[name](Path(scratch))
+            result[name] = {"small": small, "wide": wide, "whole": whole}[name](Path(scratch))
             print(name, json.dumps(result[name]), file=sys.stderr, flush=True)
             import torch
 

@@ -20,8 +20,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 MODELS = {  # result file -> how pages call the model
     "quality-embedded.json": "embedded (Python code)",
-    "quality-stories15M.json": "stories15M (TinyStories)",
-    "quality-smollm2.json": "SmolLM2-135M (Q4_1, dequantised)",
+    "field-stories15M-kv.json": "stories15M (TinyStories)",
+    "field-smollm2-kv.json": "SmolLM2-135M (Q4_1, dequantised)",
     "quality-tinyllama.json": "TinyLlama-1.1B (IQ2_XXS, dequantised)",
 }
 METHODS = {  # as a result calls it -> as a page does
@@ -36,15 +36,13 @@ evaluation text is of another kind than the calibration text, and this matters. 
 kind the exact plan loses clearly less than the uniform one. On WikiText its perplexity is higher, although its
 predictions stay closer to the source's (KL). At the lower budget no method leaves a model that writes well; for that,
 train it, or calibrate on text like that which the model will read."""
-DISTILLED = {
-    **{
-        f"field-embedded-{part}.json": "embedded (Python code)"
-        for part in ("kv-long", "kv-10M", "pooled-75", "pooled-50", "pooled-25")
-    },
-    **{f"field-stories15M-{part}.json": "stories15M (its own text)" for part in ("kv", "pooled")},
+HEALED = {  # results of quality.py for the cache -> how pages call the model
+    **{f"field-embedded-{part}.json": "embedded" for part in ("kv", "pooled")},
+    **{f"field-stories15M-{part}.json": "stories15M" for part in ("kv", "pooled")},
     **{f"field-smollm2-{part}.json": "SmolLM2-135M (Q4_1, dequantised)" for part in ("kv", "pooled")},
+    **{f"quality-tinyllama{part}.json": "TinyLlama-1.1B (IQ2_XXS, dequantised)" for part in ("", "-pooled")},
 }
-HEALED = ("none", "refit", "distill")
+HEALINGS = {"none": "no healing", "refit": "refit", "blockwise": "blockwise", "distill": "distilled"}
 
 
 def results() -> dict[str, dict[str, Any]]:
@@ -75,14 +73,8 @@ def table() -> str:
 
 
 def in_rows(result: dict[str, Any]) -> str:
-    """How long the rows of the evaluation are; results without it are older than random positions of rows.
-
-    Those were calibrated on rows from the first position on, and hold up to the length of these rows only.
-    """
-    if "evaluation_length" in result:
-        return f" in rows of {result['evaluation_length']:,}, the full context"
-    most = result["settings"].get("length", 512)
-    return f" in rows of at most {most:,} (calibrated from the first position on: not known to hold beyond that length)"
+    """How long the rows of the evaluation are."""
+    return f" in rows of {result['evaluation_length']:,}, the full context"
 
 
 def _cell(row: dict[str, Any], digits: int = 1) -> str:
@@ -149,64 +141,25 @@ def _plain(text: str) -> str:
 
 
 def healing() -> str:
-    """What each healing left of the damage and how long it took, as healing.py measured."""
-    result = json.loads((RESULTS / "healing-cpu.json").read_text())
-    lines = [
-        "| embedded model | healing | damage, nats per token | recovered | CPU seconds |",
-        "| --- |" + " --- |" * 4,
-    ]
-    for row in result["rows"]:
-        half = (row["measured_high"] - row["measured_low"]) / 2
-        shares = (f"{row['recovered']:.0%}", f"{row['cpu_seconds']:.0f}") if "recovered" in row else ("", "")
-        lines.append(
-            f"| {row['budget']} | {row['method']} | {row['measured']:.4f} ± {half:.4f} | {' | '.join(shares)} |"
-        )
-    notes = [
-        f"- {result['calibration_tokens']:,} calibration tokens, {result['evaluation_tokens']:,} evaluation tokens, "
-        f"{result['hardware']}, {result['date']}; recovered: of the damage before any healing, on held-out text."
-    ]
-    if found := result.get("rounds"):
-        for row in found["rows"]:
-            half = (row["measured_high"] - row["measured_low"]) / 2
-            cells = f"{row['measured']:.4f} ± {half:.4f} |  | {row['cpu_seconds']:.0f}"
-            lines.append(f"| {row['budget']} | {row['method']} | {cells} |")
-        notes.append(
-            f"- At once and in rounds: {found['calibration_tokens']:,} calibration tokens, {found['steps']} steps a "
-            "layer, damage predicted only; the seconds of rounds include probing in between."
-        )
-    return "\n".join([*lines, "", *notes])
-
-
-def _told(name: str, result: dict[str, Any]) -> str:
-    tokens, before = result["evaluation_tokens"], result["perplexity_before"]
-    return (
-        f"- {name}: {tokens:,} evaluation tokens{in_rows(result)}, perplexity {before:.2f} before, {result['hardware']}"
-    )
-
-
-def distilled() -> str:
-    """What distillation leaves of a cut, with what it learned from, for models cut per head and pooled."""
-    lines: dict[tuple[str, float, bool], str] = {}
-    notes: dict[str, list[str]] = {}
-    for file, name in DISTILLED.items():
+    """What each healing leaves of the damage of the solver's plan, for models cut per head and pooled."""
+    lines, notes = [], []
+    for file, name in HEALED.items():
+        if not (RESULTS / file).exists():
+            continue
         result = json.loads((RESULTS / file).read_text())
-        pooled = result["settings"].get("pool", "none") != "none"
-        heads = "pooled" if pooled else "per head"
-        for budget in dict.fromkeys(row["budget"] for row in result["rows"]):
-            rows = {row["heal"]: row for row in result["rows"] if row["budget"] == budget and row["plan"] == "exact"}
-            kept, after = budget.removeprefix("kv="), rows["distill"]
-            cells = [_cell(rows[heal], 2 if heal == "distill" else 1) if heal in rows else "" for heal in HEALED]
-            took = f"{after['heal_tokens']:,} | {after['parameters']:,}"
-            cells[-1] += "" if after["rate"] else " (no learning rate helped: blockwise healing only)"
-            place = (name, -float(kept.rstrip("%")), pooled)
-            lines[place] = f"| {name}, {kept} | {heads} | {' | '.join(cells)} | {took} |"
-        said = f"{heads} on {result['healing_tokens']:,} different tokens, {result['date']}"
-        notes.setdefault(name, [_told(name, result)]).append(said)
-    titles = "model, KV cache kept | heads | no healing | refit | distilled | tokens | parameters"
-    head = [f"| {titles} |", "| --- |" + " --- |" * 6]
-    names = list(notes)
-    order = sorted(lines, key=lambda key: (names.index(key[0]), *key[1:]))
-    return "\n".join([*head, *(lines[key] for key in order), "", *("; ".join(note) + "." for note in notes.values())])
+        heads = "per head" if result["settings"]["pool"] == "none" else "pooled"
+        for budget in result["settings"]["budgets"]:
+            rows = {row["heal"]: row for row in result["rows"] if (row["budget"], row["plan"]) == (budget, "exact")}
+            cells = [_cell(rows[heal], 2) if heal in rows else "" for heal in HEALINGS]
+            lines += [f"| {name}, {budget.removeprefix('kv=')} | {heads} | {' | '.join(cells)} |"] if rows else []
+        notes.append(
+            f"- {name}, {heads}: {result['evaluation_tokens']:,} evaluation tokens{in_rows(result)}, "
+            f"{result['calibration_tokens']:,} calibration tokens, {result['healing_tokens']:,} for training; healing "
+            f"options {', '.join(result['settings']['heal_options']) or 'as they are'}; {result['hardware']}, "
+            f"{result['date']}, commit {result['commit']}."
+        )
+    head = [f"| model, KV cache kept | heads | {' | '.join(HEALINGS.values())} |", "| --- |" + " --- |" * 5]
+    return "\n".join([*head, *lines, "", *notes])
 
 
 def speed() -> str:
@@ -233,7 +186,7 @@ PAGES = {  # page -> its blocks
     "README.md": {"cache": bits_page.named, "speed": speed},
     "docs/results.md": {"shares": bits_page.summary, "quality": table, "embeddings": embeddings},
     "docs/faq.md": {"quantise": faq.quantise, "calibration": faq.calibration, "longest": faq.longest},
-    "docs/guides/heal.md": {"healing": healing, "distilled": distilled},
+    "docs/guides/heal.md": {"healing": healing},
 }
 
 

@@ -51,7 +51,14 @@ def folder(tmp_path):
     ]
     settings = {"data": None, "seed": 0, "heal_options": ["tokens=5"]}
     more = {"evaluation": "held out", "calibration_tokens": 9, "healing_tokens": 9, "evaluation_tokens": 9}
-    more |= {"probe_seconds": 1.0, "perplexity_before": 4.2, "hardware": "a machine", "date": "today", "versions": {}}
+    more |= {
+        "evaluation_length": 8,
+        "probe_seconds": 1.0,
+        "perplexity_before": 4.2,
+        "hardware": "a machine",
+        "date": "today",
+        "versions": {},
+    }
     result = {"settings": settings, "rows": rows, "zero_shot": tasks(0.5), **more}
     (tmp_path / "field-embedded-kv.json").write_text(json.dumps(result))
     return tmp_path
@@ -91,3 +98,15 @@ def test_the_picture_has_a_panel_for_every_healing(field, folder):
 def test_the_page_is_what_the_results_say():
     done = subprocess.run([sys.executable, ROOT / "benchmarks" / "field.py", "--check"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+RESULTS = [path for kind in ("quality", "field", "params") for path in (ROOT / "benchmarks/results").glob(f"{kind}-*")]
+CONTEXTS = {"embedded": 1024, "stories15M": 256, "stories260K": 512, "SmolLM2-135M": 8192, "TinyLlama-1.1B": 2048}
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS), ids=lambda path: path.stem)
+def test_quality_is_measured_at_the_full_context(file):
+    result = json.loads(file.read_text())
+    (context,) = [size for name, size in CONTEXTS.items() if result["settings"]["model"].startswith(name)]
+    assert result["evaluation_length"] == context
+    assert result["settings"]["context"] is None, "calibrated for the whole context"

@@ -158,6 +158,7 @@ def caused_by_memory() -> Exception:
     "error",
     [
         *(MemoryError(), SystemError("<built-in method join> returned NULL without setting an exception")),
+        SystemError("error return without exception set"),
         *(RuntimeError("can't allocate read lock"), RuntimeError("can't start new thread")),
         *(ImportError("libm.so: failed to map segment from shared object"), caused_by_memory()),
         SafetensorError("Error while serializing: I/O error: Cannot allocate memory (os error 12)"),

@@ -124,35 +124,3 @@ def test_results_of_other_settings_are_not_joined(join, tmp_path, changes, said)
 def test_what_is_no_result_is_not_joined(join, tmp_path):
     with pytest.raises(SystemExit, match=r"b.json is no result of quality.py"):
         join(part(tmp_path / "a.json", {"exact": 0.2}), str(tmp_path / "b.json"))
-
-
-def test_the_table_of_healings_goes_on_behind_its_last_row(quality, folder, tmp_path, monkeypatch):  # noqa: F811
-    healing, out = importlib.import_module("healing"), tmp_path / "healing.json"
-    monkeypatch.setattr(healing, "ROUNDS_BUDGETS", ("kv=75%",))
-    monkeypatch.setattr(healing, "ROUNDS", {"at once": 1, "2 rounds": 2})
-    monkeypatch.setattr(healing, "ROUNDS_STEPS", 2)
-    monkeypatch.setattr(healing.torch, "set_num_threads", lambda count: None)
-    told = ["healing.py", "--model", str(folder), "--budget", "kv=75%", "--method", "refit", "--method", "blockwise"]
-    told += ["--data", "stdlib", "--tokens", "1024", "--eval-tokens", "512", "--swap-tokens", "0", "--out", str(out)]
-
-    def measure(*more):
-        monkeypatch.setattr(sys, "argv", [*told, *(more or ("--heal-option", "steps=2"))])
-        healing.main()
-        return json.loads(out.read_text())
-
-    def killed(*told, **more):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
-        during.setattr(healing.pipeline, "fit", killed)  # rounds alone are fitted so
-        measure()
-    first = json.loads(out.read_text())
-    assert [row["method"] for row in first["rows"]] == ["none", "refit", "blockwise"] and "rounds" not in first
-    assert first["rows"][2]["cpu_seconds"] > first["rows"][1]["cpu_seconds"] > 0 and "recovered" in first["rows"][2]
-    second = measure()
-    assert second["rows"] == first["rows"], "nothing is measured twice"
-    assert [row["method"] for row in second["rounds"]["rows"]] == ["at once", "2 rounds"]
-    monkeypatch.setattr(healing.pipeline, "load_source", killed)
-    assert measure() == second
-    with pytest.raises(SystemExit, match="other settings"):
-        measure("--heal-option", "steps=3")

@@ -1,7 +1,5 @@
 """The few exceptions a user can act on. Every message says what happened, what was possible, and what to type next."""
 
-from __future__ import annotations
-
 
 class HeadwiseError(Exception):
     """Base of all errors that are the input's fault, not the program's: the command line prints them in one line."""
@@ -43,6 +41,7 @@ NO_MEMORY_WORDS = (
     *("allocate memory", "out of memory", "bad_alloc", "resource temporarily unavailable", "new thread"),
     *("can't allocate", "unable to allocate", "failed to map segment"),  # a lock, an array, a library
 )
+NO_EXCEPTION = ("returned NULL", "without exception set")  # of compiled code that got no memory to say what is wrong
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -51,7 +50,9 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     Libraries have no common type for it, so texts are searched.
     """
     while error is not None:
-        if isinstance(error, MemoryError) or (isinstance(error, SystemError) and "returned NULL" in str(error)):
+        if isinstance(error, MemoryError):
+            return True
+        if isinstance(error, SystemError) and any(words in str(error) for words in NO_EXCEPTION):
             return True
         if any(words in str(error).lower() for words in NO_MEMORY_WORDS):
             return True

@@ -3,8 +3,6 @@
 Moments are accumulated and decomposed in double precision: they are small, and their spectra span many decades.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +17,7 @@ Elimination = tuple[list[int], list[float]]
 TOGETHER = 2**28  # numbers in one stack of matrices: a gigabyte
 Decomposition = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 WIDE = 512  # columns of a matrix that many threads, or a GPU, decompose faster than one thread
+DEAD = 1e-30  # an eigenvalue up to which a matrix counts as zero
 FLOOR = 1e-9  # of the largest eigenvalue: below it a direction is noise
 
 
@@ -67,9 +66,10 @@ def _on_one_thread(function: Callable[..., Decomposition]) -> Callable[..., Deco
 
 
 def roots(moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric square root of a positive semi-definite matrix, and its inverse."""
+    """Symmetric square root of a positive semi-definite matrix, and its inverse; of zero, multiples of the identity."""
     values, vectors = torch.linalg.eigh(moment.double())
-    floor = values.amax(-1, keepdim=True).clamp_min(1e-30) * FLOOR
+    largest = values.amax(-1, keepdim=True)
+    floor = torch.where(largest > DEAD, largest, 1.0) * FLOOR
     values = values.clamp_min(floor).sqrt().unsqueeze(-2)
     return (vectors * values) @ vectors.mT, (vectors / values) @ vectors.mT
 
@@ -152,7 +152,8 @@ def ridge_step(xx: torch.Tensor, missed: torch.Tensor, strength: float) -> torch
 
 def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Lambda, and X'X with it on the diagonal."""
-    penalty = strength * xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    size = xx.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    penalty = strength * torch.where(size > 0, size, 1.0)  # inputs that are all zero: the start stays
     system = xx.clone()  # of wide MLPs these are gigabytes: no other copy
     system.diagonal(dim1=-2, dim2=-1).add_(penalty[..., 0])
     return penalty, system
@@ -163,10 +164,17 @@ def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     factor, failed = torch.linalg.cholesky_ex(system)
     if not bool(failed.any()):
         return torch.cholesky_solve(wanted, factor)
+    return least_solution(system, wanted)
+
+
+def least_solution(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The solution of a symmetric system; where there are many (parts that are always zero), that of least norm."""
     try:
         return torch.linalg.solve(system, wanted)
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
-        raise _broken(error) from None
+        if not bool(system.isfinite().all()):
+            raise _broken(error) from None
+        return torch.linalg.pinv(system, hermitian=True) @ wanted
 
 
 def _broken(error: Exception) -> HeadwiseError:
@@ -223,18 +231,7 @@ def eliminated_together(cross_LUU: torch.Tensor) -> list[Elimination]:
     return list(zip(order.tolist(), cost.cumsum(1).clamp_min(0.0).tolist(), strict=True))
 
 
-SHRINKS = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-    0.7,
-    0.62,
-    0.54,
-    0.46,
-)  # of the largest number, beyond which all are clipped
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.62, 0.54, 0.46)  # of the largest number, where others are clipped
 PRICE_FLOOR = 1e-3  # of the mean price of an output: few tokens may show no gradient at all
 DAMPING = 0.01  # of the mean of a moment's diagonal
 BLOCK = 128  # columns whose errors are handed on together

@@ -4,8 +4,6 @@ A plug-in is a module that says what it is in a constant, `MEANING = "..."`. Hel
 source file, without importing the module: most plug-ins need torch, which takes seconds to import.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib

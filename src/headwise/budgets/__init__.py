@@ -1,9 +1,8 @@
-"""What a user may limit. One price per file; each says how a layer and a model are priced."""
-
-from __future__ import annotations
+"""What a user may limit. One price per file; each says how a layer is priced and, if that is not all, a model."""
 
 import re
 from collections.abc import Sequence
+from types import ModuleType
 
 from headwise.errors import BudgetError
 from headwise.registry import find, names, texts
@@ -14,6 +13,7 @@ BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "g
 TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
 WRITTEN = re.compile(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*")
+SEVERAL = re.compile(r"[,;&+\s]+(?=\w+\s*=)")
 EXAMPLES = ", ".join(texts("headwise.budgets", "EXAMPLE").values())
 
 
@@ -34,7 +34,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
     amount = _amount(number, suffix, text)
     if suffix == "%":
-        limit = amount / 100 * price.model_cost(source, length, *([batch] if batch > 1 else []))
+        limit = amount / 100 * _model_cost(price, source, length, *([batch] if batch > 1 else []))
     else:
         units = BYTES if price.UNIT.startswith("bytes") else SUFFIXES
         if suffix.lower() not in units:
@@ -52,6 +52,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
 def read(text: str) -> re.Match[str]:
     """The parts of a budget, as far as they can be checked without a model: its form and its name."""
     match = WRITTEN.fullmatch(text)
+    _refuse_several(text)
     _refuse_slips(text, match)
     if not match or (match[1] != "latency" and not re.fullmatch(r"[0-9.]+[kK]?", _served(match)[0] or "0")):
         raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
@@ -65,6 +66,15 @@ def _served(match: re.Match[str]) -> tuple[str, int]:
     per_batch = match[1] in known() and getattr(find("headwise.budgets", match[1]), "PER_BATCH", False)
     texts = re.fullmatch(r"b([1-9][0-9]{0,5})", batch.strip()) if per_batch else None
     return (length, int(texts[1])) if texts else ((match[4] or "").strip(), 1)
+
+
+def _refuse_several(text: str) -> None:
+    """Refuse several limits in one word: a comma already divides what stands behind an `@`."""
+    limits = [part.strip() for part in SEVERAL.split(text.strip())]
+    if len(limits) > 1:
+        raise BudgetError(
+            f"'{text}' holds {len(limits)} limits; give each its own: --budget {' --budget '.join(limits)}."
+        )
 
 
 def _refuse_slips(text: str, match: re.Match[str] | None) -> None:
@@ -176,7 +186,14 @@ def _length(at: str, text: str) -> int:
 
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
-    return float(find("headwise.budgets", budget.name).model_cost(model, *_at(budget)))
+    return _model_cost(find("headwise.budgets", budget.name), model, *_at(budget))
+
+
+def _model_cost(price: ModuleType, model: ModelShape, *at: int | LatencyTable) -> float:
+    """What a price says of a whole model; where it says nothing, the sum over its layers."""
+    if hasattr(price, "model_cost"):
+        return float(price.model_cost(model, *at))
+    return sum(float(price.layer_cost(model, layer, *at)) for layer in model.layers)
 
 
 def layer_price(budget: Budget, model: ModelShape, layer: LayerShape) -> float:

@@ -26,6 +26,8 @@ if not line:
 folder, proof, out, remote, auto, dtype, device = json.loads(line)
 auto = getattr(transformers, auto)
 place = {"device_map": {"": device}} if device != "cpu" and torch.cuda.is_available() else {}
+if not place:  # one tensor after the other: Python waits forever for a thread that gets no memory to start
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 model = auto.from_pretrained(folder, dtype=getattr(torch, dtype), trust_remote_code=remote == "yes", **place).eval()
 assert "headwise" not in sys.modules
 with torch.no_grad():

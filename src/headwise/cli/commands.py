@@ -1,7 +1,5 @@
 """The command line: flags in, a stage called, errors printed in one line. Imports torch only where a stage needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -17,6 +17,7 @@ from headwise.cuts.balance import balance
 from headwise.errors import ModelError
 from headwise.families import Family, family_of, set_format
 from headwise.families._config import stored_dtype
+from headwise.families._folder import odd_values
 from headwise.files.disk import write_folder as write_folder
 from headwise.linalg import Rounded
 from headwise.runtime.hub_headwise import bring_code
@@ -49,6 +50,7 @@ def save(
     leaving: Any = family.to_stock(own) if portable else own
     if portable:
         _refuse_other_answers(family, own, leaving)
+    _refuse_odd_values(leaving)
     computed = dtype if packed and dtype else stored_dtype(own.config)
     set_format(leaving, dtype or computed)
 
@@ -70,6 +72,16 @@ def save(
     for name, new in (packed or {}).items():  # as it loads: scales are not rounded together with numbers
         leaving.get_submodule(name).weight.data = new.dense().to(leaving.device)
     return family.tailor(leaving) if portable else leaving
+
+
+def _refuse_odd_values(model: nn.Module) -> None:
+    """A model with numbers that no file of a model may hold is never written."""
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and parameter.numel() and (told := odd_values(parameter.detach())):
+            raise ModelError(
+                f"cutting this model gave values {told} in {name}; nothing was written. Give more or other text "
+                "(--data, --tokens), a larger budget, or --heal none; if that does not help, check the model's weights."
+            )
 
 
 def _tied(model: nn.Module) -> dict[str, str]:

@@ -3,9 +3,8 @@
 Stripped lines are compared by their hashes; very short ones are left out. No torch.
 """
 
-from __future__ import annotations
-
 import json
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -33,6 +32,13 @@ def share(calibration: str, evaluation: str, tokens: int, eval_tokens: int, seed
     return sum(found) / len(found) if found else None
 
 
+def repeated(source: str, tokens: int, seed: int = 0) -> float | None:
+    """The share of a text's lines that occur more than once in the part that a run reads; None where it is unknown."""
+    lines = _lines(source, tokens, seed) if source != "self" else None
+    counts = Counter(map(hash, lines)) if lines is not None else {}
+    return sum(number for number in counts.values() if number > 1) / sum(counts.values()) if counts else None
+
+
 def in_words(shared: float | None) -> str:
     """The overlap as a clause; empty where it is small."""
     if shared is None or shared <= WORTH_SAYING:
@@ -52,8 +58,7 @@ def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
     most = min(MOST, max(LEAST, BYTES * tokens))
     if source == "stdlib":
         return _counting(_up_to(most, (line for text in documents(source, seed) for line in text.splitlines())))
-    path = Path(source)
-    files = [path] if path.is_file() else text_files(path)
+    files = text_files(Path(source))
     return _counting(_up_to(most, (line for file in files for line in _file_lines(file)))) if files else None
 
 

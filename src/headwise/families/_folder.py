@@ -1,7 +1,5 @@
 """Checks of a model's files before a library opens them: their kind, their sizes, and code that they bring."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -119,11 +117,15 @@ def check_loaded(model: Any, where: str) -> None:
 
 def check_values(tensor: torch.Tensor, name: str, where: str) -> None:
     """Refuse numbers that would overflow in the first product."""
+    if told := odd_values(tensor):
+        raise ModelError(f"{where} is damaged: {name} holds values {told}. Fetch it again.")
+
+
+def odd_values(tensor: torch.Tensor) -> str:
+    """The range of numbers that would overflow in the first product or are none; empty where all are sane."""
     low, high = torch.aminmax(tensor.float() if tensor.element_size() == 1 else tensor)
-    if not (float(low) >= -LARGEST and float(high) <= LARGEST):
-        raise ModelError(
-            f"{where} is damaged: {name} holds values from {float(low):g} to {float(high):g}. Fetch it again."
-        )
+    sane = float(low) >= -LARGEST and float(high) <= LARGEST
+    return "" if sane else f"from {float(low):g} to {float(high):g}"
 
 
 def check_tokenizer(tokenizer: Any, where: str) -> None:

@@ -1,7 +1,5 @@
 """A model that is not on this machine: a mistyped folder is told at once, before anybody waits for a network."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

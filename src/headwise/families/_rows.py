@@ -1,7 +1,5 @@
 """How rows reach a model: unpadded tokens, unless a family says otherwise."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar, Self
 
@@ -63,8 +61,10 @@ class Reader:
         return stream
 
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
-        """Rows that any model of the family reads, for tests."""
-        return torch.arange(count * length).reshape(count, length) % 90 + 3
+        """Rows that any model of the family reads, whatever its tokenizer: few words, the first ones left out."""
+        words = min(93, int(getattr(config, "vocab_size", None) or 93))
+        first = min(3, words - 1)
+        return torch.arange(count * length).reshape(count, length) % (words - first) + first
 
     def longer(self, rows: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Rows with more tokens (B, T) at their end."""

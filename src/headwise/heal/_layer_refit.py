@@ -1,7 +1,5 @@
 """The least-squares problems of one layer, which `refit` solves layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ import torch
 from torch import nn
 
 from headwise.families import Block, widened
-from headwise.linalg import balanced, fast_products, ridge, value_basis
+from headwise.linalg import balanced, fast_products, least_solution, ridge, value_basis
 from headwise.types import Gain
 
 
@@ -67,12 +65,17 @@ class LayerRefit:
         given: torch.Tensor = theirs.output(self._source_z(row))
         return given if theirs.attention_scale is not None else source + given - cut
 
+    def all(self, removed: Sequence[int] = ()) -> dict[str, Gain]:
+        """Every refit of the layer, in order, and their gains; `removed`: see `output_and_down`."""
+        self.queries_and_keys()
+        self.values()
+        return self.output_and_down(removed, inner=True)
+
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
         ours, theirs = self.ours.attention, self.theirs.attention
-        if ours.coders is not None:  # whose basis is the one that the codes are for
-            return
-        if ours.qk_dim == ours.qk_width or ours.query_heads != theirs.query_heads or ours.qk_width != theirs.qk_dim:
+        same_heads = ours.query_heads == theirs.query_heads and ours.qk_width == theirs.qk_dim
+        if ours.coders is not None or ours.qk_dim == ours.qk_width or not same_heads:  # codes are for one basis
             return
         sums: list[torch.Tensor] = []
         for row in self.rows:
@@ -102,9 +105,7 @@ class LayerRefit:
         keeps its best directions, and the output projection starts as the full one restricted to them.
         """
         ours, theirs = self.ours.attention, self.theirs.attention
-        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1:
-            return
-        if ours.coders is not None:
+        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1 or ours.coders:
             return
         problem = _LeastSquares(self.theirs.output)
         for row in self.rows:
@@ -121,7 +122,7 @@ class LayerRefit:
         if ours.v_proj.bias is not None:
             ours.v_proj.bias.copy_((p.mT @ theirs.v_proj.bias.double().view(groups, width, 1)).flatten())
         p_head = p.repeat_interleave(heads // groups, dim=0)
-        readout = torch.linalg.solve(p_head.mT @ gram @ p_head, p_head.mT @ gram)
+        readout = least_solution(p_head.mT @ gram @ p_head, p_head.mT @ gram)
         self.ours.output.weight.copy_((readout @ full.view(heads, width, -1)).flatten(0, 1).mT)
         for row in self.rows:  # attention mixes tokens, not directions: no need to attend again
             z = row.z.unflatten(-1, (heads, width)).transpose(-3, -2)

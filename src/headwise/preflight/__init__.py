@@ -4,8 +4,6 @@ Looks at settings, the model's configuration, and the beginnings and sizes of fi
 and takes about a second beyond importing libraries.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +52,9 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     _files(settings.model, family)
     refuse_units(settings, family)
     streamed = _streamed(settings, RunFolder(out), config, bool(latency))
-    shape = settings.legal(_pooled(settings, family.shape_of(config)))
+    shape = family.shape_of(config)
+    heads = heads_to_pool(settings, shape)
+    shape = settings.legal(shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers)))
     refuse_rounds(settings, shape)
     refuse_packed(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
@@ -87,12 +87,6 @@ def _files(model: str, family: Family) -> None:
             families.tokenizer_of(model)
 
 
-def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
-    """The shape that is cut: with heads that share rows, where the settings say so."""
-    heads = heads_to_pool(settings, shape)
-    return shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers))
-
-
 def _streamed(settings: Settings, folder: RunFolder, config: Any, timed: bool) -> bool:
     """Whether the model will be streamed; what that cannot do is refused."""
     alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -112,7 +106,8 @@ def _length(settings: Settings, family: Family, config: Any) -> tuple[int, list[
     found = family.row_length(settings.length, settings.served(longest))
     if found >= settings.length:
         return found, []
-    return found, [f"--length {settings.length:,} is more than the model takes; rows have {found:,} tokens."]
+    limit = "the model takes" if settings.context is None else f"--context {settings.context:,}"
+    return found, [f"--length {settings.length:,} is more than {limit}; rows have {found:,} tokens."]
 
 
 def _bits(settings: Settings) -> tuple[str, ...]:

@@ -1,7 +1,5 @@
 """Checks of what a run will read: is it there and readable, is it long enough, does evaluation repeat calibration?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from headwise.stream.source import writes_whole
 
 USUAL, DENSE = 3.5, 2.0  # bytes of text for a token: usually, and at the very least of a whole text
 PACKED = 10  # bytes of text for a byte of a compressed file, at most
+MOSTLY = 0.5  # share of lines that are repeated in a text worth a note
 SURE = 16  # bytes for every token that is needed: so much text is long enough by any tokenizer
 
 
@@ -38,14 +37,22 @@ def check(settings: Settings, family: Family, config: Any, task: str, length: in
             notes += _too_few(settings, family, config, task, length, name)
     if shared := overlap.in_words(shared_lines(settings)):
         notes.append(f"--eval {settings.eval}: {shared}, so the quality measured on it is flattered.")
-    return notes
+    return notes if family.images or family.audio or settings.eval else [*notes, *_repeats(settings)]
+
+
+def _repeats(settings: Settings) -> list[str]:
+    """A note for a text that repeats itself: what is held out of it for the evaluation was calibrated on, too."""
+    source = (settings.data or "self").removesuffix("+self")
+    found = overlap.repeated(source, settings.tokens + settings.eval_tokens, settings.seed)
+    if found is None or found < MOSTLY:
+        return []
+    told = f"{found:.0%} of the lines of {source} occur more than once, so the text that is held out for the evaluation"
+    return [f"{told} is partly calibration text; give another text with --eval."]
 
 
 def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:
     """A note for a file that has far fewer tokens than wanted; an error for one that is too short to be split."""
-    path = Path(source := name.removesuffix("+self"))
-    files = [path] if path.is_file() else data.text_files(path)
-    if not files:
+    if not (files := data.text_files(Path(source := name.removesuffix("+self")))):
         return []
     size = sum(file.stat().st_size * (PACKED if file.suffix in data.OPENERS else 1) for file in files)
     alone = settings.eval is None and name == source  # calibrated and judged on

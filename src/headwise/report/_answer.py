@@ -1,7 +1,5 @@
 """The first screen: what was asked, what was got, whether it is safe to use, and what to type next."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """What the report says in words: sentences and numbers that the page and the model card share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +13,7 @@ from headwise.report._commands import how_to_make
 from headwise.report._rivals import rivals
 from headwise.report._sizes import size_of, sizes_of
 from headwise.report._text import as_number, human, interval, listing, number, relative
-from headwise.report._words import CALIBRATION, MEASURED, PREDICTED, WHEN, damage_numbers
+from headwise.report._words import CALIBRATION, MEASURED, PREDICTED, WHEN, damage_numbers, known_ends
 from headwise.runs.dossier import Dossier
 from headwise.types import DAMAGE, BeforeAfter, Measure, ModelShape
 
@@ -70,12 +68,8 @@ def absent(dossier: Dossier, *needed: str) -> tuple[str, str] | None:
         if getattr(dossier, stage) is None:
             words, makes = STAGES[stage]
             why = dossier.unverified if stage == "verdict" else None
-            return f"{_sentence(why)}. {words}" if why else words, how_to_make(dossier, makes)
+            return f"{why[:1].upper()}{why[1:]}. {words}" if why else words, how_to_make(dossier, makes)
     return None
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def model_name(dossier: Dossier) -> str:
@@ -138,19 +132,15 @@ def measures(dossier: Dossier) -> tuple[Fact, ...]:
         time = _fact("Time per image", speed.get("ms_per_image"), "ms")
     right = [_fact("Accuracy", quality["accuracy"])] if "accuracy" in quality else []
     cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
+    packed = dossier.plan is not None and any(map(of_weights, dossier.plan.budgets))  # bytes of weights were limited
     return (
         *right,
         _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
-        *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if _packed(dossier) else []),
+        *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if packed else []),
         _size(dossier, SIZE, "", "parameters", parameters),
         time._replace(range="range of repeats"),
     )
-
-
-def _packed(dossier: Dossier) -> bool:
-    """Whether the bytes of weights were limited."""
-    return dossier.plan is not None and any(map(of_weights, dossier.plan.budgets))
 
 
 def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
@@ -298,12 +288,11 @@ def damage_in_words(dossier: Dossier) -> str:
         return ""
     parts = [f"{word} {WHEN[word]}: {number(measure.value)}" for word, measure in found.items()]
     text = f"Damage in {damage_unit(dossier)}: {'; '.join(parts)}"
-    last, expected = found.get(MEASURED), found.get(CALIBRATION)
-    low, high = (as_number(last.low), as_number(last.high)) if last else (None, None)
-    if low is None or high is None:
+    ends, expected = known_ends(found.get(MEASURED)), found.get(CALIBRATION)
+    if ends is None:
         return f"{text}."
-    text += f" (95% interval {interval(low, high)})."
+    text += f" (95% interval {interval(*ends)})."
     if expected is None:
         return text
-    inside = "inside" if low <= expected.value <= high else "outside"
+    inside = "inside" if ends[0] <= expected.value <= ends[1] else "outside"
     return f"{text} What calibration data showed lies {inside} the interval."

@@ -1,7 +1,5 @@
 """One record as a piece of HTML for a notebook: the page's own drawing and style, inside one element, no script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any

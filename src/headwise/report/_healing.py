@@ -1,7 +1,5 @@
 """What a healing did, as plain data and in words. Whatever its record holds that is no number is left out."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from headwise.report._text import as_number, number

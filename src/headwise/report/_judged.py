@@ -1,7 +1,5 @@
 """The verdict in words: what was proved, up to which length, within which limit."""
 
-from __future__ import annotations
-
 import math
 
 from headwise.report._text import listing, number

@@ -4,8 +4,6 @@ All heads of a layer have the same dimensions, so a layer is drawn with one dash
 head, the line's width is the dimension. `assets/explore.js` redraws the same lines when the budget is moved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple

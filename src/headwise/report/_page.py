@@ -1,8 +1,6 @@
 """The document: the answer first, then the model with its budget slider, what it writes, what was verified, how to use
 it; everything else is folded under Advanced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.report import _facts as facts

@@ -1,7 +1,5 @@
 """Continuations of one prompt by both models, side by side, with what differs marked."""
 
-from __future__ import annotations
-
 import re
 from difflib import SequenceMatcher
 from typing import NamedTuple

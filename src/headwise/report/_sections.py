@@ -1,7 +1,5 @@
 """The sections below the first screen, as blocks that the page and the model card write each in their way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """What a model costs in every unit that a budget can limit: bytes of cache, parameters, FLOPs, milliseconds."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from headwise import budgets

@@ -1,7 +1,5 @@
 """The few shapes that the pictures are made of, and the scales that place them."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Words and numbers on their way into HTML, SVG and Markdown: nothing foreign leaves this file unescaped."""
 
-from __future__ import annotations
-
 import html
 import json
 import math

@@ -1,7 +1,5 @@
 """The pages of evidence: a table that is read in five minutes, then a section per claim. Nothing here measures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Replacing a run: its own files are kept in `.previous` until the new run is finished. Other files stay in place."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -51,6 +49,17 @@ def discard(folder: Path, patterns: Iterable[str]) -> None:
     """Delete a run's own files."""
     for path in own(folder, patterns):
         disk.remove(path)
+
+
+def give_back(folder: Path, patterns: Iterable[str], claim: Iterable[str]) -> None:
+    """Undo the start of a run that is impossible: put the earlier run back.
+
+    Where there was none, a run that wrote its `claim` alone leaves nothing.
+    """
+    if (folder / PREVIOUS).exists():
+        put_back(folder, patterns)
+    elif {path.name for path in own(folder, patterns)} <= set(claim):
+        discard(folder, patterns)
 
 
 def put_back(folder: Path, patterns: Iterable[str]) -> None:

@@ -28,6 +28,7 @@ OWN = (
     "plan.previous.json", "heal.json", "healing", "model", "proof.safetensors", "verdict.json", "serving.json",
     "frontier.json", "report.html", "report.md", "latency-*.json",
 )  # fmt: skip  # everything that a run writes; other files in its folder are not touched
+CLAIM = ("run.json", "finished.json")  # written before the first result
 WORK = ("streaming", "probing", "rounds", "healing")  # subfolders in which work is kept that a kill would lose
 FOLLOWED = {  # settings that a stage follows
     "plan": ("budgets", "strategy", "allow", "portable", "serve", "multiple", "same_dims", "seed"),
@@ -86,9 +87,7 @@ class RunFolder:
         """Complete or undo what a kill interrupted."""
         aside.undo_move(self.path)
         disk.recover(self.path, WORK)
-        if (self.path / aside.PREVIOUS).exists() and self.finished(
-            "report"
-        ):  # killed before it deleted what it replaced
+        if (self.path / aside.PREVIOUS).exists() and self.finished("report"):  # killed before it deleted the old one
             aside.drop(self.path)
 
     def is_ours(self) -> bool:
@@ -189,8 +188,8 @@ class RunFolder:
             yield
         except HeadwiseError as error:
             impossible = type(error) not in (HeadwiseError, OutputError) and self.ledger.stage("model") is None
-            if impossible and is_first() and (self.path / aside.PREVIOUS).exists():
-                aside.put_back(self.path, OWN)
+            if impossible and is_first():
+                aside.give_back(self.path, OWN, CLAIM)
             raise
         if is_first():
             aside.drop(self.path)

@@ -7,15 +7,13 @@ over the error is the layer's `gain`, and a price is an error times the gain. Th
 of a model in memory: one gain for all units and sizes of a layer, and nothing is healed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from headwise.families import Block
-from headwise.linalg import balanced, elimination_order, value_basis
+from headwise.linalg import balanced, elimination_order, least_solution, value_basis
 from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes.sensitivity import strongest_pairs
 from headwise.types import Grain, LayerShape
@@ -62,7 +60,7 @@ class Pricing:
         p = self.p[..., :size].repeat_interleave(sharing, 0)
         inner = p.mT @ self.gram_z @ p
         inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(size).to(inner)
-        return (p @ torch.linalg.solve(inner, p.mT @ self.gram_z)).to(self.block.output.weight)
+        return (p @ least_solution(inner, p.mT @ self.gram_z)).to(self.block.output.weight)
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         return self.block.attention.attend(q, k, v, context.get("attention_mask"))[0]

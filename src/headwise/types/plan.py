@@ -1,10 +1,7 @@
 """A budget to meet and a plan that meets it: plain JSON that a person can read, edit and run again."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
@@ -20,6 +17,7 @@ class Budget(Record):
     folder: a plan that is read alone knows what it spends, and can time nothing else.
     """
 
+    USUAL = ("workload", "device", "batch")
     name: str
     unit: str
     limit: float
@@ -38,15 +36,6 @@ class Budget(Record):
     def key(self) -> str:
         """The name under which a plan records what it spends; several limits on time may stand beside each other."""
         return self.name if self.workload is None else f"{self.name}@{self.workload}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary without the table, and without the workload where there is none."""
-        found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
-        if self.batch > 1:
-            found["batch"] = self.batch
-        if self.workload is not None:
-            found |= {"workload": self.workload.to_json(), "device": self.device}
-        return found
 
 
 @dataclass(frozen=True, slots=True)
