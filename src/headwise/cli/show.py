@@ -132,7 +132,7 @@ def _plan_words(plan: Plan, console: Console) -> None:
         console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
-        ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
+        ends = f"{points[0].damage:.4f} at {points[0].share:.0%}", f"{points[-1].damage:.4f} at {points[-1].share:.0%}"
         line = _spark([point.damage for point in points], True)
         console.print(Text(f"predicted damage by budget: {ends[0]} {line} {ends[1]}"))
 

@@ -127,10 +127,10 @@ def percent(damage: float) -> str:
     """Nats as a change of perplexity, in words.
 
     >>> percent(0.0188), percent(-0.001), percent(0.0002), percent(3.0)
-    ('+1.9%', '−0.1%', '+0.02%', '+1,909%')
+    ('+1.9%', '−0.10%', '+0.02%', '+1,909%')
     """
     found = change(damage)
-    return _signed(found, 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2)
+    return _signed(found, 0 if abs(found) >= 100 else 1 if abs(found) >= 0.95 else 2)
 
 
 def span(low: float, high: float) -> str:
