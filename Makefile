@@ -1,9 +1,10 @@
-# make demo: install once, then shrink the embedded model. make test: linters, types, tests and documentation; CI runs
+# make demo: install what runs need, then shrink the embedded model. make test: linters, types, tests and documentation; CI runs
 # it after make browser, which installs the Chromium that the report is tested in. make docs: the documentation site, strictly.
 # make notebooks: runs the notebooks and keeps their outputs.
 # make dist: wheel and source distribution in dist/, tried in a new environment.
 # make serve-test: the engines that serve models, each in an environment of its own (serving/NAME.txt, serving/test_NAME.py).
 PYTHON ?= python3
+READY := .venv/.ready
 STAMP := .venv/.installed
 VISION := .venv/vision/.installed
 SERVING := $(basename $(notdir $(wildcard serving/*.txt)))
@@ -13,7 +14,7 @@ TIMM := tests/test_experiments.py::test_an_experiment_runs_at_the_smallest_size[
 
 .PHONY: demo test docs notebooks dist browser screenshots serve-test clean
 
-demo: $(STAMP)
+demo: $(READY)
 	@.venv/bin/headwise demo
 
 test: $(STAMP) $(VISION)
@@ -56,9 +57,14 @@ serve-test-%: .venv/%/.installed
 screenshots: $(STAMP)
 	@.venv/bin/python docs/screenshots.py
 
-$(STAMP): pyproject.toml constraints.txt
+$(READY): pyproject.toml constraints.txt
 	@echo "Installing into .venv (a few minutes the first time)"
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(STAMP): $(READY)
+	@echo "Installing what tests and documentation need"
 	@.venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	@touch $@
 

@@ -24,7 +24,7 @@ from typing import Any
 import bits_library as library
 import bits_plans as plans
 import torch
-from bits_bench import DTYPES, HEADS, Bench, Key, Table, say
+from bits_bench import DTYPES, HEADS, Bench, Key, Table, join, say
 from rival_caches import FIRST, Integers, Rival, rivals, whole_bytes
 
 from headwise.checks import _lengths as lengths
@@ -211,7 +211,7 @@ def _healed(key: Key, how: str) -> Key:
 def arguments() -> argparse.ArgumentParser:
     """What can be asked for; settings of a run have the names and defaults that are theirs there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--model", required=True)
+    parser.add_argument("--model", default="embedded")
     parser.add_argument("--name", help="of the model on the page")
     parser.add_argument("--data")
     parser.add_argument("--eval")
@@ -220,6 +220,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--share", action="append", help="of a cache of 16 bits, such as 25%%; repeatable")
     parser.add_argument("--only", action="append", choices=GROUPS)
     parser.add_argument("--rival", action="append", choices=list(rivals()), metavar="NAME")
+    parser.add_argument("--join", type=Path, help="measure nothing: take groups (--only) from this other result")
     parser.add_argument("--heads", action="append", choices=list(HEADS), help="how our rows are made; repeatable")
     parser.add_argument("--rivals-from", type=Path, help="an earlier result whose rows of rivals are kept")
     parser.add_argument("--heal", action="append", help="none, refit, or another healing; repeatable")
@@ -251,6 +252,8 @@ def settings_of(asked: argparse.Namespace) -> Settings:
 def main() -> None:
     """Measure what is missing."""
     asked = arguments().parse_args()
+    if asked.join:
+        return join(asked.out, asked.join, asked.only or ())
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     table = Methods(asked, settings_of(asked))
     for group in asked.only or GROUPS:

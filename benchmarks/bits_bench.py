@@ -139,7 +139,7 @@ class Table:
                 sys.exit(f"{asked.out} was measured with other settings; choose another --out, or delete it.")
             self.found = known
         elif asked.rivals_from:
-            self.found["rows"] = _of_rivals(asked.rivals_from, about)
+            self.found["rows"] = of_groups(asked.rivals_from, about, ("rivals", "library"))
         mark = hashlib.sha256(json.dumps([about, self.commit], sort_keys=True).encode()).hexdigest()[:8]
         work, dtype = asked.out.parent / f".{asked.out.stem}-{mark}", DTYPES[asked.dtype]
         self.benches = {
@@ -215,12 +215,22 @@ class Table:
         return lambda ids: lengths.last_stream(bench.family, model, ids)
 
 
-def _of_rivals(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows of an earlier result that do not depend on our own code, if they are of the same text and precision."""
+def of_groups(path: Path, about: dict[str, Any], groups: Sequence[str]) -> list[dict[str, Any]]:
+    """Rows of some groups of an earlier result, if it is of the same text and precision."""
     earlier = json.loads(path.read_text())
     if differ := [name for name in SAME if earlier["settings"][name] != about[name]]:
-        sys.exit(f"{path} has another {differ[0]}: its rivals cannot be kept.")
-    return [row for row in earlier["rows"] if row["group"] in ("rivals", "library")]
+        sys.exit(f"{path} has another {differ[0]}: its rows cannot be kept.")
+    return [row for row in earlier["rows"] if row["group"] in groups]
+
+
+def join(file: Path, earlier: Path, groups: Sequence[str]) -> None:
+    """Add rows of some groups of another result, which name their own commit, to a result that has none of them."""
+    found = json.loads(file.read_text())
+    more, known = of_groups(earlier, found["settings"], groups), {(*_key(r), r["length"]) for r in found["rows"]}
+    if twice := [row["method"] for row in more if (*_key(row), row["length"]) in known]:
+        sys.exit(f"{file} has a row of {twice[0]} already.")
+    found["rows"] += more
+    write_atomically(file, json.dumps(found, indent=1) + "\n")
 
 
 def _key(row: dict[str, Any]) -> Key:

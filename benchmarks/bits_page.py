@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
 START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
 OURS = "ours, pooled"
+MOST, FACTOR = 0.3, 1.5  # predictions are judged up to so many nats, and by this factor
+KEPT = ("rivals", "library", "rank")  # groups whose rows may be of an earlier commit
 NAMED = {  # rivals as the field calls them -> rows of a result; the first 4 and newest 32 tokens stay in 16 bits
     "[KIVI](https://arxiv.org/abs/2402.02750), 4 bits": "KIVI int4, newest 32, first 4 whole",
     "[QuaRot](https://arxiv.org/abs/2404.00456), 4 bits": "QuaRot int4, first 4 and newest 32 whole",
@@ -36,6 +38,8 @@ def tables(folder: Path = RESULTS) -> str:
     if not results:
         return "No results yet: see benchmarks/bits.py."
     lines = [line for result in results for line in _section(result)]
+    ways = folder / "coded-healing.json"
+    lines += [*_ways(json.loads(ways.read_text())), ""] if ways.exists() else []
     zero_shot = [json.loads(path.read_text())["rows"] for path in sorted(folder.glob("zero-shot-*-bits.json"))]
     return "\n".join([*lines, *(line for rows in zero_shot for line in _answers(rows))]).rstrip()
 
@@ -58,6 +62,25 @@ def _answers(rows: Sequence[Row]) -> list[str]:
         f"## Zero-shot, {source['model']}", "", *_table(titles, cells),
         f"- Mean change: {mean:+.2f} points. Scored as lm-eval defines it; {made}.", "",
     ]  # fmt: skip
+
+
+def _ways(found: dict[str, Any]) -> list[str]:
+    """Healing with rounded rows, and with noise of the same size in their place: means over random seeds."""
+    rows, cells = found["rows"], []
+    for share, healing in dict.fromkeys((row["share"], row["healing"]) for row in rows):
+        own = [row for row in rows if (row["share"], row["healing"]) == (share, healing)]
+        ways = {way: [row["damage"] for row in own if row["way"] == way] for way in ("rounded", "noise", "")}
+        means = [f"{sum(x) / len(x):.4f}" if x else "" for x in (ways["rounded"] or ways[""], ways["noise"])]
+        apart = ", ".join(f"{b - a:+.4f}" for a, b in zip(ways["rounded"], ways["noise"], strict=False))
+        cells.append((share, healing, *means, apart))
+    titles = ("cache", "healing", "rounded", "noise", "noise less rounded, by random seed")
+    half = max(row["half"] for row in rows)
+    about = (
+        f"- {found['model']}: damage on {found['rows_read']} held-out texts of {found['length']:,} tokens; half of the "
+        f"95% interval is at most {half:.4f}. A healing that does not help is not kept: its damage is then that of the "
+        f"refit before it. {found['hardware']}, {found['date']}, commit {found['commit']}."
+    )
+    return ["## Healing by rounded rows or by noise", "", *_table(titles, cells), about]
 
 
 def _section(result: dict[str, Any]) -> list[str]:
@@ -113,13 +136,24 @@ def _match(rows: Sequence[Row], row: Row) -> Row | None:
 
 def _rivals(rows: Sequence[Row]) -> list[str]:
     """Every rival, and our plan in its bytes."""
-    cells = []
+    cells, pairs = [], []
     for row in _there(rows, "rivals", "library"):
         ours = _match(rows, row)
-        own = "" if ours is None else f"{ours['share']:.1%}"
-        cells.append((_method(row), f"{row['share']:.1%}", _measured(row), _perplexity(row), own, _measured(ours)))
-    titles = ("cache", "bytes", "damage", "perplexity", "ours: bytes", "damage")
-    return _table(titles, cells)
+        own = ("", "", "") if ours is None else (f"{ours['share']:.1%}", _measured(ours), f"{ours['kl']:.6f}")
+        theirs = (f"{row['share']:.1%}", _measured(row), f"{row['kl']:.6f}", _perplexity(row))
+        cells.append((_method(row), *theirs, *own))
+        pairs += [] if ours is None else [(row, ours)]
+    if not cells:
+        return []
+    titles = ("cache", "bytes", "damage", "KL", "perplexity", "ours: bytes", "damage", "KL")
+    return [*_table(titles, cells), *_ahead(pairs)]
+
+
+def _ahead(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """How often ours is closer to the source in no more bytes."""
+    behind = [_method(theirs) for theirs, ours in pairs if ours["kl"] >= theirs["kl"]]
+    told = f"- By KL ours is closer to the source than {len(pairs) - len(behind)} of {len(pairs)}"
+    return [f"{told}{'; not than ' + ', '.join(behind) if behind else ''}.", ""]
 
 
 def _ours(rows: Sequence[Row]) -> list[str]:
@@ -127,10 +161,22 @@ def _ours(rows: Sequence[Row]) -> list[str]:
     found = sorted(_there(rows, "ours", "rank"), key=lambda row: -float(row["asked"].rstrip("%")))
     cells = [
         (row["asked"], _method(row), f"{row['share']:.1%}", _predicted(row), _predicted(row, "rehearsed"),
-         _measured(row), _perplexity(row))
+         _measured(row), f"{row['kl']:.6f}", _perplexity(row))
         for row in found
     ]  # fmt: skip
-    return _table(("budget", "plan", "bytes", "predicted", "calibration", "damage", "perplexity"), cells)
+    titles = ("budget", "plan", "bytes", "predicted", "calibration", "damage", "KL", "perplexity")
+    return [*_table(titles, cells), *_foretold(found)]
+
+
+def _foretold(rows: Sequence[Row]) -> list[str]:
+    """How often prediction and measurement agree, up to a damage of 0.3 nats."""
+    found = [row for row in rows if row["group"] == "ours" and row.get("predicted") and abs(row["measured"]) <= MOST]
+    if not found:
+        return []
+    ratios = {f"{row['asked']} {_method(row).removeprefix('ours, ')}": row["kl"] / row["predicted"] for row in found}
+    far = [f"{name} {ratio:.2f}" for name, ratio in ratios.items() if not 1 / FACTOR <= ratio <= FACTOR]
+    told = f"- KL by predicted damage: within a factor of {FACTOR} in {len(ratios) - len(far)} of {len(ratios)} plans"
+    return [f"{told}{'; not: ' + ', '.join(far) if far else ''}.", ""]
 
 
 def _left_out(rows: Sequence[Row]) -> list[str]:
@@ -170,12 +216,11 @@ def _missing(rows: Sequence[Row]) -> list[str]:
 def _about(result: dict[str, Any]) -> list[str]:
     settings = result["settings"]
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    commits = ", ".join(dict.fromkeys(row["commit"] for row in result["rows"]))
     texts = max(row.get("texts", 0) for row in result["rows"])
     return [
         f"- {texts} held-out texts of each length ({result['evaluation']}), 95% intervals over texts of the difference "
         f"to the source; calibrated on {settings['tokens']:,} tokens in rows of {settings['length']:,}, "
-        f"{settings['dtype']}; {result['hardware']}, {result['date']}, commit {commits}; {made}."
+        f"{settings['dtype']}; {result['hardware']}, {result['date']}, {commits_of(result)}; {made}."
     ]
 
 
@@ -192,11 +237,20 @@ def named(files: Sequence[str] = ("bits-smollm2-1024.json", "bits-tinyllama.json
         cells.append((name, *found))
     made = [
         f"{result['name']}: {result['rows'][0]['texts']} texts of {result['rows'][0]['length']:,} tokens; "
-        f"{result['hardware']}, {result['date']}, commit {result['commit']}"
+        f"{result['hardware']}, {result['date']}, {commits_of(result)}"
         for result in results
     ]
     notes = ["- Half of the 95% interval. An empty cell was not measured.", *(f"- {text}." for text in made)]
     return "\n".join([*_table(("KV cache", *pairs), cells), *notes])
+
+
+def commits_of(result: dict[str, Any]) -> str:
+    """The commits that rows were measured with; those of others may be earlier, as our code does not change them."""
+    rows = result["rows"]
+    own = dict.fromkeys(row["commit"] for row in rows if row["group"] not in KEPT)
+    others = dict.fromkeys(row["commit"] for row in rows if row["group"] in KEPT)
+    told = f"commit {', '.join(own or others)}"
+    return f"{told} (the others: {', '.join(others)})" if own and others and own != others else told
 
 
 def summary(folder: Path = RESULTS) -> str:
@@ -211,7 +265,7 @@ def summary(folder: Path = RESULTS) -> str:
             name = f"{result['name'].removesuffix(f', {length:,} tokens')}, {length:,}"
             best = (_best(rows, bits) for bits in (4, 2))
             cells.append((name, *(_told(ours.get(share)) for share in titles[1:4]), *best))
-        made.append(f"{result['hardware']}, {result['date']}, commit {result['commit']}")
+        made.append(f"{result['hardware']}, {result['date']}, {commits_of(result)}")
     return "\n".join([*_table(titles, cells), f"- {'; '.join(dict.fromkeys(made))}."])
 
 

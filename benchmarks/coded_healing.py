@@ -1,7 +1,7 @@
 """Does healing of a coded cache learn more from rounded rows, or from rows with noise of the same size?
 
     python benchmarks/coded_healing.py --out benchmarks/results/coded-healing.json
-    python benchmarks/coded_healing.py --print
+    python benchmarks/bits_page.py   # print it into docs/BITS.md
 
 Both ways pass gradients as if nothing had been coded. `rounded` reads rows as the cache will give them back. `noise`
 adds the error of another token of the same text in place of a token's own. Healed models are always measured with
@@ -81,35 +81,8 @@ def rows_of(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield {"share": share, "healing": healing, "way": way, "seed": seed, **measured(bench, model, text)}
 
 
-def printed(found: dict[str, Any]) -> str:
-    """The table of a result: means over random seeds, and each seed's difference."""
-    lines = ["| cache | healing | rounded | noise | noise less rounded, by random seed |", "| --- |" + " --- |" * 4]
-    rows = found["rows"]
-    for share in dict.fromkeys(row["share"] for row in rows):
-        own = [row for row in rows if row["share"] == share]
-        none = next(row["damage"] for row in own if row["healing"] == "none")
-        lines.append(f"| {share} | none | {none:.4f} |  |  |")
-        for healing in HEALINGS:
-            ways = {
-                w: [r["damage"] for r in own if (r["healing"], r["way"]) == (healing, w)] for w in ("rounded", "noise")
-            }
-            if not ways["noise"]:
-                continue
-            apart = ", ".join(f"{b - a:+.4f}" for a, b in zip(ways["rounded"], ways["noise"], strict=False))
-            means = " | ".join(f"{sum(x) / len(x):.4f}" for x in ways.values())
-            lines.append(f"| {share} | {healing} | {means} | {apart} |")
-    half = max(row["half"] for row in rows)
-    lines += [
-        "",
-        f"- {found['model']}: nats per token on {found['rows_read']} held-out texts of {found['length']:,} tokens; "
-        f"half of the 95% interval of a damage is at most {half:.4f}. {found['hardware']}, {found['date']}, "
-        f"commit {found['commit']}.",
-    ]
-    return "\n".join(lines)
-
-
 def main() -> None:
-    """Measure, or print what was measured."""
+    """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--share", action="append")
@@ -119,10 +92,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--out", type=Path, default=RESULT)
-    parser.add_argument("--print", action="store_true")
     asked = parser.parse_args()
-    if asked.print:
-        return print(printed(json.loads(asked.out.read_text())))
     asked.share = asked.share or ["6.25%"]
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {

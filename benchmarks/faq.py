@@ -43,9 +43,9 @@ def quantise() -> str:
         (name, *(f"{change(row)} ({row['share']:.1%})" for share in ("25%", "12.5%") if (row := found[method, share])))
         for method, name in SHARES.items()
     ]
-    note = f"- Embedded model, 1,024 tokens, nothing healed; {result['hardware']}, {result['date']}, commit"
+    note = f"- Embedded model, 1,024 tokens, nothing healed; {result['hardware']}, {result['date']}"
     lines = rows_of(("a cache in about", "a quarter of the bytes", "an eighth"), cells)
-    return "\n".join([*lines, "", f"{note} {result['commit']}."])
+    return "\n".join([*lines, "", f"{note}, {bits_page.commits_of(result)}."])
 
 
 def calibration() -> str:

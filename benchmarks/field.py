@@ -21,16 +21,16 @@ from tables import in_rows
 ROOT = Path(__file__).parents[1]
 RESULTS, DOCS = ROOT / "benchmarks" / "results", ROOT / "docs"
 SECTIONS = {  # heading -> result of one model and one kind of budget
-    "The embedded model, cache": "field-embedded-kv",
-    "The embedded model, cache, heads pooled": "field-embedded-pooled",
-    "The embedded model, parameters": "field-embedded-params",
-    "stories15M, cache": "field-stories15M-kv",
-    "stories15M, cache, heads pooled": "field-stories15M-pooled",
-    "SmolLM2-135M (Q4_1, dequantised), cache": "field-smollm2-kv",
-    "SmolLM2-135M (Q4_1, dequantised), cache, heads pooled": "field-smollm2-pooled",
-    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache": "quality-tinyllama",
-    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache, heads pooled": "quality-tinyllama-pooled",
-    "TinyLlama-1.1B (IQ2_XXS, dequantised), cache in bits, as by default": "quality-tinyllama-bits",
+    "The embedded model: KV cache, per head": "field-embedded-kv",
+    "The embedded model: KV cache, pooled": "field-embedded-pooled",
+    "The embedded model: parameters": "field-embedded-params",
+    "stories15M: KV cache, per head": "field-stories15M-kv",
+    "stories15M: KV cache, pooled": "field-stories15M-pooled",
+    "SmolLM2-135M (Q4_1, dequantised): KV cache, per head": "field-smollm2-kv",
+    "SmolLM2-135M (Q4_1, dequantised): KV cache, pooled": "field-smollm2-pooled",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, per head": "quality-tinyllama",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache, pooled": "quality-tinyllama-pooled",
+    "TinyLlama-1.1B (IQ2_XXS, dequantised): KV cache in bits, the default": "quality-tinyllama-bits",
 }
 DRAWN = ["field-embedded-kv"]
 KINDS = {"kv": "KV cache", "params": "parameters"}
@@ -45,18 +45,19 @@ PLANS = {
 }
 HEALS = {"none": "no healing", "refit": "refit", "blockwise": "blockwise", "distill": "distillation"}
 ONE, ROUNDS = "exact", "exact, 3 rounds"
-INTRO = """All plans for the same budget, before healing and after each kind of healing, on the same text. A cell is
-the change of perplexity on held-out text with half of its 95% interval. Bold marks the lowest value of a column and
-the values that tie with it. `published` is the recipe of A3 (arXiv 2505.12942) in our implementation, `svd`
-decomposes weights without data, `magnitude` removes heads with the smallest weights, `uniform` gives all layers one
-size; `exact` is the solver's plan in one cut, `exact, 3 rounds` in three cuts with a refit after each. Where heads
-are pooled (`--pool all`), the heads of a layer share cached rows, and distillation starts from the blockwise healing;
-elsewhere it starts from the refitted model (`blockwise=0`). Two plans tie if they differ by no more than the root of
-the sum of their squared half intervals. This is strict, because both read the same text. A value below zero is better
-than the source on this text: healing also adapts a model to the kind of text it is trained on. Tokens count the
-training text; for distillation they count every pass over it, including the search for the learning rate. Seconds
-start with the cut and leave out the probing, which all plans share. Plans of the cache in bits were made
-before measured prices were corrected for what the finest code shows: they left a part of their budget unused."""
+INTRO = """All plans for a budget on the same text, not healed and healed in every way. A cell is the measured damage:
+the increase of perplexity on held-out text, with half of its 95% interval. Bold: the lowest of a column, and its ties.
+
+- **Plans**: `exact` is the solver's. The others give all layers equal sizes: `published` by the recipe of A3 (arXiv
+  2505.12942) in our implementation, `svd` by weights without data, `magnitude` without the heads of the smallest
+  weights, `uniform` with our directions.
+- **Per head, pooled**: with pooled heads (`--pool all`), the key/value heads of a layer share cached rows. There
+  distillation starts from the model that was healed blockwise, elsewhere from the refitted one (`blockwise=0`).
+- **Ties**: two plans tie if they differ by no more than the root of the sum of their squared half intervals. This is
+  strict, because both read the same text.
+- **Below zero**: better than the source on this text. Healing also adapts a model to the kind of text it is trained on.
+- **Tokens; seconds**: tokens of training text, in distillation every pass over it and the search for the learning rate.
+  Seconds begin with the cut and leave out the probing, which all plans share."""
 
 
 class Change(NamedTuple):
@@ -128,7 +129,7 @@ def _took(rows: list[dict[str, Any]]) -> str:
 
 
 def against_exact(rows: list[dict[str, Any]]) -> list[str]:
-    """Where the solver's plan in one cut is not the best of its price, and how many times it is or ties."""
+    """Where the solver's plan in one cut is not the best, and how many times it is or ties."""
     alone = ties = 0
     worse: list[str] = []
     for budget in budgets(rows):
@@ -146,12 +147,13 @@ def against_exact(rows: list[dict[str, Any]]) -> list[str]:
     if not alone + ties + len(worse):
         return []
     total = alone + ties + len(worse)
-    head = f"Of {total} prices `exact` is better than every other one-cut plan at {alone}, ties with the best at {ties}"
-    return [f"{head}, and is beaten at {len(worse)}{':' if worse else '.'}", *(f"  - {text}" for text in worse)]
+    head = f"In {total} comparisons (budget and healing) `exact` is better than every other plan in {alone}, ties"
+    head += f" with the best in {ties}, and is behind in {len(worse)}{':' if worse else '.'}"
+    return [head, *(f"  - {text}" for text in worse)]
 
 
 def against_rounds(rows: list[dict[str, Any]]) -> list[str]:
-    """Three rounds against one cut, at the same price."""
+    """Three rounds against one cut, for the same budget."""
     found = []
     for budget in budgets(rows):
         for heal, column in columns(rows, budget).items():
@@ -210,8 +212,8 @@ def about(result: dict[str, Any]) -> str:
     return (
         f"{result['evaluation_tokens']:,} evaluation tokens{in_rows(result)} ({result['evaluation']}; perplexity "
         f"{result['perplexity_before']:.2f} before), {result['calibration_tokens']:,} calibration tokens, "
-        f"{result['healing_tokens']:,} different ones to distil on ({told['data'] or 'default text'}); healing options "
-        f"{options}; probing {result['probe_seconds']:.0f} s; seed {told['seed']}; {result['hardware']}, "
+        f"{result['healing_tokens']:,} different ones to train on ({told['data'] or 'default text'}); healing options "
+        f"{options}; probing {result['probe_seconds']:.0f} s; random seed {told['seed']}; {result['hardware']}, "
         f"{result['date']}; {versions}."
     )
 
@@ -239,7 +241,7 @@ def section(heading: str, results: list[dict[str, Any]]) -> list[str]:
     idle = [row for row in rows if row["heal"] == "distill" and not row["rate"]]
     if idle:
         named = ", ".join(f"{row['budget']} {row['plan']}" for row in idle)
-        lines.append(f"- No rate of distillation helped, so that it left models as they were before it: {named}.")
+        lines.append(f"- No learning rate of distillation helped, so these models are as they were before it: {named}.")
     tasks = zero_shot(results)
     lines += ["", *tasks] if tasks else []
     return [*lines, "", *(f"- {about(result)}" for result in results), ""]
@@ -251,7 +253,7 @@ def page(folder: Path = RESULTS) -> str:
     parts = [section(heading, results) for heading, results in found.items() if any(r["rows"] for r in results)]
     lines = ["# Healing", "", INTRO, ""]
     if picture(folder):
-        lines += ["![Damage against the kept cache, per plan and healing](healing.svg)", ""]
+        lines += ["![Measured damage against the kept cache, per plan and healing](healing.svg)", ""]
     if not parts:
         lines += ["No results yet: run `benchmarks/quality.py`.", ""]
     lines += ["Printed by `python benchmarks/field.py`; nothing here is typed by hand.", ""]
@@ -259,9 +261,7 @@ def page(folder: Path = RESULTS) -> str:
     return re.sub(r"\n{3,}", "\n\n", text)
 
 
-# The picture.
-
-WIDTH, TOP, HEIGHT, FLOOR = 250, 40, 260, 1e-3
+WIDTH, TOP, HEIGHT, FLOOR = 250, 40, 260, 1e-3  # of the picture
 
 
 def picture(folder: Path = RESULTS) -> str:
@@ -289,7 +289,7 @@ def picture(folder: Path = RESULTS) -> str:
         for n, plan in enumerate(plans)
     )
     wide, high = 60 + WIDTH * len(heals), TOP + HEIGHT + 66
-    title = "Damage in nats per token (logarithmic) against the share of the cache that is kept"
+    title = "Measured damage in nats per token (logarithmic) against the share of the cache that is kept"
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{high}" viewBox="0 0 {wide} {high}" '
         f'role="img" font-family="system-ui, sans-serif" font-size="13" fill="#333"><title>{title}</title>'

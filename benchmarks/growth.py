@@ -182,7 +182,8 @@ def along(rows: list[dict[str, Any]], base: dict[str, int], axis: str, stage: st
 
 
 def _cell(value: int, took: list[float]) -> str:
-    return f"{value:,}: {statistics.median(took):.1f} ({min(took):.1f} to {max(took):.1f})"
+    spread = f" ({min(took):.1f} to {max(took):.1f})" if len(took) > 1 else ""
+    return f"{value:,}: {statistics.median(took):.1f}{spread}"
 
 
 def section(file: Path = RESULT) -> list[str]:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from memory_parts import parts, table
+from memory_parts import model_name, parts, table
 
 from headwise.files.disk import write_atomically
 
@@ -15,6 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 START, END = "<!-- memory: printed by benchmarks/memory.py -->", "<!-- end of memory -->"
 OURS = ("joint", "each_head")
 NAMES = {"joint": "ours", "each_head": "ours, per head", "cuts": "cuts alone"}
+MORE = {"uniform": "uniform bits", "weights": "bits of weights alone"}  # other sections of a result, in words
 Row = dict[str, Any]
 
 
@@ -40,16 +41,16 @@ def _section(result: dict[str, Any]) -> list[str]:
     source = next(row["bytes_before"] for row in rows if "cache" in row.get("bytes_before", {}))
     sizes = f"{source['weights'] / 1e6:.1f} MB of weights and {source['cache'] / 1e6:.1f} MB of cache"
     sizes += " with 16 bits per number."
-    lines = [f"## {result['name']}", "", f"{batch} texts of {int(length):,} tokens: {sizes}", ""]
-    lines += [*table(_heads(rows), _shares(rows)), ""]
+    lines = [f"## {model_name(result['name'])}", "", f"{batch} texts of {int(length):,} tokens: {sizes}", ""]
+    lines += [*table(_heads(rows), _shares(rows)), "", *_behind(rows)]
     lines += _rivals(rows) + _predictions(rows)
     made: dict[str, list[str]] = {}
     for row in rows:
         read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
         read += f", {row['swap_tokens']:,} for measured damage" if "swap_tokens" in row else ""
         about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
-        made.setdefault(about, []).append(row["section"].replace("each_head", "per head"))
-    return [*lines, *(f"- {', '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
+        made.setdefault(about, []).append({**NAMES, **MORE}[row["section"]])
+    return [*lines, *(f"- {'; '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]
 
 
 def _heads(rows: list[Row]) -> list[str]:
@@ -63,14 +64,26 @@ def _shares(rows: list[Row]) -> list[list[str]]:
     for share in dict.fromkeys(row["asked_share"] for row in rows if row["method"] == "joint"):
         ways = [name for name in NAMES if any(row["method"] == name for row in rows)]
         mine = {name: _one(rows, name, share) for name in ways}
-        uniform = [row for row in rows if row["method"] == "uniform"]
-        fitting = [row for row in uniform if row["share"] <= share / 100]
-        best = min(fitting, key=lambda row: row["kl"], default=None)
+        uniform, best = [row for row in rows if row["method"] == "uniform"], _best(rows, share)
         less = f"{1 - mine['joint']['kl'] / best['kl']:.0%}" if best and "kl" in mine["joint"] else ""
         told = "none fits" if any(row["weight_bits"] == 2 for row in uniform) else "not measured"
         told = told if best is None else f"{_measured(best)}, {_uniform(best)}, {best['share']:.1%}"
         found.append([f"{share}%", *(_measured(mine[name], True) for name in ways), told, less])
     return found
+
+
+def _best(rows: list[Row], share: int) -> Row | None:
+    """The uniform bits of least damage that take no more than this share."""
+    fitting = [row for row in rows if row["method"] == "uniform" and row["share"] <= share / 100]
+    return min(fitting, key=lambda row: row["kl"], default=None)
+
+
+def _behind(rows: list[Row]) -> list[str]:
+    """Where uniform bits do less damage than ours, in a sentence."""
+    mine = [row for row in rows if row["method"] == "joint" and "kl" in row]
+    found = [row for row in mine if (best := _best(rows, row["asked_share"])) and best["kl"] < row["kl"]]
+    shares = " and ".join(f"{row['asked_share']}%" for row in found)
+    return [f"At {shares} the best uniform bits do less damage than ours.", ""] if found else []
 
 
 def _one(rows: list[Row], method: str, share: int) -> Row:
@@ -97,7 +110,8 @@ def _rivals(rows: list[Row]) -> list[str]:
     for row in sorted(found, key=lambda row: -row["share"]):
         widths = str(row["weight_bits"]), f"int{row['cache_bits']}"
         cells.append([f"{row['share']:.1%}", *widths, row["rounding"], _measured(row)])
-    return ["All uniform rivals:", "", *table(["share", "weight bits", "cache", "rounding", "damage"], cells), ""]
+    heads = ["share", "weight bits", "cache", "rounding", "measured damage"]
+    return ["All uniform rivals:", "", *table(heads, cells), ""]
 
 
 def _predictions(rows: list[Row]) -> list[str]:
@@ -108,5 +122,5 @@ def _predictions(rows: list[Row]) -> list[str]:
         [f"{row['asked_share']}%", f"{row['bits']:.2f}", f"{row['predicted']:.4f}", _measured(row),
          f"{row['kl'] / row['predicted']:.2f}" if row["predicted"] else ""] for row in found
     ]  # fmt: skip
-    heads = ["weights kept", "bits per weight", "predicted", "measured", "measured / predicted"]
+    heads = ["weights kept", "bits per weight", "predicted damage", "measured damage", "measured / predicted"]
     return ["Bits of weights alone, not healed:", "", *table(heads, cells), ""]

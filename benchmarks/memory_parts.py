@@ -9,12 +9,18 @@ from typing import Any
 
 PLANS = ("exact", "exact, 3 rounds", "uniform", "depth", "svd", "magnitude")
 HEALS = ("none", "refit", "distill")
+NAMES = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M (Q4_1, dequantised)"}
 Row = dict[str, Any]
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
     """A table in Markdown."""
     return [f"| {' | '.join(line)} |" for line in (heads, ["---"] * len(heads), *rows)]
+
+
+def model_name(stem: str) -> str:
+    """A model as other pages call it."""
+    return NAMES.get(stem, stem)
 
 
 def parts(folder: Path) -> list[str]:
@@ -30,7 +36,7 @@ def parts(folder: Path) -> list[str]:
 
 def _parameters(result: dict[str, Any]) -> list[str]:
     settings, rows = result["settings"], result["rows"]
-    name = Path(settings["model"]).stem
+    name = model_name(Path(settings["model"]).stem)
     cells = []
     for budget in sorted({row["budget"] for row in rows}, reverse=True):
         for heal in (heal for heal in HEALS if any(row["heal"] == heal for row in rows)):
@@ -39,7 +45,7 @@ def _parameters(result: dict[str, Any]) -> list[str]:
                 cells.append([budget.partition("=")[2], heal, *(_change(mine.get(plan)) for plan in PLANS)])
     used = [plan for plan in PLANS if any(row["plan"] == plan for row in rows)]
     columns = [place for place, plan in enumerate(("", "", *PLANS)) if not plan or plan in used]
-    about = f"May be cut: {', '.join(settings['allow'])}. Calibrated on {result['calibration_tokens']:,} tokens of "
+    about = f"Increase of perplexity. Calibrated on {result['calibration_tokens']:,} tokens of "
     about += f"{settings['data'] or 'text of its own'}, evaluated on {result['evaluation_tokens']:,} tokens of "
     about += f"{settings['eval'] or settings['data']} in rows of {result['evaluation_length']:,}; perplexity of the "
     about += (
@@ -49,19 +55,20 @@ def _parameters(result: dict[str, Any]) -> list[str]:
     about += f" Distilled on {' and '.join(f'{count:,}' for count in tokens)} tokens." if tokens else ""
     heads = ["kept", "healed", *PLANS]
     picked = [[line[place] for place in columns] for line in [heads, *cells]]
-    return [f"## Parameters: {name}", "", *table(picked[0], picked[1:]), "", about, ""]
+    title = f"## Parameters: {name}, cut in {', '.join(settings['allow'])}"
+    return [title, "", *table(picked[0], picked[1:]), "", about, ""]
 
 
 def _unit_prices(result: Row) -> list[str]:
-    heads = ["cut", "parameters saved", "damage", "KL", "damage per million saved"]
+    heads = ["cut", "parameters saved", "measured damage", "KL", "damage per million saved"]
     cells = [
         [row["cut"], f"{row['saved'] / 1e6:.2f}M", f"{row['damage']:.4f}", f"{row['kl']:.4f}",
          f"{row['damage'] / row['saved'] * 1e6:.4f}"] for row in result["rows"]
     ]  # fmt: skip
-    about = f"{result['model']}: {result['read']:,} calibration tokens of {result['data']}, {result['evaluated']:,} of "
-    about += f"{result['eval']}; {_about(result)}."
+    about = f"{model_name(result['model'])}: {result['read']:,} calibration tokens of {result['data']}, "
+    about += f"{result['evaluated']:,} of {result['eval']}; {_about(result)}."
     return [
-        "## Parameters: what a unit costs",
+        "## Parameters: what single cuts cost",
         "",
         *table(heads, cells),
         "",

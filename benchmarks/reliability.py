@@ -115,7 +115,7 @@ def beside(result: dict[str, Any]) -> list[str]:
         for kind, row in result["beside"].items()
     ]
     note = "Wrong end: another exit code than promised, a traceback, or no line that says what happened."
-    return ["## Limits, signals, neighbours", "", note, "", *_table(titles, rows)]
+    return ["## Limits, signals, second processes", "", note, "", *_table(titles, rows)]
 
 
 def files(result: dict[str, Any]) -> list[str]:
@@ -133,7 +133,8 @@ def failures(result: dict[str, Any]) -> list[str]:
     """What went wrong, in words."""
     if not result["failures_in_all"]:
         return ["Nothing went wrong.", ""]
-    told = f"{result['failures_in_all']:,} problems, of each kind in each row the first ones:"
+    total = result["failures_in_all"]
+    told = "One problem:" if total == 1 else f"{total:,} problems; the first ones of each kind in each row:"
     return ["## What went wrong", "", told, "", *(f"- {' '.join(words.split())}" for words in result["failures"]), ""]
 
 
@@ -141,14 +142,30 @@ def measured(result: dict[str, Any]) -> list[str]:
     """Which cases, where and when, and everything that was counted."""
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     place = f"{result['hardware']['processor']}, {result['hardware']['cores']} cores"
-    counts = f"{result['cases']:,} of {result['asked']:,} cases with seed {result['settings']['seed']}"
+    counts = f"{result['cases']:,} of {result['asked']:,} cases with random seed {result['settings']['seed']}"
     about = f"{counts} on commit {result['commit']}, {result['date']}, {place}, {made}."
     if len(result.get("places", {})) > 1:
         told = "; ".join(f"{number:,} on {name}" for name, number in result["places"].items())
         about += f" Begun on one machine and resumed on another: {told}."
     left = [f"{name} (without {package})" for name, package in result.get("left_out", {}).items()]
     lines = [about, "", *([f"Not run on this machine: {', '.join(left)}.", ""] if left else [])]
-    return [*lines, *crashes(result), *beside(result), *files(result), *failures(result)]
+    return [*lines, *failures(result), *crashes(result), *beside(result), *files(result)]
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """The last campaign in a sentence for every promise."""
+    kills, inputs = result["crashes"], result["mutations"]
+    bad = sum(row["end"] + sum(row[c] for c in COLUMNS) for row in result["beside"].values())
+    aside = sum(row["cases"] - row["impossible"] for row in result["beside"].values())
+    return [
+        "The last campaign:",
+        "",
+        f"- {kills['cases']:,} kills: {', '.join(f'{kills[c]:,} {c}' for c in COLUMNS)}.",
+        f"- {inputs['cases']:,} damaged inputs: {inputs['traceback']:,} tracebacks, {inputs['hang']:,} hangs, "
+        f"{inputs['outside']:,} writes outside the run folder, {inputs['crash']:,} crashes.",
+        f"- {aside:,} cases of little memory, full disks, signals and second processes: {bad:,} wrong.",
+        "",
+    ]
 
 
 def others(results: list[dict[str, Any]]) -> list[str]:
@@ -169,10 +186,10 @@ def others(results: list[dict[str, Any]]) -> list[str]:
         longest = round(30 * result["settings"].get("patience", 1))
         rows.append([result["commit"], result["date"], place, cases, longest, kills, aside, inputs, *counts])
         told += [f"- {result['commit']}: {' '.join(words.split())}" for words in result["failures"]]
-    found = ["What they found, of each kind in each row the first ones:", "", *told, ""] if told else []
+    found = ["What they found; the first ones of each kind in each row:", "", *told, ""] if told else []
     note = (
-        "With the code of their time; wrong ends are in the column `end`. A hang is judged by the clock: on a machine "
-        "that other work shares, a long command such as an export to ONNX may count as one."
+        "Each with the code of its commit; wrong ends are in the column `end`. A hang is judged by the clock: on a "
+        "machine with other work, a long command such as an export to ONNX may count as one."
     )
     return ["## Other campaigns", "", note, "", *_table(titles, rows), *found]
 
@@ -184,7 +201,7 @@ def page(result: dict[str, Any], more: list[dict[str, Any]]) -> str:
         crashes=asked["crashes"], mutations=asked["mutations"], longest=round(30 * asked.get("patience", 1))
     )
     same = ["Not compared byte for byte:", "", *(f"- {words}" for words in result["normalised"]), ""]
-    return "\n".join([PROMISES, method, *same, *measured(result), *others(more), LIMITS])
+    return "\n".join([PROMISES, *summary(result), method, *same, *measured(result), *others(more), LIMITS])
 
 
 def written() -> str:

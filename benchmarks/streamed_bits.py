@@ -73,21 +73,25 @@ def measured(way: tuple[bool, str, str], work: Path) -> dict[str, Any]:
     }
 
 
+OWN = "every head's own rows"  # as results call it
+
+
 def section(result: dict[str, Any]) -> str:
     """The result in Markdown."""
     lines = [
         "## Models larger than memory, with a cache in few bits (`benchmarks/streamed_bits.py`)",
         "",
-        "Divergence of the embedded model's answers from the source's in nats per token, with 95% intervals on "
+        "Measured damage of the embedded model (KL divergence from the source, nats per token), 95% intervals on "
         f"{result['sizes']['eval_tokens']:,} held-out tokens ({result['sizes']['tokens']:,} of calibration; refitted, "
         "where nothing else is said):",
         "",
-        "| read | " + " | ".join(LIMITS) + " |",
+        "| cache | " + " | ".join(LIMITS) + " |",
         "| --- |" + " --- |" * len(LIMITS),
     ]
     for name, row in result["ways"].items():
         cells = [f"{row[at]['kl']:.4f} ({row[at]['kl_low']:.4f} to {row[at]['kl_high']:.4f})" for at in LIMITS]
-        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+        words = name.replace("shared rows", "pooled").replace(OWN, "per head")
+        lines.append(f"| {words} | " + " | ".join(cells) + " |")
     said = (f"{row['hardware']['processor']}, {row['date']}, torch {row['torch']}, commit {row['commit']}"
             for row in result["ways"].values())  # fmt: skip
     return "\n".join([*lines, "", "; ".join(dict.fromkeys(said)) + ".", ""])

@@ -28,7 +28,7 @@ from headwise.types.shape import Grain
 ROOT = Path(__file__).parents[1]
 LAYER = LayerShape(  # an example
     query_heads=8, kv_heads=1, qk_dim=256, v_dim=256, mlp_width=704, qk_width=256, pooled=4, v_width=256,
-    k_code=(2, 0, 5, 0, 40, 0, 88, 0), v_code=(0, 0, 0, 12, 0, 61, 0, 70),
+    k_code=(0, 0, 0, 0, 2, 0, 5, 0, 40, 0, 88, 0), v_code=(0, 0, 0, 0, 0, 0, 0, 12, 0, 61, 0, 70),
 )  # fmt: skip
 WORDS = {  # of fields whose names say it all in the code
     "model": "the source, as it was named", "source": "sizes before", "target": "sizes after",
@@ -41,7 +41,7 @@ WORDS = {  # of fields whose names say it all in the code
     "o_bias": "so has the output projection", "mlp_bias": "so has the MLP", "query_heads": "query heads",
     "kv_heads": "key/value heads, or rows that heads share", "mlp_width": "channels of the MLP",
     "mlp_channels": "channels of the MLP", "name": "kv, params, ...", "unit": "what the limit is counted in",
-    "limit": "at most so much", "length": "tokens of context that it is priced at", "text": "as it was typed",
+    "limit": "at most so much", "length": "tokens of context that it is counted at", "text": "as it was typed",
     "workload": "what is timed", "qk_step": "query/key dimensions are multiples of this",
     "v_step": "so are value dimensions",
     "mlp_step": "and MLP widths", "qk_floor": "fewest query/key dimensions", "v_floor": "fewest value dimensions",

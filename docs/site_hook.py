@@ -22,6 +22,7 @@ FENCE = re.compile(r"^( *)(```|~~~).*?^\1\2\s*$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<!\!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"\!\[([^\]]*)\]\(([^)\s#]+)\)")
 FORMULA = re.compile(r"\$\$(.+?)\$\$|(?<![\\$\w])\$([^$\n]+(?:\n[^$\n]+)?)\$(?![\w$])", re.DOTALL)
+WIDE = 5  # lines between the columns of a table that is too wide beside the contents
 MANY = 4_000  # characters of a printed output that are shown
 
 
@@ -50,7 +51,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Links and formulas as the site needs them; code stays as it is."""
+    """Links and formulas as the site needs them; code stays as it is. Wide tables get the room of the contents."""
+    if max((line.count("|") for line in markdown.splitlines() if line.startswith("| ---")), default=0) > WIDE:
+        page.meta.setdefault("hide", ["toc"])
     here = page.file.src_uri
     source = next((name for name, target in PAGES.items() if target == here), f"docs/{here}")
     if here.startswith("notebooks/"):
@@ -63,7 +66,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Tables scroll inside the page, by keyboard too."""
+    """Tables scroll inside the page, by keyboard too; a number stays in one line with its interval."""
+    html = re.sub(r" ± (?=\d)", "\u00a0±\u00a0", html)
     wrapped = html.replace("<table>", '<div class="scroll" tabindex="0" role="group" aria-label="Table"><table>')
     return wrapped.replace("</table>", "</table></div>") if wrapped.count("</table>") == html.count("<table>") else html
 

@@ -71,7 +71,9 @@ def _images(cells: Mapping[str, Found], one: str, other: str, what: str, source:
     """Two models on images; gain: how much higher the first one's accuracy is."""
     if {one, other} <= set(cells):
         pair = [cells[one], cells[other]]
-        untold = [f"best rate {cell['rate']:g}, one of two tried" for cell in pair if not cell.get("rates")][:1]
+        untold = [f"best learning rate {cell['rate']:g}, one of two tried" for cell in pair if not cell.get("rates")][
+            :1
+        ]
         failed = edges_of(cells, one, other) + untold
         contest = paired(what, pair[0]["accuracy"], pair[1]["accuracy"], ACCURACY, failed=failed)
         yield Item(contest, "accuracy", Where("images", _span(pair, "width"), _span(pair, "depth"), (64, 64)), source)

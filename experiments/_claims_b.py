@@ -112,13 +112,13 @@ def b2(found: Found, _: Results) -> Judged:
     factor = [math.exp(value) for value in contests[0].interval]
     number = f"{factor[0]:.2f} [{factor[1]:.2f}, {factor[2]:.2f}] times lower per doubling of heads, before training"
     why = f"{reasons(contests, 2)} {left} numbers above {floor:.0e} are rounding and left out."
-    settle = "a run in float64 whose best rate has worse ones on both sides"
+    settle = "a run in float64 whose best learning rate has worse ones on both sides"
     return Judged(verdict, number, strip_of(contests[0]), why, parts, settle)
 
 
 def _lowest(row: Mapping[str, Any]) -> str | None:
     """B2's first results kept no table of rates; 0.001 was the lowest of two."""
-    return at_edge(row) if row.get("rates") else f"best rate {row['rate']:g}, one of two tried"
+    return at_edge(row) if row.get("rates") else f"best learning rate {row['rate']:g}, one of two tried"
 
 
 def doublings(cells: Mapping[str, Mapping[str, Any]], field: str, deep: int) -> tuple[list[float], list[str]]:
@@ -308,23 +308,21 @@ CLAIMS = {
         TABLE,
         f"The lean encoder loses at most {POINTS:g} points; void while the masked loss is near knowing nothing, a "
         "task is "
-        "at its majority class, or a best rate is at an edge.",
+        "at its majority class, or a best learning rate is at an edge.",
         b5,
     ),
     "b6_decoders": Claim(
         "A GPT-2 with 4 layers of 16 heads reaches a better validation loss than one with 12 layers of 12 heads.",
         TABLE,
-        f"At equal tokens, by {NATS} nats or more; void with fewer training tokens than parameters or a best rate at "
-        "an "
-        "edge. More tokens for the lean model are no part of the claim.",
+        f"At equal tokens, by {NATS} nats or more; void with fewer training tokens than parameters or a best learning "
+        "rate at an edge. More tokens for the lean model are no part of the claim.",
         b6,
     ),
     "b7_listops": Claim(
         "One layer with 4 or more heads beats two layers; accuracy on ListOps rises as heads go from 2 to 8.",
         TABLE,
-        f"All three comparisons are shown, margin {LISTS} of accuracy; void at the majority class or with a best rate "
-        "at "
-        "an edge.",
+        f"All three comparisons are shown, margin {LISTS} of accuracy; void at the majority class or with a best "
+        "learning rate at an edge.",
         b7,
     ),
 }

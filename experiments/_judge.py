@@ -181,7 +181,7 @@ def at_edge(model: Mapping[str, Any]) -> str | None:
     if not rates:
         return None
     if len(rates) < 3 or float(model["rate"]) in (rates[0], rates[-1]):
-        return f"best rate {float(model['rate']):g} at the edge of {rates[0]:g} to {rates[-1]:g}"
+        return f"best learning rate {float(model['rate']):g} at the edge of {rates[0]:g} to {rates[-1]:g}"
     return None
 
 
@@ -189,7 +189,7 @@ def edges_of(models: Mapping[str, Mapping[str, Any]], *names: str) -> list[str]:
     """That check for several models."""
     found = {name: edge for name in names if name in models and (edge := at_edge(models[name]))}
     if len(found) > 2:
-        return [f"{len(found)} of {len(set(names))} models have their best rate at the edge of those tried"]
+        return [f"{len(found)} of {len(set(names))} models have their best learning rate at the edge of those tried"]
     return [f"{name}: {edge}" for name, edge in found.items()]
 
 

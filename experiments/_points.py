@@ -150,14 +150,16 @@ def edges(models: Mapping[str, dict[str, Any]]) -> str:
     low = [name for name, (least, _) in ends.items() if float(models[name]["rate"]) == least]
     high = [name for name, (_, most) in ends.items() if float(models[name]["rate"]) == most]
     single = [name for name, rates in tried.items() if len(rates) == 1]
-    told = (("at the lowest rate tried", low), ("at the highest", high), ("at the only one", single))
+    told = (("at the lowest tried", low), ("at the highest", high), ("at the only one", single))
     words = [f"{len(names)} {where} ({'; '.join(names)})" for where, names in told if names]
     made = [models[name] for name in ends]
     short = any("settled" not in m or m.get("tuning_steps", m.get("steps")) != m.get("steps") for m in made)
-    text = " Rates were chosen in a shorter training and need not be best for the whole one." if short else ""
+    text = " Learning rates were chosen in a shorter training and need not be best for the whole one." if short else ""
     if not words:
         return text
-    return f" Of {len(tried)} models, best rates were {', '.join(words)}: others might be better for those.{text}"
+    return (
+        f" Of {len(tried)} models, best learning rates were {', '.join(words)}; others might be better for those.{text}"
+    )
 
 
 def rounded(value: Any, digits: int) -> Any:

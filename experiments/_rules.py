@@ -14,17 +14,15 @@ from experiments._judge import AGAINST, SHOWN, SMALL, UNDECIDED, VOID
 from experiments._points import difference, mean, said
 
 INTRO = (
-    "What the experiments in [EVIDENCE.md](EVIDENCE.md) say to someone who designs a model, written by `headwise "
-    "reproduce "
-    "--render` from `experiments/results/`. A gain is positive where the statement holds; intervals are 95%, and what "
-    "became "
-    "of each comparison is decided after Holm's correction over its question. Models are small and were trained for "
-    "seconds "
-    "to minutes: try your own shapes with `headwise search`. `headwise advise` answers for a shape of yours from the "
-    "same "
-    "numbers."
+    "What the experiments in [EVIDENCE.md](EVIDENCE.md) say to someone who designs a model. `headwise reproduce "
+    "--render` writes this page from `experiments/results/`; `headwise advise` answers from the same numbers for your "
+    "own shape. Models are small and were trained for seconds to minutes: try your own shapes with `headwise search`."
+    "\n\n"
+    "A gain is positive where the statement holds. Intervals are 95%. Whether a statement holds is decided after "
+    "Holm's correction over all comparisons of its question. *Void*: a check on the comparison failed, for example "
+    "because the best learning rate was the highest or lowest that was tried, so that it decides nothing."
 )
-WORDS = {SHOWN: "yes", SMALL: "yes, by less than the margin", AGAINST: "no", UNDECIDED: "cannot be told", VOID: "void"}
+WORDS = {SHOWN: "yes", SMALL: "yes, by less than the margin", AGAINST: "no", UNDECIDED: "undecided", VOID: "void"}
 
 
 def page(entries: Mapping[str, Any]) -> str:
@@ -64,18 +62,17 @@ def _rule(topic: _advice.Topic, found: Sequence[tuple[_advice.Item, str]]) -> st
         words = [word for item, word in found if item.where.kind == kind]
         good, bad = sum(word in (SHOWN, SMALL) for word in words), words.count(AGAINST)
         open_ = len(words) - good - bad
-        if good and not bad:
-            told.append(f"on {kind}, {topic.statement}: shown in {good} of {len(words)} comparisons")
-        elif bad and not good:
-            told.append(
-                f"on {kind}, it is not so that {topic.statement}: {bad} of {len(words)} comparisons speak against it"
-            )
-        elif good and bad:
-            told.append(f"on {kind}, {good} comparisons speak for it that {topic.statement}, {bad} against it")
+        rest = f", {open_} {'decides' if open_ == 1 else 'decide'} nothing" if open_ else ""
+        if not good + bad:
+            told.append(f"on {kind}, no rule: no comparison decides whether {topic.statement} ({open_} made)")
+        elif not bad:
+            told.append(f"on {kind}, {topic.statement}: {good} of {len(words)} comparisons show it{rest}")
+        elif not good:
+            against = f"{bad} of {len(words)} comparisons are against the statement that {topic.statement}"
+            told.append(f"on {kind}, the evidence says no: {against}{rest}")
         else:
-            told.append(f"on {kind}, no rule: none of {len(words)} comparisons decides whether {topic.statement}")
-            continue
-        told[-1] += f", {open_} decide nothing" if open_ else ""
+            both = f"{good} of {len(words)} comparisons show that {topic.statement}, {bad} show the opposite"
+            told.append(f"on {kind}, no rule: {both}{rest}")
     text = "; ".join(told) + "."
     return text[0].upper() + text[1:]
 
@@ -93,10 +90,8 @@ def conditioning(found: Mapping[str, Any] | None) -> str:
         numbers = [mean(b2_conditioning.number(row, "after")).mean for row in (rows[0], rows[-1])]
         words += (
             f"; but from {rows[0]['heads']} to {rows[-1]['heads']} heads of one dimension it improves from "
-            f"{numbers[0]:.2g} to "
-            f"{numbers[1]:.2g} while accuracy changes by {gain.signed(3)}. Heads, parameters and rates move with it "
-            "in all of "
-            "these: nothing here isolates it"
+            f"{numbers[0]:,.2g} to {numbers[1]:,.2g} while accuracy changes by {gain.signed(3)}. Heads, parameters and "
+            "learning rates change with it in all of these: nothing here isolates it"
         )
     if told := b2_conditioning.by_initialisation(result):
         words += f". {told}"

@@ -251,8 +251,8 @@ def measured(result: dict[str, Any]) -> str:
         half = (plan["measured_high"] - plan["measured_low"]) / 2
         lines.append(
             f"Planned for {int(own):,} tokens of context: keeps {plan['kv_kept']:.0%} of the cache and "
-            f"{plan['mlp_kept']:.0%} of the MLP, damage {plan['measured']:.4f} ± {half:.4f} nats per token, time "
-            f"{plan['time_ratio_measured'][own]:.2f} of the source's there (predicted "
+            f"{plan['mlp_kept']:.0%} of the MLP, measured damage {plan['measured']:.4f} ± {half:.4f} nats per token, "
+            f"time {plan['time_ratio_measured'][own]:.2f} of the source's there (predicted "
             f"{plan['time_ratio_predicted'][own]:.2f}) and {plan['time_ratio_measured'][other]:.2f} at {int(other):,}"
             + ("." if plan["within_budget"] else "; no sizes are faster.")
         )

@@ -188,5 +188,5 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.set_xticks(range(len(rows)), [row["text"] for row in rows], rotation=20)
         axis.set_title(model["label"])
         axis.set_xlabel("text")
-        axis.set_ylabel("damage, nats per token")
+        axis.set_ylabel("measured damage, nats per token")
         axis.legend(fontsize=7)

@@ -165,10 +165,12 @@ def measured(result: dict[str, Any]) -> str:
         before, damages = [row["loss_before"] for row in rows], [row["damage"] for row in rows]
         lines.append(
             f"{kind}: loss {np.mean(before):.3f} before; a quarter fewer keys cost {np.mean(damages):.4f} nats "
-            f"per token (seeds {', '.join(f'{d:.4f}' for d in damages)})."
+            f"per token (random seeds {', '.join(f'{d:.4f}' for d in damages)})."
         )
     middle, low, high = ratio(result)
-    lines.append(f"Ratio of damages, with norms to without: {middle:.2f} (95% interval {low:.2f} to {high:.2f}).")
+    lines.append(
+        f"Ratio of measured damages, with norms to without: {middle:.2f} (95% interval {low:.2f} to {high:.2f})."
+    )
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -184,5 +186,5 @@ def draw(result: dict[str, Any], figure: Any) -> None:
         axis.bar(x, [row["damage"] for row in rows], 0.34, yerr=errors, color=colour, capsize=3, label=kind)
     axis.set_xticks([seed + 0.18 for seed in result["seeds"]], [f"seed {seed}" for seed in result["seeds"]])
     axis.set_xlabel("training run")
-    axis.set_ylabel("damage, nats per token")
+    axis.set_ylabel("measured damage, nats per token")
     axis.legend(fontsize=8)

@@ -295,7 +295,7 @@ def test_a_model_that_keeps_no_cache_opens(browser: Any, tmp_path: Path) -> None
     verdict = replace(dossier.verdict, quality={"cosine": BeforeAfter(Measure(0.99, 0.98, 1.0))}, samples=())
     (tmp_path / "report.html").write_text(render(replace(dossier, plan=plan, verdict=verdict)))
     with Visit(browser, tmp_path / "report.html") as page:
-        assert page.locator(".card").count() == 4 and "key/value cache" not in page.inner_text("#costs")
+        assert page.locator(".card").count() == 4 and "KV cache" not in page.inner_text("#costs")
 
 
 def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:

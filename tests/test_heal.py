@@ -176,10 +176,13 @@ def test_text_beyond_the_memory_is_learned_from_in_portions_and_a_kill_loses_non
     job, unseen = with_more_text()
     job, held = replace(job, options=Options(tokens=10**9, batch=80, steps=60)), []
     monkeypatch.setitem(blockwise.ROOM, "cpu", 40 * 20 * 32 * 4 * blockwise.STREAMS)  # streams of forty rows
-    own = blockwise._Walk._start
-    monkeypatch.setattr(
-        blockwise._Walk, "_start", lambda walk, model, rows: held.append(len(rows.inputs)) or own(walk, model, rows)
-    )
+    own = blockwise.LayerWalk.__init__
+
+    def noted(walk, job, device, rows, *told):
+        held.extend(len(half.inputs) for half in rows)
+        own(walk, job, device, rows, *told)
+
+    monkeypatch.setattr(blockwise.LayerWalk, "__init__", noted)
     healed, found = blockwise.heal(job)
     assert held[1::2] == [2] * 4 and sum(held[::2]) == 14 + 112 and max(held) <= 40
     assert [point.step for point in found.curve] == list(range(0, 61, 3)) and found.tokens == 128 * 20
@@ -242,9 +245,9 @@ def test_replayed_steps_of_a_layer_are_the_ordinary_ones(family, kind, changes, 
         made.append(CapturedStep(lambda work: work))  # reads and writes the same memory as a captured graph
         return made[-1]
 
-    trainer = blockwise._Walk.trainer
+    trainer = blockwise.LayerWalk.trainer
     monkeypatch.setattr(blockwise, "CapturedStep", steps)
-    monkeypatch.setattr(blockwise._Walk, "trainer", lambda walk, index, captured: trainer(walk, index, True))
+    monkeypatch.setattr(blockwise.LayerWalk, "trainer", lambda walk, pair, captured: trainer(walk, pair, True))
     healed, found = blockwise.heal(job)
     assert equal(state(healed), state(plain)) and found == told
     assert sum(step.replay is not None for step in made) >= len(family.layers(job.cut)), "of every layer"

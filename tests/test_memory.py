@@ -53,7 +53,9 @@ def test_eight_billion_weights_are_estimated_at_less_than_sixty_gigabytes(
     eight_billion: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     large = stages_of(eight_billion, 139 * GIB, monkeypatch)
-    assert list(large) == ["loading", "prices", "single cuts", "healing by refit", "saving", "verifying"]
+    stages = ["loading", "text by the model", "prices", "single cuts", "healing by refit", "saving", "verifying"]
+    assert list(large) == stages
+    assert "text by the model" not in stages_of(eight_billion, 139 * GIB, monkeypatch, data="stdlib")
     assert all(stage.device < 60 * GIB and stage.host < 24 * GIB for stage in large.values())
     assert large["prices"].way.startswith("batches of")
     words = needed.in_words(list(large.values()), "cuda")
@@ -64,8 +66,9 @@ def test_eight_billion_weights_are_estimated_at_less_than_sixty_gigabytes(
 def test_with_little_memory_layers_are_computed_twice(
     eight_billion: LlamaConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small, large = (stages_of(eight_billion, free * GIB, monkeypatch)["prices"] for free in (24, 139))
+    small, middle, large = (stages_of(eight_billion, free * GIB, monkeypatch)["prices"] for free in (20, 24, 139))
     assert small.way.startswith("layers computed twice") and small.device < 24 * GIB < large.device
+    assert middle.way.startswith("batches of") and middle.device < 24 * GIB, "smaller batches come before that"
 
 
 def test_a_small_model_needs_no_words() -> None:

@@ -276,9 +276,9 @@ def test_a_plan_edited_into_nonsense_is_refused(finished, tmp_path, capsys):
     layer["mlp_width"] *= 2
     (out / "plan.json").write_text(json.dumps(plan))
     assert "layer 1: mlp_width grows from 64 to 128; plans only shrink" in refused(capsys, "heal", out)
-    layer |= {"mlp_width": 64, "v_code": {"9": 16}}
+    layer |= {"mlp_width": 64, "v_code": {"13": 16}}
     (out / "plan.json").write_text(json.dumps(plan))
-    assert "v_code gives a count for '9' bits; widths are 1 to 8 bits" in refused(capsys, "heal", out)
+    assert "v_code gives a count for '13' bits; widths are 1 to 12 bits" in refused(capsys, "heal", out)
     (out / "plan.json").write_text("{")
     assert "not valid JSON" in refused(capsys, "heal", out)
     assert tree(out / "model") == before, "the model that was there is still there"

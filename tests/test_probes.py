@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 
-from headwise import families, probes, registry
+from headwise import families, linalg, probes, processes, registry
 from headwise.families._watch import watching
 from headwise.families.llama import FAMILY as llama
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
@@ -191,3 +191,24 @@ def test_labels_do_not_change_with_rounding():
     ]
     assert torch.equal(*found), "as a GPU and a CPU differ"
     assert len(found[0].unique()) > 100, "and not for want of chance"
+
+
+def test_matrices_decomposed_side_by_side_are_those_of_one_thread():
+    threads, drawn = torch.get_num_threads(), torch.Generator().manual_seed(0)
+    rows = torch.randn(6, 2, processes.THREADED, 300, dtype=torch.float64, generator=drawn)
+    moments = list(rows @ rows.mT)
+
+    def work(moment: torch.Tensor) -> tuple[torch.Tensor, bool, int]:
+        return linalg.priced_basis(moment, moments[0])[1], torch.is_grad_enabled(), torch.get_num_threads()
+
+    try:
+        torch.set_num_threads(1)
+        one = [work(moment)[0] for moment in moments]
+        torch.set_num_threads(3)
+        with torch.no_grad():
+            found = processes.side_by_side(work, moments, processes.THREADED)
+        assert torch.get_num_threads() == 3, "as before"
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(ours, theirs) for ours, (theirs, _, _) in zip(one, found, strict=True)), "in their order"
+    assert {(gradients, count) for _, gradients, count in found} == {(False, 1)}

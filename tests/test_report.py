@@ -19,6 +19,7 @@ from headwise.report._commands import how_to_make, run_command
 from headwise.report._healing import HealRow, healing_parts
 from headwise.report._html import script
 from headwise.report._judged import advice
+from headwise.report._sizes import sizes_of
 from headwise.report._svg import Scale, spread
 from headwise.report._text import cell, fence, number
 from headwise.runs.dossier import Dossier
@@ -26,6 +27,7 @@ from headwise.runs.settings import Settings
 from headwise.types import (
     Answer,
     BeforeAfter,
+    Budget,
     Check,
     Measure,
     Reading,
@@ -52,8 +54,8 @@ def test_the_answer_comes_first() -> None:
     first = page[: page.index("<section")]
     for fact in (
         "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "Not judged yet", "+2.9%",
-        "perplexity, measured after healing", "95% interval 1.6 to 4.3", "counted, exact", "3.210 → 2.870 ms",
-        "key/value cache at most 90% of the source", "limit: 90%", "less KV cache", "fewer parameters",
+        "perplexity, measured after healing", "95% interval +1.6% to +4.3%", "counted, exact", "3.210 → 2.870 ms",
+        "KV cache at most 90% of the source", "limit: 90%", "less KV cache", "fewer parameters",
         "FLOPs a prompt", "measure its quality", "headwise verify DIR",
     ):  # fmt: skip
         assert fact in first, fact
@@ -279,10 +281,26 @@ def test_scales_and_words() -> None:
     assert Scale(0, 1, 0, 1).ticks() == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     placed = sorted(spread([95, 96, 97], 10, 0, 100))
     assert all(b - a >= 10 for a, b in zip(placed, placed[1:], strict=False)) and placed[-1] <= 100
-    assert number(None) == "–" and number(12345.6) == "12,346" and number(1e-5) == "1.00e-05"
+    assert number(None) == "–" and number(12345.6) == "12,346" and number(1e-5) == "0.00001"
     assert fence("a```b").startswith("````\n") and "\n" not in cell("a\nb") and "|" not in cell("a|b")
 
 
 def test_importing_the_report_does_not_import_torch() -> None:
     code = "import sys, headwise.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_healing_that_was_left_out_is_not_called_one() -> None:
+    dossier = make_dossier()
+    left_out = {"method": "refit", "kept": False, "stages": [{"method": "refit", "kept": False}]}
+    assert facts.measured_words(dossier) == "measured after healing"
+    assert facts.measured_words(replace(dossier, healing=left_out)) == "measured, without healing"
+
+
+def test_sizes_say_for_what_texts_and_in_what_unit_they_are_counted() -> None:
+    plan = make_dossier().plan
+    assert plan is not None
+    budget = Budget("memory", "bytes", 1e9, 1024, "memory=1GB@1k,b8", batch=8)
+    labels = [size.full_label for size in sizes_of(replace(plan, budgets=(budget,), spent={"memory": 1e9}))]
+    assert labels[0] == "bytes of the weights plus the cache of 8 texts of 1,024 tokens"
+    assert "KV cache, bytes per token" in labels and "parameters" in labels

@@ -210,7 +210,7 @@ def test_runs_are_compared_on_one_frontier() -> None:
     )
     check_page(page)
     for fact in (
-        "4 runs compared", "better than half and wide", "+2.9%", "1.6 to 4.3", "(predicted)", "partly verified",
+        "4 runs compared", "better than half and wide", "+2.9%", "+1.6% to +4.3%", "(predicted)", "partly verified",
         "50.0%", "18.21 → 18.74", '<a href="../half/report.html">half</a>',
     ):  # fmt: skip
         assert fact in page, fact
@@ -293,7 +293,7 @@ def test_the_terminal_shows_heads_sizes_and_removed_layers(capsys: Any, monkeypa
         assert "removed" in rows[0] and "48/64" in rows[1] and "512/1024" in rows[2] and "12/16 on 3" in rows[5]
         assert max(map(len, out.splitlines())) <= columns and "…" not in out
     assert "██··████" in rows[4], "a lost head leaves a gap: two columns a head, query/key and value"
-    assert "▄" in rows[3] and "✓ kv=90%" in out and "frontier" in out
+    assert "▄" in rows[3] and "✓ kv=90%" in out and "predicted damage by budget" in out
     show_record(make_verdict(plan))
     out = capsys.readouterr().out
     assert "✓ pass" in out and "18.50 to 18.99" in out and "test CPU" in out

@@ -73,7 +73,7 @@ def test_curves_describe_themselves() -> None:
 def test_the_frontier_has_its_marks() -> None:
     dossier = make_dossier()
     found = pictures.frontier(dossier)
-    assert found is not None and dossier.plan is not None and found.x.label == "share of key/value cache"
+    assert found is not None and dossier.plan is not None and found.x.label == "share of KV cache"
     line, chosen, *others = found.series
     assert len(line.points) == 11 and (chosen.style, chosen.name) == ("diamond", "this run")
     share = kv_bytes_per_token(dossier.plan.target) / kv_bytes_per_token(dossier.plan.source)

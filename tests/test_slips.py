@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from headwise import data, families, preflight
+import headwise
+from headwise import cli, data, families, preflight
 from headwise.data import images, overlap
 from headwise.errors import DataError, HeadwiseError, ModelError
 from headwise.families import _missing
@@ -91,3 +93,25 @@ def test_odd_inputs_are_refused_or_read_and_nothing_waits(tmp_path: Path) -> Non
     with pytest.raises(HeadwiseError, match="at most"):
         profiles.parse("geometric:0.5", 10**6)
     assert llama.class_name(SimpleNamespace(architectures=5)) == ""
+
+
+def test_a_mistyped_budget_and_healing_are_told_before_anything_is_imported(tmp_path, monkeypatch, capsys):
+    for command, words in (
+        (["--budget", "kv=75"], "did you mean kv=75%?"),
+        (["--budget", "kv=50%", "--heal", "refti"], "Did you mean 'refit'?"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["headwise", "run", "embedded", *command, "--out", str(tmp_path / "run")])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        found = capsys.readouterr().err
+        assert stop.value.code == 2 and words in found and "starting" not in found
+
+
+def test_the_embedded_model_is_offered_for_a_name_like_it(monkeypatch):
+    monkeypatch.setattr(_missing, "_answers", lambda host: False)
+    with pytest.raises(ModelError, match="Did you mean embedded"):
+        _missing.check("embeded")
+
+
+def test_completion_offers_what_users_call():
+    assert {name for name in dir(headwise) if not name.startswith("__")} == {*headwise.__all__} - {"__version__"}

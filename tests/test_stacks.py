@@ -178,7 +178,9 @@ def test_nothing_is_said_without_what_it_rests_on(tmp_path: Path) -> None:
 def test_rates_at_the_edge_are_told() -> None:
     model = {"rate": 0.1, "rates": {"0.1": 2.0, "0.2": 3.0}}
     found = _points.edges({"a": model, "b": model | {"rate": 0.2}, "c": {"rate": 0.1, "rates": {"0.1": 2.0}}})
-    assert "Of 3 models, best rates were 1 at the lowest rate tried (a), 1 at the highest (b), 1 at the only" in found
+    assert (
+        "Of 3 models, best learning rates were 1 at the lowest tried (a), 1 at the highest (b), 1 at the only" in found
+    )
     inside = {"rate": 0.1, "rates": {"0.05": 2.0, "0.1": 1.0, "0.2": 3.0}}
     assert not _points.edges({"a": inside | {"settled": True}})
     assert "chosen in a shorter training" in _points.edges({"a": inside})
@@ -193,9 +195,9 @@ def test_rules_are_stated_only_where_comparisons_decide() -> None:
         found = {"tokens": 9, "models": {"deep": model(3.0, 12), "wide lean": model(wide, 4)}}
         return _rules.page({"b6_decoders": SimpleNamespace(found=found)})
 
-    assert "On text, fewer and wider layers are better: shown in 1 of 1 comparisons." in page(2.5, 2.0)
-    assert "On text, it is not so that fewer and wider layers are better" in page(3.5, 2.0)
-    assert "no rule: none of 1 comparisons decides whether fewer and wider" in page(2.5, 1.0), "a rate at the edge"
+    assert "On text, fewer and wider layers are better: 1 of 1 comparisons show it." in page(2.5, 2.0)
+    assert "the evidence says no: 1 of 1 comparisons are against the statement that fewer and wider" in page(3.5, 2.0)
+    assert "no rule: no comparison decides whether fewer and wider" in page(2.5, 1.0), "a rate at the edge"
     assert _rules.page({}).count("No evidence here") == len(_advice.TOPICS) + 2
 
 

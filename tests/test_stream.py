@@ -180,12 +180,12 @@ def test_streams_in_memory_are_written_in_time_and_a_walk_resumes_there(tmp_path
         monkeypatch.setattr(_store, "EVERY", every)
         store, seen = StreamStore(tmp_path / "s", {"work": 1}, "meta"), []
         monkeypatch.setattr(store, "device", torch.device("cpu"))  # which is not "cpu": streams are held
-        for index in store.walk(4, lambda: store.put(0, "x", torch.zeros(2)), lambda items, label: items, ""):
+        for index in store.walk(4, lambda: store.__setitem__((0, "x"), torch.zeros(2)), lambda items, label: items, ""):
             if index == stop:
                 return seen
             seen.append(index)
-            store.put(index + 1, "x", store.get(index, "x") + 1)
-        assert store.get(4, "x").tolist() == [4, 4]
+            store[index + 1, "x"] = store[index, "x"] + 1
+        assert store[4, "x"].tolist() == [4, 4]
         return seen
 
     assert walked(1000, stop=3) == [0, 1, 2]
@@ -264,10 +264,10 @@ def test_only_the_rows_that_occur_are_read_of_a_table(model):
 
 def test_a_store_is_empty_for_other_work(tmp_path):
     store = StreamStore(tmp_path / "s", {"plan": 1})
-    store.put(0, "a", torch.ones(2))
+    store[0, "a"] = torch.ones(2)
     assert store.position() is None
     store.complete(0)
-    store.put(1, "a", torch.zeros(2))
+    store[1, "a"] = torch.zeros(2)
     assert StreamStore(tmp_path / "s", {"plan": 1}).position() == 0, "what is not complete does not count"
     store.complete(1)
     assert not (tmp_path / "s" / "00000").exists() and store.position() == 1
@@ -276,7 +276,7 @@ def test_a_store_is_empty_for_other_work(tmp_path):
 
 def test_a_store_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
     store = StreamStore(tmp_path / "s", {"plan": 1})
-    store.put(0, "a", torch.ones(2))
+    store[0, "a"] = torch.ones(2)
     store.complete(0)
 
     def killed(folder, **_):

@@ -25,7 +25,7 @@ def test_a_verdict_is_within_uncertain_or_beyond_its_limit() -> None:
     assert (good.state, good.quality_state, good.verified_up_to) == ("verified", "within limit", 2048)
     assert headline(good) == (
         "Sizes verified: its one check passed. "
-        "Measured quality: +3.0% perplexity (2.0 to 4.1) up to 2,048 tokens, within the limit of 10%."
+        "Measured quality: +3.0% perplexity (+2.0% to +4.1%) up to 2,048 tokens, within the limit of 10%."
     )
     unsure = verdict(at(512, 0.02), at(2048, 0.09))
     assert (unsure.state, unsure.quality_state, unsure.passed) == ("partly verified", "uncertain", True)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from bits_parts import code
 from coded_models import sharp_folder
 from conftest import Invented, curve, invent
 from transformers import AutoModelForCausalLM
@@ -116,7 +117,7 @@ def _sized(readings: Readings, kind: str, layer: int) -> list[tuple[int, float]]
 def test_what_parts_of_a_layer_take_adds_up() -> None:
     source = invent(4, Invented(1, 2, 1, 8, 16, 2)).source
     (layer,) = source.layers
-    parts: list[dict[str, Any]] = [{"k_code": (2, 0, 0, 0, 2, 0, 0, 0)}, {"v_code": (0, 0, 4, 0, 0, 0, 0, 0)}]
+    parts: list[dict[str, Any]] = [{"k_code": code(b8=2, b4=2)}, {"v_code": code(b6=4)}]
     parts += [{name: 4} for name in FIELDS]
     for text in ("weights=60%", "memory=60%@64,b2"):
         price = partial(prices.layer_price, prices.parse(text, source), source)

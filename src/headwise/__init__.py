@@ -34,11 +34,7 @@ __all__ = [
     "train",
     "verify",
 ]
-ELSEWHERE = {
-    "advise": "headwise.research.advise",
-    "design": "headwise.research.designs.proposals",
-    "train": "headwise.research.train.run",
-}
+ELSEWHERE = {"advise": "advise", "design": "designs.proposals", "train": "train.run"}  # in `research`
 
 machine.settle()  # before anything imports torch
 _autoregister.install()
@@ -48,8 +44,10 @@ _notebook.install()
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'headwise' has no attribute '{name}'")
-    return getattr(import_module(ELSEWHERE.get(name, "headwise.api")), name)
+    place = f"headwise.research.{ELSEWHERE[name]}" if name in ELSEWHERE else "headwise.api"
+    return getattr(import_module(place), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    """What users call, for completion; nothing that this file imports for itself."""
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -6,8 +6,6 @@ Why an import hook: registering needs transformers and torch, which take seconds
 load. So it waits until transformers has loaded its Auto classes, registers, and removes itself.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder

@@ -1,7 +1,5 @@
 """In notebooks, plans, readings, verdicts and dossiers show themselves as pictures and tables."""
 
-from __future__ import annotations
-
 from headwise.runs.dossier import Dossier
 from headwise.types import Plan, Reading, Readings, Verdict
 

@@ -4,8 +4,6 @@ They show their progress as the command line does; `progress=False` is silent. W
 loop, you show it yourself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial

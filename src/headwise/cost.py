@@ -3,8 +3,6 @@
 A multiply-add is two FLOPs. Norms, rotations and the softmax itself are left out: they are below a percent.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headwise.types import LayerShape, ModelShape

@@ -1,7 +1,5 @@
 """The few exceptions a user can act on. Every message says what happened, what was possible, and what to type next."""
 
-from __future__ import annotations
-
 
 class HeadwiseError(Exception):
     """Base of all errors that are the input's fault, not the program's: the command line prints them in one line."""

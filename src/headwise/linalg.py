@@ -3,8 +3,6 @@
 Moments are accumulated and decomposed in double precision: they are small, and their spectra span many decades.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -233,18 +231,7 @@ def eliminated_together(cross_LUU: torch.Tensor) -> list[Elimination]:
     return list(zip(order.tolist(), cost.cumsum(1).clamp_min(0.0).tolist(), strict=True))
 
 
-SHRINKS = (
-    1.0,
-    0.95,
-    0.9,
-    0.85,
-    0.8,
-    0.75,
-    0.7,
-    0.62,
-    0.54,
-    0.46,
-)  # of the largest number, beyond which all are clipped
+SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.62, 0.54, 0.46)  # of the largest number, where others are clipped
 PRICE_FLOOR = 1e-3  # of the mean price of an output: few tokens may show no gradient at all
 DAMPING = 0.01  # of the mean of a moment's diagonal
 BLOCK = 128  # columns whose errors are handed on together

@@ -4,8 +4,6 @@ A virtual machine or sandbox may show AMX tiles in CPUID and yet refuse them to 
 then ends the process with an illegal instruction. oneDNN, which computes these products, can be told to do without.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import platform

@@ -1,7 +1,5 @@
 """How much memory there is, and ways to do with less: layers computed twice, and a model spread over what there is."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator, Sequence

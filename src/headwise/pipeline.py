@@ -1,7 +1,5 @@
 """The line of a run: probe, allocate, reshape, heal, verify, report. Each stage reads only the files before it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,5 @@
 """Several processes that share one run, as torchrun starts them: their number, their parts of the work, their sums.
+At the end, work that threads of one process share.
 
     torchrun --nproc-per-node 4 -m headwise run MODEL --budget kv=75% --out runs/x
 
@@ -6,10 +7,9 @@ Every process holds both models and reads its own part of the text. Only the mai
 a folder that all processes see. With a single process, the common case, every function returns its argument.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import TypeVar
 
@@ -20,6 +20,8 @@ from headwise import devices
 from headwise.errors import HeadwiseError
 
 T = TypeVar("T")
+R = TypeVar("R")
+THREADED = 128  # columns of matrices from which on several are decomposed side by side
 PATIENCE = timedelta(hours=12)  # the other processes wait while the main process reads, writes or verifies
 
 
@@ -114,3 +116,24 @@ def agreed_text(text: str) -> str:
     if count() > 1:
         distributed.broadcast_object_list(found)
     return found[0]
+
+
+def side_by_side(work: Callable[[T], R], items: Sequence[T], width: int) -> list[R]:
+    """`work` on every item, in their order: decompositions of matrices of about this width, one thread for each.
+
+    One after the other with all threads takes longer, as such decompositions hardly use them. Small matrices are not
+    worth threads.
+    """
+    threads, gradients = torch.get_num_threads(), torch.is_grad_enabled()
+    if min(threads, len(items)) < 2 or width < THREADED:
+        return [work(item) for item in items]
+
+    def alike(item: T) -> R:
+        with torch.set_grad_enabled(gradients):  # which every thread has for itself
+            return work(item)
+
+    try:
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(alike, items))
+    finally:
+        torch.set_num_threads(threads)  # some libraries have one number for all threads

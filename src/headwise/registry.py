@@ -4,15 +4,13 @@ A plug-in is a module that says what it is in a constant, `MEANING = "..."`. Hel
 source file, without importing the module: most plug-ins need torch, which takes seconds to import.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -37,19 +35,26 @@ def find(package: str, name: str) -> ModuleType:
     known = names(package)
     if name not in known:
         folder = package.rsplit(".", 1)[-1]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f" Did you mean '{near[0]}'?" if near else ""
-        raise UnknownNameError(
-            f"no {SINGULAR.get(folder, folder[:-1])} is called '{name}'.{hint} Known: {', '.join(known)}."
-        )
+        kind = SINGULAR.get(folder, folder[:-1])
+        raise UnknownNameError(f"no {kind} is called '{name}'.{nearest(name, known)} Known: {', '.join(known)}.")
     return importlib.import_module(f"{package}.{name}")
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """What was probably meant, as a question, or nothing.
+
+    >>> nearest("exat", ("exact", "uniform"))
+    " Did you mean 'exact'?"
+    """
+    near = difflib.get_close_matches(name, known, 1)
+    return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def texts(package: str, constant: str = "MEANING") -> dict[str, str]:
     """A text that every plug-in of a package has as a constant, by name; read from the files, nothing is imported.
 
     >>> texts("headwise.budgets")["kv"]
-    'key/value cache'
+    'KV cache'
     """
     return {name: text for name in names(package) for text in _texts_in(package, name, constant)}
 

@@ -1,9 +1,8 @@
-"""What a user may limit. One price per file; each says how a layer and a model are priced."""
-
-from __future__ import annotations
+"""What a user may limit. One price per file; each says how a layer is priced and, if that is not all, a model."""
 
 import re
 from collections.abc import Sequence
+from types import ModuleType
 
 from headwise.errors import BudgetError
 from headwise.registry import find, names, texts
@@ -24,14 +23,10 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     A percentage is of the source model; `@` gives the context length at which the price is meant. A latency is priced
     by the one of the measured `tables` that belongs to its phase, length and batch.
     """
-    match = WRITTEN.fullmatch(text)
-    _refuse_several(text)
-    _refuse_slips(text, match)
-    if match and match[1] == "latency":
+    match = read(text)
+    if match[1] == "latency":
         return _latency(text, match, source, tables)
     at, batch = _served(match)
-    if not match or not re.fullmatch(r"[0-9.]+[kK]?", at or "0"):
-        raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
     name, number, suffix, _ = match.groups()
     price = find("headwise.budgets", name)
     if name == "kv" and not source.cached:
@@ -39,7 +34,7 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     length = _length(at, text) if at else source.row_tokens or DEFAULT_LENGTH
     amount = _amount(number, suffix, text)
     if suffix == "%":
-        limit = amount / 100 * price.model_cost(source, length, *([batch] if batch > 1 else []))
+        limit = amount / 100 * _model_cost(price, source, length, *([batch] if batch > 1 else []))
     else:
         units = BYTES if price.UNIT.startswith("bytes") else SUFFIXES
         if suffix.lower() not in units:
@@ -54,10 +49,19 @@ def parse(text: str, source: ModelShape, tables: Sequence[LatencyTable] = ()) ->
     return Budget(name=name, unit=price.UNIT, limit=limit, length=length, text=text.replace(" ", ""), batch=batch)
 
 
-def _served(match: re.Match[str] | None) -> tuple[str, int]:
+def read(text: str) -> re.Match[str]:
+    """The parts of a budget, as far as they can be checked without a model: its form and its name."""
+    match = WRITTEN.fullmatch(text)
+    _refuse_several(text)
+    _refuse_slips(text, match)
+    if not match or (match[1] != "latency" and not re.fullmatch(r"[0-9.]+[kK]?", _served(match)[0] or "0")):
+        raise BudgetError(f"cannot read the budget '{text}'. Write it like one of: {EXAMPLES}.")
+    find("headwise.budgets", match[1])
+    return match
+
+
+def _served(match: re.Match[str]) -> tuple[str, int]:
     """What stands behind the `@`: a length, and texts at a time where a price depends on them (`8k,b4`)."""
-    if match is None:
-        return "", 1
     length, _, batch = (match[4] or "").strip().partition(",")
     per_batch = match[1] in known() and getattr(find("headwise.budgets", match[1]), "PER_BATCH", False)
     texts = re.fullmatch(r"b([1-9][0-9]{0,5})", batch.strip()) if per_batch else None
@@ -182,7 +186,14 @@ def _length(at: str, text: str) -> int:
 
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
-    return float(find("headwise.budgets", budget.name).model_cost(model, *_at(budget)))
+    return _model_cost(find("headwise.budgets", budget.name), model, *_at(budget))
+
+
+def _model_cost(price: ModuleType, model: ModelShape, *at: int | LatencyTable) -> float:
+    """What a price says of a whole model; where it says nothing, the sum over its layers."""
+    if hasattr(price, "model_cost"):
+        return float(price.model_cost(model, *at))
+    return sum(float(price.layer_cost(model, layer, *at)) for layer in model.layers)
 
 
 def layer_price(budget: Budget, model: ModelShape, layer: LayerShape) -> float:

@@ -1,7 +1,5 @@
 """FLOPs of the attention blocks alone, projections included, for a prompt (attention=80%@1k)."""
 
-from __future__ import annotations
-
 from headwise.cost import attention_flops
 from headwise.types import LayerShape, ModelShape
 
@@ -10,11 +8,6 @@ UNIT = "FLOPs"
 PER_LENGTH = False
 MEANING = "FLOPs of attention in a prompt"
 EXAMPLE = "attention=85%@1k"
-
-
-def model_cost(model: ModelShape, length: int) -> float:
-    """Attention FLOPs of all layers for a prompt of `length` tokens."""
-    return sum(attention_flops(model, layer, length) for layer in model.layers)
 
 
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:

@@ -1,7 +1,5 @@
 """Parameters of the attention blocks alone: projections of queries, keys, values and outputs, with their biases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headwise.cost import layer_parameters
@@ -12,11 +10,6 @@ UNIT = "parameters"
 PER_LENGTH = False
 MEANING = "parameters of attention"
 EXAMPLE = "attention_params=75%"
-
-
-def model_cost(model: ModelShape, length: int) -> float:
-    """Attention parameters of all layers."""
-    return sum(layer_cost(model, layer, length) for layer in model.layers)
 
 
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:

@@ -1,7 +1,5 @@
 """FLOPs to read a prompt of a given length (2,048 unless said: flops=80%@8k)."""
 
-from __future__ import annotations
-
 from headwise.cost import attended, layer_flops_per_token, prefill_flops
 from headwise.types import LayerShape, ModelShape
 

@@ -1,20 +1,13 @@
 """Key/value cache: bytes kept for every token of context."""
 
-from __future__ import annotations
-
-from headwise.cost import kv_bytes_per_token, layer_kv_bytes_per_token
+from headwise.cost import layer_kv_bytes_per_token
 from headwise.types import LayerShape, ModelShape
 
 NAME = "kv"
 UNIT = "bytes per token"
 PER_LENGTH = True  # an absolute limit is for a whole context: kv=2GiB@32k
-MEANING = "key/value cache"
+MEANING = "KV cache"
 EXAMPLE = "kv=75%, kv=2GiB@32k"
-
-
-def model_cost(model: ModelShape, length: int) -> float:
-    """Cache bytes per token of the whole model."""
-    return kv_bytes_per_token(model)
 
 
 def layer_cost(model: ModelShape, layer: LayerShape, length: int) -> float:

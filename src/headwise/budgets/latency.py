@@ -1,7 +1,5 @@
 """Milliseconds of a token or of a prompt, as measured on a device (latency=80%@decode,32k,b8)."""
 
-from __future__ import annotations
-
 from headwise.types import LatencyTable, LayerShape, ModelShape
 
 NAME = "latency"

@@ -1,7 +1,5 @@
 """All memory: bytes of weights as stored and of the cache of some texts at a time (memory=8GiB@32k,b4)."""
 
-from __future__ import annotations
-
 from headwise.cost import layer_text_bytes, layer_weight_bytes, weight_bytes
 from headwise.types import LayerShape, ModelShape
 

@@ -1,7 +1,5 @@
 """Parameters, tied embeddings counted once."""
 
-from __future__ import annotations
-
 from headwise.cost import layer_parameters, parameters
 from headwise.types import LayerShape, ModelShape
 

@@ -1,7 +1,5 @@
 """Weights: bytes as stored, against 16 bits per number (weights=50%)."""
 
-from __future__ import annotations
-
 from headwise.cost import layer_weight_bytes, weight_bytes
 from headwise.types import LayerShape, ModelShape
 

@@ -4,8 +4,6 @@ A cut that was calibrated on short rows may break on long ones, so a length that
 Logits are made for some positions at a time: those of a whole long row do not fit into memory.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -4,8 +4,6 @@ Only attention over that distance can predict it. Perplexity hides this, because
 few hundred tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

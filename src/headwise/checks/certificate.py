@@ -1,7 +1,5 @@
 """Quality at every length and retrieval at every distance, up to the context that will be served."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Does the saved model have the planned sizes? Counted on the loaded model, reloaded in a fresh process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -180,24 +178,25 @@ def weight_sizes(folder: Path, plan: Plan) -> dict[str, int]:
     return {"weight_bytes_before": weight_bytes(plan.source), "weight_bytes_after": stored_bytes(folder)}
 
 
-def sizes(model: nn.Module, source: ModelShape) -> dict[str, int]:
-    """Parameters, and the cache of models that keep one: the source's by formula, the model's own as counted."""
-    stored = families.family_of(model.config).shape_of(model.config).cache_bytes
-    found = {
-        "parameters_before": parameters(source),
-        "parameters_after": sum(p.numel() for p in model.parameters()),
-        "kv_bytes_per_token_before": kv_bytes_per_token(source),
-        "kv_bytes_per_token_after": cache_bytes_per_token(model, stored),
-    }
-    return found if source.cached else {name: size for name, size in found.items() if name.startswith("parameters")}
+def counted_sizes(model: nn.Module) -> dict[str, int]:
+    """Parameters, and cache bytes of a token where the model keeps a cache."""
+    found, shape = sum(p.numel() for p in model.parameters()), families.family_of(model.config).shape_of(model.config)
+    cache = {"kv_bytes_per_token": cache_bytes_per_token(model, shape.cache_bytes)} if shape.cached else {}
+    return {"parameters": found, **cache}
+
+
+def sizes(counted: Mapping[str, int], source: ModelShape) -> dict[str, int]:
+    """Counted sizes beside the source's by formula."""
+    before = {"parameters": parameters(source), "kv_bytes_per_token": kv_bytes_per_token(source)}
+    both = {"before": before, "after": counted}
+    return {f"{name}_{end}": found[name] for name in counted for end, found in both.items()}
 
 
 def counted_shape(model: nn.Module) -> ModelShape:
     """The shape of a tailored model by its tensors, whatever its configuration says."""
     family = families.family_of(model.config)
     said = family.shape_of(model.config)
-    pairs = zip(said.layers, family.blocks(model), strict=True)
-    return said.with_layers(tuple(_counted_layer(layer, block) for layer, block in pairs))
+    return said.with_layers(tuple(map(_counted_layer, said.layers, family.blocks(model))))
 
 
 def _counted_layer(said: LayerShape, block: families.Block) -> LayerShape:
@@ -226,9 +225,7 @@ def count_checks(model: nn.Module, plan: Plan, source: ModelShape, stored: int =
 
     `stored` are the bytes of its files, where the plan limits them.
     """
-    counted, shape = {"parameters": sum(p.numel() for p in model.parameters())}, counted_shape(model)
-    if shape.cached:
-        counted["kv_bytes_per_token"] = cache_bytes_per_token(model, shape.cache_bytes)
+    counted, shape = counted_sizes(model), counted_shape(model)
     for budget in plan.budgets:
         if prices.of_weights(budget):
             cache = cache_bytes(model, shape.cache_bytes, budget.length) if prices.of_cache(budget) else 0

@@ -1,7 +1,5 @@
 """Time per token before and after, measured side by side: reading a prompt and, if the model can, writing on."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import platform
@@ -21,8 +19,13 @@ from headwise.types import Budget, Check, Plan, Workload
 
 
 def runtime(source: nn.Module, cut: nn.Module) -> str:
-    """The runtime of both models: decoders on CUDA with `optimise=True`, if joined weights fit into memory."""
+    """The runtime of both models: decoders on CUDA with `optimise=True`, if joined weights fit into memory.
+
+    A cache in bits is timed as it runs by itself: its kernels are built for every layer, which takes minutes.
+    """
     device: Any = source.device
+    if any(layer.coded for layer in families.family_of(cut.config).shape_of(cut.config).layers):
+        return PLAIN
     if device.type != "cuda" or PLAIN in (measuring.runtime_of(source), measuring.runtime_of(cut)):
         return PLAIN
     gc.collect()  # models that were timed before

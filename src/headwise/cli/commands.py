@@ -1,7 +1,5 @@
 """The command line: flags in, a stage called, errors printed in one line. Imports torch only where a stage needs it."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -11,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headwise import __version__, strategies
+from headwise import __version__, budgets, strategies
 from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
 from headwise.cli.stdout import keep_stdout_clean
 from headwise.engines.process import require
@@ -279,6 +277,8 @@ def _refuse_names(settings: dict[str, Any]) -> None:
     """Refuse names that do not exist before torch is imported, which takes seconds."""
     asked = Settings(**settings)
     strategies.chosen(asked.strategy, asked.allow, asked.portable)
+    for text in asked.budgets:
+        budgets.read(text)
 
 
 def _print(found: str | dict[str, Any]) -> None:

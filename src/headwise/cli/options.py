@@ -1,7 +1,5 @@
 """What commands share: options that are no settings of a run, and help texts that list the plug-ins."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """What an engine made of a saved model, in a few lines. No torch."""
 
-from __future__ import annotations
-
 from headwise.types.served import Served
 
 

@@ -1,10 +1,8 @@
 """Draws plans, readings, verdicts and the table of families in the terminal."""
 
-from __future__ import annotations
-
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +49,12 @@ def _table(*heads: str, **more: Any) -> Table:
     return Table(*heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), **more)
 
 
+def _filled(table: Table, rows: Iterable[Iterable[str]]) -> Table:
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def _bar(after: float, before: float, colour: str, form: str = "", width: int = 6) -> Text:
     """A bar of what is left, and the numbers; what did not change is faint."""
     full = round(width * after / before) if before else 0
@@ -87,7 +91,8 @@ def _heads(old: LayerShape, new: LayerShape, keep: LayerKeep, sizes: Sequence[Si
 
 def _layers(plan: Plan, columns: int) -> Table:
     """Layers down: heads across, then each size as a bar; a removed layer has the word instead."""
-    table = _table(title=Text(f"{plan.model}: {plan.strategy}", style="bold"), title_justify="left")
+    asked = ", ".join(budget.text for budget in plan.budgets)
+    table = _table(title=Text(f"{plan.model} at {asked}" if asked else plan.model, style="bold"), title_justify="left")
     table.add_column("layer", justify="right", min_width=5)
     coded = any(layer.coded for layer in plan.target.layers)
     names, form = (("k bits", "v bits"), ".1f") if coded else (("qk", "v"), "")
@@ -114,26 +119,28 @@ def _plan(plan: Plan, console: Console) -> None:
 
 def _plan_words(plan: Plan, console: Console) -> None:
     """Budgets, damage, and the frontier as a line of blocks."""
+    from headwise.report import proof
+
     for budget in plan.budgets:
         spent, form = plan.spent[budget.key], ",.0f" if budget.limit >= 1000 else ".4g"
         met = "✓" if spent <= budget.limit * (1 + 1e-9) else "✗ NOT MET"
         console.print(Text(f"{met} {budget.text}: {spent:{form}} of {budget.limit:{form}} {budget.unit}"))
     if any(layer.coded for layer in plan.target.layers):
         console.print(Text(_in_bits(plan)))
-    gap = f"gap to the proven bound {plan.gap:.1e}"
-    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {gap}"))
+    console.print(Text(f"predicted damage before healing {plan.predicted_damage:.4f}, {proof(plan)}"))
     if plan.free_damage is not None:
         console.print(Text(_in_few_sizes(plan)))
     if len(plan.frontier) > 1:
         points = sorted(plan.frontier, key=lambda point: point.share)
         ends = f"{points[0].damage:.3g} at {points[0].share:.0%}", f"{points[-1].damage:.3g} at {points[-1].share:.0%}"
-        console.print(Text(f"frontier, predicted: {ends[0]} {_spark([p.damage for p in points], True)} {ends[1]}"))
+        line = _spark([point.damage for point in points], True)
+        console.print(Text(f"predicted damage by budget: {ends[0]} {line} {ends[1]}"))
 
 
 def _in_few_sizes(plan: Plan) -> str:
     """What it costs to use only some sizes."""
-    more = f"{plan.predicted_damage:.4f} with the sizes that were asked for, {plan.free_damage:.4f} with all sizes"
-    return f"predicted damage {more}"
+    asked = f"predicted damage {plan.predicted_damage:.4f} with the sizes that were asked for"
+    return f"{asked}, {plan.free_damage:.4f} with all sizes"
 
 
 def _in_bits(plan: Plan) -> str:
@@ -156,25 +163,17 @@ def _spark(values: Sequence[float], log: bool) -> str:
 COLUMNS = 8  # of a table of readings: what fits a terminal; longer rows are thinned
 
 
-def _columns(ticks: tuple[int, ...], axis: str) -> tuple[int, ...]:
-    """Which sizes to print: all, or some with both ends; of lags mostly the near ones."""
-    if len(ticks) <= COLUMNS:
-        return ticks
-    last, parts = len(ticks) - 1, [i / (COLUMNS - 1) for i in range(COLUMNS)]
-    places = [round((last + 1) ** part) - 1 if axis == "lag" else round(last * part) for part in parts]
-    return tuple(ticks[i] for i in dict.fromkeys(places))
-
-
 def _shown(reading: Reading) -> tuple[tuple[int, ...], list[dict[int, float]]]:
     """The sizes to print, and every layer's values by size; bytes of codes differ by layer: the code that fits."""
-    from headwise.report import byte_steps, counts_bytes, fitting
+    from headwise.report import at_sizes, byte_steps, counts_bytes, thin
 
-    rows = [dict(zip(ticks, values, strict=True)) for ticks, values in zip(reading.ticks, reading.values, strict=True)]
-    if not counts_bytes(reading):
-        return _columns(max(reading.ticks, key=len), reading.axis), rows
-    steps = byte_steps(reading, COLUMNS)
-    fits = [{step: fitting(list(row), step) for step in steps} for row in rows]
-    return steps, [{s: row[f] for s, f in own.items() if f is not None} for row, own in zip(rows, fits, strict=True)]
+    if counts_bytes(reading):
+        sizes = byte_steps(reading, COLUMNS)
+    else:  # all, or some with both ends; of lags mostly the near ones
+        longest = max(reading.ticks, key=len)
+        kept = thin(list(longest), COLUMNS, None, reading.axis == "lag")
+        sizes = tuple(size for size in longest if size in kept)
+    return sizes, at_sizes(reading, reading.values, sizes)
 
 
 def _readings(readings: Readings, console: Console) -> None:
@@ -203,9 +202,7 @@ def _verdict(verdict: Verdict, console: Console) -> None:
     table = _table()
     for name in ("quantity", "before", "after", "change", "interval of after"):
         table.add_column(name, justify="left" if name == "quantity" else "right")
-    for row in measured(verdict).rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(_filled(table, measured(verdict).rows))
     _lengths(verdict, console)
     for name, damage in damage_numbers(verdict).items():
         console.print(Text(f"damage, {name} {WHEN[name]}: {damage.value:.5g}"))
@@ -225,10 +222,7 @@ def _lengths(verdict: Verdict, console: Console) -> None:
 
     for found in (lengths(verdict), retrieval(verdict)):
         if found.rows:
-            table = _table(*found.heads)
-            for row in found.rows:
-                table.add_row(*row)
-            console.print(table)
+            console.print(_filled(_table(*found.heads), found.rows))
 
 
 TESTED = "transformers 5.17 and 5.22"  # with which the contract tests of every family were run
@@ -278,10 +272,7 @@ def show_families(as_json: bool, markdown: bool = False) -> None:
         lines = [heads, ("---",) * len(heads), *words]
         print("\n".join(f"| {' | '.join(line)} |" for line in lines))
         return
-    table = Table(*heads)
-    for line in words:
-        table.add_row(*line)
-    Console().print(table)
+    Console().print(_filled(Table(*heads), words))
 
 
 def in_short(verdict: Verdict) -> str:
@@ -311,7 +302,7 @@ def finished(dossier: Dossier, out: Path) -> str:
         lines.append(_in_few_sizes(dossier.plan))
     if _could_pool(dossier):
         lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
-    return "\n".join([*lines, f"{out / 'report.html'}"])
+    return "\n".join([*lines, f"report: {out / 'report.html'}"])
 
 
 def _could_pool(dossier: Dossier) -> bool:

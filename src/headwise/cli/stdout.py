@@ -1,7 +1,5 @@
 """Standard output for our own text alone."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -53,8 +53,6 @@ def documents(source: str, seed: int = 0) -> Iterator[str]:
     path = Path(source)
     if source == "stdlib":
         yield from _stdlib(seed)
-    elif path.is_file():
-        yield from texts_of(path)
     elif files := text_files(path):
         for file in files:
             yield from texts_of(file)
@@ -69,8 +67,6 @@ def peek(source: str) -> None:
     path = Path(source)
     if source == "stdlib":
         next(_stdlib(0))
-    elif path.is_file():
-        peek_file(path)
     elif files := text_files(path):
         peek_file(files[0])
     elif path.is_dir() and not tables(path):

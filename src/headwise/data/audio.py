@@ -5,8 +5,6 @@ mark (the token, in the transcript) and numbers (two frames of the spectrogram, 
 as its tokens. All of it is float32, which is exact for every token.
 """
 
-from __future__ import annotations
-
 import json
 import random
 import struct

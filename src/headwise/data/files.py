@@ -1,7 +1,5 @@
 """Texts in files and folders: plain, jsonl, or compressed."""
 
-from __future__ import annotations
-
 import bz2
 import codecs
 import gzip
@@ -59,15 +57,17 @@ def peek_file(path: Path) -> None:
             file.read(PEEKED)
 
 
-def text_files(folder: Path) -> list[Path]:
-    """The text files in a folder and in its subfolders, sorted by name; none for a data set in tables.
+def text_files(place: Path) -> list[Path]:
+    """A file itself, or the text files in a folder and its subfolders, sorted by name; none of a data set in tables.
 
-    A file counts if it has a text's or a jsonl file's ending, or if it begins as UTF-8 text does. Hidden files and
-    empty ones do not count.
+    A file in a folder counts if it has a text's or a jsonl file's ending, or if it begins as UTF-8 text does. Hidden
+    files and empty ones do not count.
     """
-    if not folder.is_dir() or tables(folder):
+    if place.is_file():
+        return [place]
+    if not place.is_dir() or tables(place):
         return []
-    inner = ((path, path.relative_to(folder).parts) for path in sorted(folder.rglob("*")))
+    inner = ((path, path.relative_to(place).parts) for path in sorted(place.rglob("*")))
     seen = (path for path, parts in inner if not any(part.startswith(".") for part in parts))
     return [path for path in seen if path.is_file() and path.stat().st_size and _is_text(path)]
 

@@ -3,8 +3,6 @@
 Pillow is needed where images are read from files; arrays of pixels need nothing more.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice

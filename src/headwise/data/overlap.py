@@ -3,8 +3,6 @@
 Stripped lines are compared by their hashes; very short ones are left out. No torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -60,8 +58,7 @@ def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
     most = min(MOST, max(LEAST, BYTES * tokens))
     if source == "stdlib":
         return _counting(_up_to(most, (line for text in documents(source, seed) for line in text.splitlines())))
-    path = Path(source)
-    files = [path] if path.is_file() else text_files(path)
+    files = text_files(Path(source))
     return _counting(_up_to(most, (line for file in files for line in _file_lines(file)))) if files else None
 
 

@@ -1,7 +1,5 @@
 """Calibration text that the model writes, for users who have none."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +10,7 @@ import torch
 from headwise.errors import DataError
 
 CACHE = 16 << 30  # bytes of keys and values of texts that a model writes side by side on a GPU
+ROWS = 128  # that it writes side by side on a CPU
 
 
 def writes_itself(source: str) -> bool:
@@ -117,7 +116,7 @@ def _rows_at_once(model: Any, length: int) -> int:
     128
     """
     if next(model.parameters()).device.type != "cuda":
-        return 128
+        return ROWS
     config = model.config.get_text_config()
     kept = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = kept * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

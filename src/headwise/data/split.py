@@ -1,7 +1,5 @@
 """Which rows calibrate, which rehearse, which evaluate, and which are left for more: no row serves two of these."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

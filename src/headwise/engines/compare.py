@@ -1,7 +1,5 @@
 """A saved model in an engine: the same tokens as in transformers, what its cache holds, and how fast it writes."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -4,8 +4,6 @@ vLLM calls `register` in all of its processes, by the entry point `vllm.general_
 then stand for the code in a model's folder, which is not run.
 """
 
-from __future__ import annotations
-
 BACKEND = "vllm.model_executor.models.transformers:TransformersForCausalLM"  # which runs models of transformers
 
 

@@ -1,7 +1,5 @@
 """An engine in a process of its own, with a time limit. No torch."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -4,8 +4,6 @@ It is run as a file and imports nothing of Headwise: what it sees is what anybod
 to the standard output, logs of the engine to the standard error.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

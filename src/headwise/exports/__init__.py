@@ -1,7 +1,5 @@
 """Models in the formats of other engines: one file for each format, found by this folder."""
 
-from __future__ import annotations
-
 import json
 import os
 from contextlib import AbstractContextManager, nullcontext

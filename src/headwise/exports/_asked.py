@@ -1,7 +1,5 @@
 """What an export is asked for: the model, and the options that formats share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

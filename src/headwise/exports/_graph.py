@@ -1,7 +1,5 @@
 """A decoder as one graph: tokens and cache in, logits and cache out, for any number of tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Compares a GGUF file, as llama.cpp runs it, with the model that it was written from."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ def check(asked: ExportRequest, path: Path, kind: str, text: bool) -> dict[str, 
     if not _llama_cpp.installed():
         note(f"the file was not run: type pip install {_llama_cpp.ENGINE} to have it checked in llama.cpp.")
         return None
-    row = _row(asked)
+    row = [int(number) for number in asked.reader(TEXTS[0] + TEXTS[1])["input_ids"][:TOKENS]]
     with stage(asked.track, "running it in llama.cpp"):
         texts, words = (TEXTS if text else ()), len(asked.model.get_input_embeddings().weight)
         found = _llama_cpp.ask(path, 64, texts=texts, rows=[row], top=TOP, words=words, letter=letter(asked.reader))
@@ -48,12 +46,6 @@ def check(asked: ExportRequest, path: Path, kind: str, text: bool) -> dict[str, 
 def letter(tokenizer: Any) -> int:
     """A token that is a letter."""
     return int(tokenizer("a", add_special_tokens=False)["input_ids"][-1])
-
-
-def _row(asked: ExportRequest) -> list[int]:
-    """The first tokens of a text."""
-    ids = asked.reader(TEXTS[0] + TEXTS[1])["input_ids"]
-    return [int(number) for number in ids[:TOKENS]]
 
 
 @torch.no_grad()

@@ -4,8 +4,6 @@ Needs the package xllamacpp, which holds llama.cpp and its server. `python -m he
 asked from standard input and prints what the engine answered.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -72,8 +70,7 @@ class _Engine:
         body = json.dumps(content).encode()
         request = Request(self.server.listening_address + path, body, {"Content-Type": "application/json"})
         with urlopen(request) as answer:
-            found: dict[str, Any] = json.load(answer)
-        return found
+            return json.load(answer)
 
     def complete(self, prompt: list[int], new: int, **more: Any) -> dict[str, Any]:
         greedy = {"temperature": 0, "cache_prompt": True, "return_tokens": True}

@@ -5,8 +5,6 @@ llama.cpp has one length of keys and one of values for all layers. `llama` has o
 frequencies and one MLP width. What is shorter than its place is filled with zeros, which changes no answer.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +84,7 @@ def _refuse_settings(model: Any) -> None:
         raise ModelError(f"this model's MLP uses {config.hidden_act}; llama.cpp's carriers know silu alone.")
     settings = config.rope_parameters
     moving = settings["rope_type"] == "longrope" and settings["short_factor"] != settings["long_factor"]
-    if moving or settings["rope_type"] == "dynamic" or 2 * len(rotary.inv_freq) != family.head_dim(config):
+    if moving or settings["rope_type"] == "dynamic" or 2 * len(rotary.inv_freq) != family.stock_layer(config).qk_dim:
         raise ModelError(
             f"this model's positions ({settings['rope_type']}) are no fixed frequencies for whole heads, which is all "
             "that a GGUF file can hold; export another."

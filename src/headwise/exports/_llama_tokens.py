@@ -5,8 +5,6 @@ them. `RULES` has those of widespread tokenizers; any other tokenizer is refused
 every text wrongly.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

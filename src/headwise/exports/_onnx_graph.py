@@ -1,7 +1,5 @@
 """The ONNX graph of a decoder: written, and compared with the model in whatever engine runs it."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Portable models are written as plain `llama`, with the frequencies of the kept r
 Layers with sizes of their own are written as `deci` or `mimo2`, whatever needs less memory (`_llama_layout.py`).
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -5,22 +5,16 @@ for every layer, as the cache holds them: smaller where the model was cut. Outpu
 `present.N.value`. The first call is given a past of no tokens.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from headwise.exports import _onnx_graph
-from headwise.exports._asked import ExportOptions, ExportRequest
+from headwise.exports._asked import ExportRequest
+from headwise.exports._onnx_graph import refuse as refuse
 from headwise.progress import note, stage
 
 MEANING = "a graph for onnxruntime, with the cache as inputs and outputs"
 NEEDS, EXTRA, SUFFIX = ("onnx", "onnxscript"), "onnx", ".onnx"
-
-
-def refuse(options: ExportOptions) -> None:
-    """Refuse options that this format has not."""
-    _onnx_graph.refuse(options)
 
 
 def write(asked: ExportRequest, folder: Path) -> dict[str, Any]:

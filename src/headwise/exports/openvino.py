@@ -1,22 +1,16 @@
 """OpenVINO's own form of the graph that ONNX has, with the same inputs and outputs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from headwise.exports import _onnx_graph
-from headwise.exports._asked import ExportOptions, ExportRequest
+from headwise.exports._asked import ExportRequest
+from headwise.exports._onnx_graph import refuse as refuse
 from headwise.progress import stage
 
 MEANING = "a graph for OpenVINO, with the cache as inputs and outputs"
 NEEDS, EXTRA, SUFFIX = ("onnx", "onnxscript", "openvino"), "openvino", ".openvino"
 FILE = "openvino_model.xml"
-
-
-def refuse(options: ExportOptions) -> None:
-    """Refuse options that this format has not."""
-    _onnx_graph.refuse(options)
 
 
 def write(asked: ExportRequest, folder: Path) -> dict[str, Any]:

@@ -1,72 +1,40 @@
 """Model families: one file each, found by this folder. Here: the names that the rest of the package uses."""
 
-from headwise.families._answers import wide_answers, widened
-from headwise.families._architecture import (
-    BARE,
-    CAUSAL,
-    CLASSIFIER,
-    IMAGE_CLASSIFIER,
-    MASKED,
-    SEQ2SEQ,
-    SPEECH,
-    Architecture,
-)
-from headwise.families._beside import accompany, companions, saved_dtype
-from headwise.families._block import Block, repeated, rows_of_context
-from headwise.families._config import computed_dtype
-from headwise.families._family import Family
-from headwise.families._known import TASKS, auto_class_of, family_of, family_of_type, known, register, task_of
-from headwise.families._loading import (
-    EMBEDDED,
-    configuration,
-    explained,
-    has_words,
-    load,
-    locate,
-    no_processor,
-    quietly,
-    read_config,
-    tokenizer_of,
-    without_threads,
-)
-from headwise.families._tensors import set_format
-
-__all__ = [
-    "BARE",
-    "CAUSAL",
-    "CLASSIFIER",
-    "EMBEDDED",
-    "IMAGE_CLASSIFIER",
-    "MASKED",
-    "SEQ2SEQ",
-    "SPEECH",
-    "TASKS",
-    "Architecture",
-    "Block",
-    "Family",
-    "accompany",
-    "auto_class_of",
-    "companions",
-    "computed_dtype",
-    "configuration",
-    "explained",
-    "family_of",
-    "family_of_type",
-    "has_words",
-    "known",
-    "load",
-    "locate",
-    "no_processor",
-    "quietly",
-    "read_config",
-    "register",
-    "repeated",
-    "rows_of_context",
-    "saved_dtype",
-    "set_format",
-    "task_of",
-    "tokenizer_of",
-    "wide_answers",
-    "widened",
-    "without_threads",
-]
+from headwise.families._answers import wide_answers as wide_answers
+from headwise.families._answers import widened as widened
+from headwise.families._architecture import BARE as BARE
+from headwise.families._architecture import CAUSAL as CAUSAL
+from headwise.families._architecture import CLASSIFIER as CLASSIFIER
+from headwise.families._architecture import IMAGE_CLASSIFIER as IMAGE_CLASSIFIER
+from headwise.families._architecture import MASKED as MASKED
+from headwise.families._architecture import SEQ2SEQ as SEQ2SEQ
+from headwise.families._architecture import SPEECH as SPEECH
+from headwise.families._architecture import Architecture as Architecture
+from headwise.families._beside import accompany as accompany
+from headwise.families._beside import companions as companions
+from headwise.families._beside import saved_dtype as saved_dtype
+from headwise.families._block import Block as Block
+from headwise.families._block import repeated as repeated
+from headwise.families._block import rows_of_context as rows_of_context
+from headwise.families._config import computed_dtype as computed_dtype
+from headwise.families._family import Family as Family
+from headwise.families._known import TASKS as TASKS
+from headwise.families._known import auto_class_of as auto_class_of
+from headwise.families._known import family_of as family_of
+from headwise.families._known import family_of_type as family_of_type
+from headwise.families._known import known as known
+from headwise.families._known import register as register
+from headwise.families._known import task_of as task_of
+from headwise.families._loading import EMBEDDED as EMBEDDED
+from headwise.families._loading import configuration as configuration
+from headwise.families._loading import explained as explained
+from headwise.families._loading import has_words as has_words
+from headwise.families._loading import load as load
+from headwise.families._loading import locate as locate
+from headwise.families._loading import no_processor as no_processor
+from headwise.families._loading import quietly as quietly
+from headwise.families._loading import read_config as read_config
+from headwise.families._loading import reason_of as reason_of
+from headwise.families._loading import tokenizer_of as tokenizer_of
+from headwise.families._loading import without_threads as without_threads
+from headwise.families._tensors import set_format as set_format

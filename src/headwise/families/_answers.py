@@ -1,7 +1,5 @@
 """Sums and answers in float32, of a model whose weights have fewer bits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """A stock architecture as data: its classes in transformers, and where its layers keep their parts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -23,6 +21,9 @@ class Architecture(Anatomy):
     bare: str = "Model"  # end of the class without a head; empty where that is another model
     config: str = ""  # whole name of the configuration class, where it is not stem + Config
     activation: str = "mlp.act_fn"  # from a layer
+    qkv_bias: bool = False  # queries, keys and values always have biases, whatever the configuration says
+    normed: str = ""  # queries and keys are normed: by "head", or "all" heads together
+    stream_norms: int = 2  # of a layer
 
     @property
     def output_at(self) -> str:

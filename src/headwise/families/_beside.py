@@ -1,7 +1,5 @@
 """Files that lie beside a model's weights and stay as they are when it is cut: tokens, licences, other settings."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
@@ -49,10 +47,18 @@ def _folder(where: str) -> Path | None:
     """The folder of a model; of one from the Hub that of the files in the cache, with its licence and its card."""
     if Path(where).is_dir():
         return Path(where)
+    found = [_file(where, name) for name in ("config.json", *ASKED)]
+    return found[0].parent if found[0] else None
+
+
+def _file(where: str, name: str) -> Path | None:
+    """A file of a model's folder, or of its repository on the Hub; None where there is no such file."""
+    if Path(where).is_dir():
+        return path if (path := Path(where) / name).is_file() else None
     from transformers.utils.hub import cached_file
 
-    found = [cached_file(where, name, _raise_exceptions_for_missing_entries=False) for name in ("config.json", *ASKED)]
-    return Path(found[0]).parent if found[0] else None
+    cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
+    return Path(cached) if cached else None
 
 
 def _found(source: Path) -> list[Path]:
@@ -108,16 +114,7 @@ def saved_dtype(where: str, config: object) -> torch.dtype:
 def companions(model: str) -> dict[str, Path]:
     """Files that make an embedding model's folder one of sentence-transformers: name in the folder -> where it is."""
     where, _ = locate(model)
-
-    def found(name: str) -> Path | None:
-        if Path(where).is_dir():
-            return path if (path := Path(where) / name).is_file() else None
-        from transformers.utils.hub import cached_file
-
-        cached = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
-        return Path(cached) if cached else None
-
-    modules = found("modules.json")
+    modules = _file(where, "modules.json")
     if modules is None:
         return {}
     listed = read_json(modules, ModelError, "fetch the files again")
@@ -128,4 +125,4 @@ def companions(model: str) -> dict[str, Path]:
         raise ModelError(f"{modules} names the folder {shortened(odd[0])}, which is not inside; fetch the files again.")
     names = ["modules.json", "sentence_bert_config.json", "config_sentence_transformers.json"]
     names += [f"{folder}/{file}" for folder in folders for file in ("config.json", "model.safetensors")]
-    return {name: path for name in names if (path := found(name)) is not None}
+    return {name: path for name in names if (path := _file(where, name)) is not None}

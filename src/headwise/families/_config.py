@@ -1,21 +1,89 @@
 """What families read out of configurations, and what they write into them."""
 
-from __future__ import annotations
-
-from typing import Any
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 
 from headwise.errors import ModelError
 from headwise.files.json import shortened
-from headwise.types import Grain, LayerShape
+from headwise.types import Grain, LayerShape, ModelShape
 from headwise.types.shape import MOST_LAYERS
 from headwise.types.weights import ENDS
 
 NOT_COPIED = (  # into another configuration
     "model_type", "architectures", "auto_map", "headwise", "headwise_anatomy", "quantization_config",
 )  # fmt: skip
+BIASES = dict(qkv_bias=True, o_bias=True, mlp_bias=True)  # of a model that has them everywhere
 STAGES = ("stage_names", "out_features", "out_indices")  # name layers that may be gone; only backbones use them
+
+
+class Sizes:
+    """The sizes of a family's models, by their configurations: what all have in common, and where a family differs."""
+
+    name: ClassVar[str]
+    width_setting: ClassVar[str] = "intermediate_size"  # what configurations call the width of the MLP
+    folds: ClassVar[bool] = True  # no position lies between the weights of queries and keys and the softmax
+
+    @abstractmethod
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Fields of `ModelShape` that the sizes of layers do not tell: biases, norms, other parameters."""
+
+    def tower(self, config: Any) -> Any:
+        """The configuration of the layers, which may lie inside that of the model."""
+        return config
+
+    def mlp_width(self, config: Any) -> int:
+        """Of the layers before any cut, by the configuration of the tower."""
+        return int(getattr(config, self.width_setting))
+
+    def stock_layer(self, config: Any) -> LayerShape:
+        """A layer before any cut."""
+        tower = self.tower(config)
+        heads = tower.num_attention_heads
+        dim = int(getattr(tower, "head_dim", None) or tower.hidden_size // heads)
+        groups = getattr(tower, "num_key_value_heads", None) or heads
+        return LayerShape(heads, groups, dim, dim, self.mlp_width(tower), dim)
+
+    def stock_layers(self, config: Any) -> tuple[LayerShape, ...]:
+        """All layers before any cut."""
+        return (self.stock_layer(config),) * self.tower(config).num_hidden_layers
+
+    def pairs(self, config: Any) -> bool:
+        """Whether rotary pairs can be dropped."""
+        return False
+
+    def portable_cuts(self, config: Any) -> tuple[str, ...] | None:
+        """What a portable plan may cut; None: everything."""
+        return None
+
+    def grain(self, config: Any) -> Grain:
+        """Which sizes are legal."""
+        layer = self.stock_layer(config)
+        found = grain_of(layer.qk_dim, layer.mlp_width, pairs=self.pairs(config), folds=self.folds)
+        return replace(found, portable=self.portable_cuts(config))
+
+    def shape_of(self, config: Any) -> ModelShape:
+        """The shape of a stock or tailored configuration."""
+        known: dict[str, Any] = dict(
+            family=self.name,
+            hidden_size=getattr(config, "hidden_size", 0),
+            vocab_size=getattr(config, "vocab_size", 0),  # 0: it reads no words
+            layers=layers_of(config, self.stock_layers(config)),
+            grain=self.grain(config),
+            element_bytes=stored_dtype(config).itemsize,
+            **ends_of(config),
+        )
+        return ModelShape(**(known | self.costs(config)))
+
+    def longest(self, config: Any) -> int:
+        """Tokens that a model takes at once."""
+        return int(config.max_position_embeddings)
+
+    def embedding_width(self, config: Any) -> int:
+        """Of what a model without a head puts out."""
+        return int(config.hidden_size)
 
 
 def without(settings: dict[str, Any], kept: list[int], count: int) -> dict[str, Any]:

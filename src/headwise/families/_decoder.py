@@ -1,22 +1,16 @@
 """Decoders: what those with rotary positions share with those of the first generations."""
 
-from __future__ import annotations
-
 import copy
-from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
 from headwise.errors import ModelError
 from headwise.families._architecture import CAUSAL
-from headwise.families._config import NOT_COPIED, grain_of
+from headwise.families._config import NOT_COPIED
 from headwise.families._family import Family, Tensors
 from headwise.families._tensors import fill
-from headwise.types import LayerShape, ModelShape
-
-WORDS: dict[str, Any] = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)  # of tiny models
 
 
 class Decoder(Family):
@@ -43,30 +37,15 @@ class Plain(Decoder):
     Stock code ties the head dimension to the hidden size: a portable model can only have its MLPs cut, all alike.
     """
 
-    portable_units: ClassVar[tuple[str, ...]] = ("mlp",)  # stock code forces all other sizes
-    folds: ClassVar[bool]  # no position lies between the weights of queries and keys and the softmax
-    width_setting: ClassVar[str]  # what the configuration calls the MLP's width
+    usual = dict(vocab_size=97, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
-    @abstractmethod
-    def counts(self, config: Any) -> dict[str, Any]:
-        """Fields of `ModelShape` that only this family knows: biases, norms, other parameters."""
+    def portable_cuts(self, config: Any) -> tuple[str, ...]:
+        """Stock code forces all other sizes."""
+        return ("mlp",)
 
-    def mlp_width(self, config: Any) -> int:
-        """Of the stock layers."""
-        return int(getattr(config, self.width_setting))
-
-    def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration."""
-        stock = self.stock_layer(config)
-        grain = grain_of(stock.qk_dim, stock.mlp_width, pairs=False, folds=self.folds)
-        more = dict(tied_embeddings=config.tie_word_embeddings, mlp_matrices=2, **self.counts(config))
-        layers = (stock,) * config.num_hidden_layers
-        return self.shape(config, layers, replace(grain, portable=self.portable_units), **more)
-
-    def stock_layer(self, config: Any) -> LayerShape:
-        """A layer before any cut."""
-        heads, head_dim = config.num_attention_heads, config.hidden_size // config.num_attention_heads
-        return LayerShape(heads, heads, head_dim, head_dim, self.mlp_width(config), head_dim)
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Fields of `ModelShape` that all such families share."""
+        return dict(tied_embeddings=config.tie_word_embeddings, mlp_matrices=2)
 
     def to_stock(self, model: nn.Module) -> nn.Module:
         """The ordinary architecture that computes the same as a tailored model of which only the MLP was cut."""

@@ -6,11 +6,9 @@ stream is that of the input followed by that of the output: layers of the encode
 second, and cross layers read what the encoder made of the input.
 """
 
-from __future__ import annotations
-
 import functools
-from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,19 +18,17 @@ from torch import nn
 from headwise.data import GIVEN, NOTHING, marks_of
 from headwise.errors import ModelError
 from headwise.families._architecture import SEQ2SEQ
-from headwise.families._block import Norm
 from headwise.families._config import grain_of
 from headwise.families._family import Block, Captured, Family, Tensors
-from headwise.types import ROLES, LayerShape, ModelShape
+from headwise.families._streams import stream_of
+from headwise.runtime.modeling_headwise import part_at
+from headwise.types import ROLES, Grain, LayerShape
 
 LAYER: dict[str, Any] = dict(  # the parts of our layers, and what all stacks have in common
     heads={SEQ2SEQ: "ForConditionalGeneration"},
     attention="attention",
     mlp_in=("gate_proj", "up_proj"),
     mlp_out="wo",
-)
-SMALL: dict[str, Any] = dict(
-    vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0
 )
 MLP = {"up_proj": "fc1", "wo": "fc2", "mlp_norm": "final_layer_norm"}
 BART: dict[str, Any] = dict(  # as BART names its parts, and Whisper
@@ -52,8 +48,8 @@ class EncoderDecoder(Family):
     """A model that reads a text as a whole and writes another one token by token."""
 
     counts: ClassVar[tuple[str, str]]  # what the configuration calls the numbers of layers of encoder and decoder
-
-    # What every such family says.
+    memory: ClassVar[str] = ""  # what the encoder's output goes through before the decoder sees it, from the body
+    usual = dict(vocab_size=97, d_model=32, pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=0)
 
     def sizes(self, config: Any) -> dict[str, tuple[int, int, int]]:
         """Heads, their dimension and the width of the MLP in the stock layers of `encoder` and `decoder`."""
@@ -62,24 +58,15 @@ class EncoderDecoder(Family):
             name: (count, config.d_model // count, getattr(config, f"{name}_ffn_dim")) for name, count in heads.items()
         }
 
-    @abstractmethod
-    def costs(self, config: Any) -> dict[str, Any]:
-        """Fields of `ModelShape` that only this family knows: biases, norms, other parameters."""
+    def grain(self, config: Any) -> Grain:
+        """Which sizes are legal: the same in both stacks."""
+        _, dims, widths = zip(*self.sizes(config).values(), strict=True)
+        return replace(grain_of(min(dims), min(widths), pairs=False, folds=self.folds), portable=())
 
-    @abstractmethod
-    def memory_norm(self, model: nn.Module) -> Norm | None:
-        """What the encoder's output goes through before the decoder sees it."""
-
-    # What follows.
-
-    def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration."""
+    def stock_layers(self, config: Any) -> tuple[LayerShape, ...]:
+        """The layers before any cut: those of the encoder, then two for every block of the decoder."""
         sizes = self.sizes(config)
-        dims, widths = ([size[place] for size in sizes.values()] for place in (1, 2))
-        grain = replace(grain_of(min(dims), min(widths), pairs=False, folds=True), portable=())
-        return self.shape(config, self._stock_layers(config, sizes), grain, **self.costs(config))
 
-    def _stock_layers(self, config: Any, sizes: dict[str, tuple[int, int, int]]) -> tuple[LayerShape, ...]:
         def layer(role: str) -> LayerShape:
             heads, dim, width = sizes["encoder" if role == "encoder" else "decoder"]
             return LayerShape(heads, heads, dim, dim, 0 if role == "self" else width, dim, role)
@@ -178,10 +165,6 @@ class EncoderDecoder(Family):
             **{f"{part}_{where}": norm for part, norm in norms.items()},
         )
 
-    def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
-        """The configuration of a tiny model of a kind."""
-        return made(**{**SMALL, **self.small, **changes})
-
     # Streams.
 
     def arguments(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -227,21 +210,20 @@ class EncoderDecoder(Family):
         """How it writes on, after `out`."""
         return {"decoder_input_ids": token, "encoder_outputs": (out.encoder_last_hidden_state,)}
 
-    def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of rows, with `stream` in place of what the embeddings give the first layers of both stacks."""
+    @contextmanager
+    def _from(self, model: nn.Module, stream: torch.Tensor | None, ids: torch.Tensor) -> Iterator[None]:
+        """The first layers of both stacks read a stream, if one is given, in place of what the embeddings give them."""
         if stream is None:
-            out: torch.Tensor = self.call(model, ids).logits
-            return out
+            yield
+            return
         first = inputs_of(ids)
-        hooks = [
+        parts = {"encoder": stream[:, :first], "decoder": stream[:, first:]}
+        one, other = (
             self._stack(model, name)[0].register_forward_pre_hook(lambda _m, args, part=part: (part, *args[1:]))
-            for name, part in (("encoder", stream[:, :first]), ("decoder", stream[:, first:]))
-        ]
-        try:
-            return self.run(model, ids)
-        finally:
-            for hook in hooks:
-                hook.remove()
+            for name, part in parts.items()
+        )
+        with one, other:
+            yield
 
     @torch.no_grad()
     def embed(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -253,13 +235,8 @@ class EncoderDecoder(Family):
             raise Captured
 
         for name, (part, values) in zip(("encoder", "decoder"), self.arguments(ids).items(), strict=True):
-            hook = self._stack(model, name)[0].register_forward_pre_hook(look)
-            try:
+            with self._stack(model, name)[0].register_forward_pre_hook(look), suppress(Captured):
                 self.body(model).get_submodule(name)(**{part.removeprefix("decoder_"): values, "use_cache": False})
-            except Captured:
-                pass
-            finally:
-                hook.remove()
         return torch.cat(found, dim=1)
 
     @torch.no_grad()
@@ -276,7 +253,7 @@ class EncoderDecoder(Family):
         for part in parts:
             first = inputs_of(part)
             second = part.shape[1] - first - 1
-            shared = {"inputs": first, "memory_norm": self.memory_norm(model)}
+            shared = {"inputs": first, "memory_norm": part_at(self.body(model), self.memory)}
             found.append([{**shared, **arguments(role, first if role == "encoder" else second)} for role in roles])
         return found
 
@@ -298,8 +275,7 @@ class EncoderDecoder(Family):
         norm = context["memory_norm"]
         given = {"encoder_hidden_states": memory if norm is None else norm(memory)} if block.role == "cross" else {}
         given |= {name: context[name] for name in ("attention_mask", "position_bias") if name in context}
-        out = layer(block.own(stream, context), **given)
-        return block.joined(stream, out[0] if isinstance(out, tuple) else out, context)
+        return block.joined(stream, stream_of(layer(block.own(stream, context), **given)), context)
 
 
 def inputs_of(rows: torch.Tensor) -> int:

@@ -1,9 +1,7 @@
 """What a family says about its models, and what follows for all of them: building, tailoring, layers, streams."""
 
-from __future__ import annotations
-
 import copy
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,25 +13,24 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, Architecture
 from headwise.families._block import Block as Block
-from headwise.families._config import NOT_COPIED, ends_of, layers_of, stored_dtype, without
+from headwise.families._config import NOT_COPIED, Sizes, ends_of, without
 from headwise.families._streams import Captured as Captured
 from headwise.families._streams import Streams
 from headwise.families._tensors import Naming, fill
 from headwise.families._tensors import Tensors as Tensors
 from headwise.runtime import CODE
 from headwise.runtime.modeling_headwise import body_of, part_at, tailor_layer
-from headwise.types import Grain, LayerShape, ModelShape
+from headwise.types import LayerShape
 
 Share = Literal["nothing", "ends", "all"]
 
 
-class Family(Streams, Naming, ABC):
+class Family(Streams, Naming, Sizes, ABC):
     """Answers questions about the models of one family; holds no algorithm.
 
-    A family is one file: data (`kinds`, `norms`, `small`) and what data cannot say.
+    A family is one file: data (`kinds`, `norms`, `ends`, `small`) and what data cannot say.
     """
 
-    name: ClassVar[str]
     kinds: ClassVar[dict[str, Architecture]]  # model_type -> where its parts are
     summary: ClassVar[str]
     units: ClassVar[tuple[str, ...]] = ("qk", "v", "mlp", "heads", "kv_heads")
@@ -43,23 +40,20 @@ class Family(Streams, Naming, ABC):
     audio: ClassVar[bool] = False  # whether they read sound
     keeps_first: ClassVar[bool] = False  # whether the first layer has to stay
     norms: ClassVar[dict[str, str]] = {}  # field of `Block` -> path of the norm or scale, from a layer
-    small: ClassVar[dict[str, Any]] = {}  # settings of the tiny model
+    ends: ClassVar[tuple[str, ...]] = ("model.norm", "lm_head")  # between the last stream and the logits, if present
+    usual: ClassVar[dict[str, Any]] = {}  # settings of the tiny models of all families of this kind
+    small: ClassVar[dict[str, Any]] = {}  # its own; None for one that is usual: stock code's default
 
-    # What every family says.
-
-    @abstractmethod
-    def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration."""
-
-    @abstractmethod
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""
+        for path in self.ends:
+            part = part_at(model, path)
+            stream = stream if part is None else part(stream)
+        return stream
 
     def to_stock(self, model: nn.Module) -> nn.Module:
         """The ordinary architecture that computes the same as a portable tailored model."""
         raise ModelError(f"a reshaped {self.name} model has no stock form; leave out --portable.")
-
-    # What follows.
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -81,14 +75,6 @@ class Family(Streams, Naming, ABC):
         bare = BARE if kind.bare and name.endswith(kind.bare) else ""
         return next((auto for auto, end in kind.heads.items() if name.endswith(end)), bare)
 
-    def longest(self, config: Any) -> int:
-        """Tokens that a model takes at once."""
-        return int(config.max_position_embeddings)
-
-    def embedding_width(self, config: Any) -> int:
-        """Of what a model without a head puts out."""
-        return int(config.hidden_size)
-
     def stock_loader(self, config: Any, auto: str) -> Any:
         """The class that loads a model of this configuration with that head."""
         import transformers
@@ -98,17 +84,6 @@ class Family(Streams, Naming, ABC):
     def anatomy(self, config: Any) -> Architecture:
         """Where the parts are."""
         return self.kinds[self.kind(config)]
-
-    def shape(self, config: Any, stock: tuple[LayerShape, ...], grain: Grain, **more: Any) -> ModelShape:
-        """The shape of a configuration whose layers are `stock` before any cut; fields of `ModelShape` by name."""
-        sizes: dict[str, Any] = dict(
-            hidden_size=getattr(config, "hidden_size", 0),
-            vocab_size=getattr(config, "vocab_size", 0),  # 0: it reads no words
-            layers=layers_of(config, stock),
-            element_bytes=stored_dtype(config).itemsize,
-            **ends_of(config),
-        )
-        return ModelShape(**{"family": self.name, "grain": grain, **sizes, **more})
 
     def body(self, model: nn.Module) -> nn.Module:
         """The model without its head; a bare model is its own body."""
@@ -157,7 +132,9 @@ class Family(Streams, Naming, ABC):
 
     def tiny_config(self, made: Any, kind: str, changes: dict[str, Any]) -> Any:
         """The configuration of a tiny model of a kind."""
-        return made(**{**self.small, **changes})
+        own = {**self.usual, **self.small}
+        own = {name: size for name, size in own.items() if size is not None or name not in self.usual}
+        return made(**{**own, **changes})
 
     def build(self, like: nn.Module, layers: tuple[LayerShape, ...], tensors: Tensors) -> nn.Module:
         """A tailored model with the given layers and tensors; everything else as in `like`, which stays as it is.

@@ -1,7 +1,5 @@
 """Checks of a model's files before a library opens them: their kind, their sizes, and code that they bring."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

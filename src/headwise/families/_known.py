@@ -1,7 +1,5 @@
 """Which families there are, which of them a model belongs to, and what the model is for."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading a model by hub id, folder or file, with every way it can fail put in one line."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging
@@ -17,18 +15,11 @@ import torch
 from torch import nn
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.families import _folder as folder
 from headwise.families import _missing as missing
 from headwise.families._architecture import BARE
 from headwise.families._config import stored_dtype
 from headwise.families._family import Family
-from headwise.families._folder import (
-    check_config,
-    check_folder,
-    check_loaded,
-    check_sizes,
-    check_tokenizer,
-    check_weights,
-)
 from headwise.families._known import auto_class, family_of, register
 from headwise.files.json import shortened
 from headwise.registry import find
@@ -44,17 +35,23 @@ TOKENIZERS = (  # files with a tokenizer's words; tokenizer_config.json alone ha
 
 def configuration(model: str, trust_remote_code: bool = False, task: str | None = None) -> Any:
     """The configuration of a model that can be reshaped for a task, or for its own; no weights are read."""
-    register()
-    where, extra = locate(model)
     with explained(model), quietly():
-        config = read_config(where, **extra, trust_remote_code=trust_remote_code)
-        if not extra:
-            check_weights(where)
-            check_sizes(where, family_of(config).shape_of(config))
-        auto = auto_class(config, task)
+        config, auto, *_ = _checked(model, trust_remote_code, task)
     if task is not None:  # as a loaded model has it
         config.architectures = [family_of(config).anatomy(config).stock_classes()[auto].__name__]
     return config
+
+
+def _checked(model: str, trust: bool, task: str | None) -> tuple[Any, str, str, dict[str, Any]]:
+    """Configuration, Auto class for the task, place and options of a model whose files can be what they say."""
+    register()
+    where, extra = locate(model)
+    options: dict[str, Any] = {**extra, "trust_remote_code": trust}
+    config = read_config(where, **options)
+    if not extra:
+        folder.check_weights(where)
+        folder.check_sizes(where, family_of(config).shape_of(config))
+    return config, auto_class(config, task), where, options
 
 
 def locate(model: str) -> tuple[str, dict[str, str]]:
@@ -93,40 +90,28 @@ def load(
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
     On a GPU weights go from the file to the device one by one: host memory never holds the model.
     """
-    register()
-    where, extra = locate(model)
-    options: dict[str, Any] = {**extra, "trust_remote_code": trust_remote_code}
     with explained(model), quietly():
-        config = read_config(where, **options)
-        if not extra:
-            check_weights(where)
-            check_sizes(where, family_of(config).shape_of(config))
-        auto = auto_class(config, task)
-        stored = stored_dtype(config)
-        dtype = stored if dtype == "auto" else dtype or torch.float32
-        family = family_of(config)
-        loader: dict[str, Any] = {} if extra else {"use_safetensors": True}
+        config, auto, where, options = _checked(model, trust_remote_code, task)
+        family, stored, packed = family_of(config), stored_dtype(config), "gguf_file" in options
+        how: dict[str, Any] = {} if packed else {"use_safetensors": True}
+        if torch.device(device).type == "cuda" and not (packed or family.package) and find_spec("accelerate"):
+            how["device_map"] = {"": device}
         unpacking = _unpacking(config) if family.kind(config) != config.model_type else {}
-        if torch.device(device).type == "cuda" and not (extra or family.package) and find_spec("accelerate"):
-            loader["device_map"] = {"": device}
-        stock = family.stock_loader(config, auto)
+        how |= {"dtype": stored if dtype == "auto" else dtype or torch.float32, "output_loading_info": True}
         with _silence() if unpacking else contextlib.nullcontext(), without_threads(device):
-            loaded: Any = stock.from_pretrained(
-                where, dtype=dtype, output_loading_info=True, **options, **loader, **unpacking
-            )
-        found, info = loaded
+            found, info = family.stock_loader(config, auto).from_pretrained(where, **options, **how, **unpacking)
         found = _unpacked(family, found) if unpacking else found
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
-        check_tokenizer(reader, model)
+        folder.check_tokenizer(reader, model)
     missing = _without_pooler(found, info["missing_keys"]) if auto == BARE else info["missing_keys"]
     if lost := sorted([*missing, *(key for key, *_ in info["mismatched_keys"])]):
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
-    if extra and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
+    if packed and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
         raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
-    check_loaded(found, model)
+    folder.check_loaded(found, model)
     if unread := sorted(key for key in info["unexpected_keys"] if IN_A_LAYER.search(key)):
         log.warning("note: %s holds %d tensors of layers that its configuration does not name, first %s; they are not "
                     "read.", model, len(unread), unread[0])  # fmt: skip
@@ -168,9 +153,9 @@ def read_config(where: str, **options: Any) -> Any:
     """
     from transformers import AutoConfig
 
-    check_folder(where)
+    folder.check_folder(where)
     found = AutoConfig.from_pretrained(where, **{"trust_remote_code": False, **options})
-    check_config(found.to_dict(), where)
+    folder.check_config(found.to_dict(), where)
     return found
 
 
@@ -229,22 +214,30 @@ def explained(model: str) -> Iterator[None]:
     """Turn what loading libraries raise into one line that says what to do."""
     try:
         yield
-    except HeadwiseError:
-        raise
     except ImportError as error:
         raise ModelError(f"{model} needs a package that is not installed ({error}).") from None
-    except BaseException as error:  # transformers, hub client, safetensors and tokenizers each raise their own kinds
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
-            raise
-        reason = " ".join(str(error).split())[:300]
-        if isinstance(error, MemoryError) or "start new thread" in reason:
-            raise MemoryError(reason) from None
+    except BaseException as error:
+        reason = reason_of(error)
         if "trust_remote_code" in str(error):
             raise ModelError(
                 f"{model} needs code that its repository brings, which is run only if asked for: look at it, then add "
                 "--trust-remote-code to run, probe, reshape, heal and verify."
             ) from None
         raise ModelError(f"{model} cannot be loaded ({reason}). Check the name, or fetch the files again.") from None
+
+
+def reason_of(error: BaseException) -> str:
+    """Why something cannot be loaded, in one line; what has another cause is raised again.
+
+    Transformers, the hub's client, safetensors and tokenizers each raise their own kinds.
+    """
+    other = not isinstance(error, Exception) and type(error).__name__ != "PanicException"  # of code in Rust
+    if other or isinstance(error, HeadwiseError):
+        raise error
+    reason = " ".join(str(error).split())[:300]
+    if isinstance(error, MemoryError) or "start new thread" in reason:
+        raise MemoryError(reason) from None
+    return reason
 
 
 @contextlib.contextmanager

@@ -1,7 +1,5 @@
 """A model that is not on this machine: a mistyped folder is told at once, before anybody waits for a network."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re
@@ -37,6 +35,7 @@ def _near(model: str) -> str:
     if not parent.is_dir():
         return ""
     found = [path.name for path in parent.iterdir() if (path / "config.json").is_file() or path.suffix == ".gguf"]
+    found += ["embedded"] if "/" not in model else []
     near = difflib.get_close_matches(Path(model).name, found, 3)
     return f" Did you mean {' or '.join(str(parent / name) for name in near)}?" if near else ""
 

@@ -1,7 +1,5 @@
 """How rows reach a model: unpadded tokens, unless a family says otherwise."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any, ClassVar, Self
 

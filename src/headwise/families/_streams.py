@@ -1,11 +1,9 @@
 """What flows between the layers of a model: how to read it, replace it, and run single layers on it."""
 
-from __future__ import annotations
-
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -30,40 +28,37 @@ class Streams(Reader):
         """The model without its head."""
 
     def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """Logits of unpadded rows, with `stream` in place of what the embeddings give the first layer."""
-        if stream is None:
-            out: torch.Tensor = self.call(model, ids).logits
-            return out
-        with self._from(model, stream):
-            return self.run(model, ids)
+        """What a model says about unpadded rows, with `stream` in place of what the embeddings give the first layer.
+
+        Logits or, of a model without a head, embeddings.
+        """
+        with self._from(model, stream, ids):
+            out = self.call(model, ids)
+        return out["logits"] if "logits" in out else self.pooled(model, out)
+
+    def pooled(self, model: nn.Module, out: Any) -> torch.Tensor:
+        """The embeddings that a model without a head puts out."""
+        return out["last_hidden_state"]
 
     def last_stream(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
         """The residual stream after the last layer, for rows or, as in `run`, from a stream: `logits` reads it."""
         seen: list[torch.Tensor] = []
-        hook = self.layers(model)[-1].register_forward_hook(
-            lambda _module, _args, out: seen.append(out[0] if isinstance(out, tuple) else out)
-        )
-        try:
-            with self._from(model, stream):
-                self.read(model, ids)
-        finally:
-            hook.remove()
+        hook = self.layers(model)[-1].register_forward_hook(lambda _module, _args, out: seen.append(stream_of(out)))
+        with hook, self._from(model, stream, ids):
+            self.read(model, ids)
         return seen[0]
 
     @contextmanager
-    def _from(self, model: nn.Module, stream: torch.Tensor | None) -> Iterator[None]:
+    def _from(self, model: nn.Module, stream: torch.Tensor | None, ids: torch.Tensor) -> Iterator[None]:
         """The first layer reads a stream, if one is given, in place of what the embeddings give it."""
         if stream is None:
             yield
             return
-        hook = self.layers(model)[0].register_forward_pre_hook(
+        with self.layers(model)[0].register_forward_pre_hook(
             lambda _m, args, kwargs: ((stream, *args[1:]), {k: v for k, v in kwargs.items() if k != "hidden_states"}),
             with_kwargs=True,
-        )
-        try:
+        ):
             yield
-        finally:
-            hook.remove()
 
     def read(self, model: nn.Module, ids: torch.Tensor) -> None:
         """Pass rows through all layers, for hooks that record them; no logits are computed."""
@@ -85,22 +80,17 @@ class Streams(Reader):
             if len(seen) == count:
                 raise Captured
 
-        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers(model)[:count]]
-        try:
+        with ExitStack() as hooks, suppress(Captured):
+            for layer in self.layers(model)[:count]:
+                hooks.enter_context(layer.register_forward_pre_hook(look, with_kwargs=True))
             self.call(self.body(model), ids)
-        except Captured:
-            pass
-        finally:
-            for hook in hooks:
-                hook.remove()
         return seen
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments (mask, positions) that the model hands each layer: of one row, if all begin alike."""
         drop = ("past_key_values", "layer_past", "use_cache", "cache_position")
-        ids = ids if self.context else ids[:1]
-        found = self._handed(model, ids, len(self.layers(model)))
+        found = self._handed(model, ids if self.context else ids[:1], len(self.layers(model)))
         contexts = [{k: v for k, v in context.items() if k not in drop} for _, context in found]
         for context in contexts:
             if isinstance(mask := context.get("attention_mask"), torch.Tensor):
@@ -117,6 +107,9 @@ class Streams(Reader):
 
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
-        out = self.layers(model)[index](stream, **context)
-        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
-        return first
+        return stream_of(self.layers(model)[index](stream, **context))
+
+
+def stream_of(out: Any) -> torch.Tensor:
+    """The stream in what a layer puts out, alone or with more behind it."""
+    return out[0] if isinstance(out, tuple) else out

@@ -1,7 +1,5 @@
 """What a family's tensors are called: in stock code, in a tailored model, and in the cuts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,9 +1,7 @@
 """Watching a tailored model at work: hooks that are always removed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,27 +20,19 @@ def watching(
 
     Keys and values are those of the cache: meanwhile pooled heads attend to whole rows.
     """
-    hooks: list[Any] = []
-
-    def see_attention(layer: int) -> Callable[..., None]:
-        return lambda _module, args, output: attention(layer, *args[:3], output[0])  # type: ignore[misc]
-
-    def see_channels(layer: int) -> Callable[..., None]:
-        return lambda _module, args: channels(layer, args[0])  # type: ignore[misc]
-
-    try:
+    with ExitStack() as hooks:
         for layer, block in enumerate(blocks):
             if attention is not None:
                 block.attention.by_rows = True
-                hooks.append(block.attention.attend.register_forward_hook(see_attention(layer)))
+                hooks.callback(setattr, block.attention, "by_rows", False)
+                hook = block.attention.attend.register_forward_hook(
+                    lambda _module, args, output, layer=layer: attention(layer, *args[:3], output[0])
+                )
+                hooks.enter_context(hook)
             if channels is not None and block.down is not None:
-                hooks.append(block.down.register_forward_pre_hook(see_channels(layer)))
+                hook = block.down.register_forward_pre_hook(lambda _module, args, layer=layer: channels(layer, args[0]))
+                hooks.enter_context(hook)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        for block in blocks:
-            block.attention.by_rows = False
 
 
 def spaced(blocks: torch.Tensor, count: int) -> torch.Tensor:

@@ -3,15 +3,13 @@
 Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.families._architecture import Architecture
-from headwise.families._block import Norm
+from headwise.families._config import BIASES
 from headwise.families._encoder_decoder import BART, EncoderDecoder
 
 UNUSED_POSITIONS = 2  # at the start of a table of positions
@@ -35,25 +33,17 @@ class Bart(EncoderDecoder):
         Where word embeddings are not tied, each stack has its own beside the common table.
         """
         hidden, tables = config.d_model, 0 if config.tie_word_embeddings else 2
-        return dict(
+        positions = 2 * (config.max_position_embeddings + UNUSED_POSITIONS + 2)
+        return BIASES | dict(
             tied_embeddings=bool(config.tie_word_embeddings),
-            qkv_bias=True,
-            o_bias=True,
-            mlp_bias=True,
             mlp_matrices=2,
             layer_norms=4 * hidden,
-            other_parameters=hidden
-            * (2 * (config.max_position_embeddings + UNUSED_POSITIONS + 2) + tables * config.vocab_size),
+            other_parameters=hidden * (positions + tables * config.vocab_size),
         )
-
-    def memory_norm(self, model: nn.Module) -> Norm | None:
-        """None: every layer ends in one."""
-        return None
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream of the output after the last layer."""
-        out: torch.Tensor = model.lm_head(stream) + model.final_logits_bias
-        return out
+        return model.lm_head(stream) + model.final_logits_bias
 
 
 FAMILY = Bart()

@@ -1,14 +1,12 @@
 """BERT, its smaller kin such as MiniLM, and RoBERTa: encoders with learned positions and post-norm layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
-from headwise.families._encoder import HEADS, Encoder
+from headwise.families._encoder import HEADS, PostNorm
 
 LAYER: dict[str, Any] = dict(
     heads=HEADS,
@@ -24,7 +22,7 @@ LAYER: dict[str, Any] = dict(
 )  # fmt: skip
 
 
-class Bert(Encoder):
+class Bert(PostNorm):
     """BERT and RoBERTa, bare or with a masked-language or classification head."""
 
     name = "bert"
@@ -39,10 +37,6 @@ class Bert(Encoder):
         vocab_size=97, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
         max_position_embeddings=128,
     )  # fmt: skip
-
-    def sizes(self, config: Any) -> tuple[int, int, int]:
-        """Attention heads, MLP width, layers."""
-        return config.num_attention_heads, config.intermediate_size, config.num_hidden_layers
 
     def longest(self, config: Any) -> int:
         """Tokens that a model takes at once: RoBERTa counts positions from behind that of padding."""
@@ -62,8 +56,7 @@ class Bert(Encoder):
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the model's head makes of the stream after the last layer; the stream itself without one."""
-        head = self.head(model.config)
-        roberta = self.kind(model.config) == "roberta"
+        head, roberta = self.head(model.config), self.kind(model.config) == "roberta"
         if head == BARE:
             return stream
         if head == MASKED:

@@ -1,7 +1,5 @@
 """CLIP's vision tower: alone, with the projection into the space that texts share, or with an image classifier."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +9,7 @@ from torch import nn
 from headwise.errors import ModelError
 from headwise.families._architecture import BARE, Architecture
 from headwise.families._family import Family
-from headwise.families._vision import HEADS, SMALL, Vision
+from headwise.families._vision import HEADS, Vision
 from headwise.types import ModelShape
 
 PROJECTED = "clip_vision_projected"  # what we call a tower with its projection
@@ -39,7 +37,7 @@ class CLIP(Vision):
     }
     summary = "CLIP's vision tower: bare, projected, or as a classifier"
     norms = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2"}
-    small = {**SMALL, "projection_dim": 24, "initializer_factor": 3.0}
+    small = {"projection_dim": 24, "initializer_factor": 3.0}
 
     def kind(self, config: Any) -> str:
         """By the class, as one stock model_type stands for a tower with and without its projection."""
@@ -82,9 +80,9 @@ class CLIP(Vision):
     def _prefix(self, config: Any, index: int) -> str:
         return Family._prefix(self, config, index)  # a tower with its projection has no head, but a body
 
-    def pooled(self, config: Any, out: Any) -> torch.Tensor:
+    def pooled(self, model: nn.Module, out: Any) -> torch.Tensor:
         """The projected image, or the class token as the tower pools it."""
-        return out["image_embeds"] if self.kind(config) == PROJECTED else out["pooler_output"]
+        return out["image_embeds"] if self.kind(model.config) == PROJECTED else out["pooler_output"]
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the classifier makes of the stream after the last layer, or the image's embedding without one."""
@@ -99,7 +97,7 @@ class CLIP(Vision):
             return super().tiny_config(made, kind, changes)
         outer = {name: value for name, value in changes.items() if name == "num_labels"}
         inner = {name: value for name, value in changes.items() if name not in outer}
-        return made(vision_config={**self.small, **inner}, text_config=TEXT, **outer)
+        return made(vision_config={**self.usual, **self.small, **inner}, text_config=TEXT, **outer)
 
 
 FAMILY = CLIP()

@@ -1,14 +1,12 @@
 """DeiT: as ViT, with a second token that learned from a teacher, and a classifier of its own for it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.families._architecture import BARE, IMAGE_CLASSIFIER, Architecture
+from headwise.families._architecture import IMAGE_CLASSIFIER, Architecture
 from headwise.families._vision import LAYER, Vision
 
 TAUGHT = "deit_with_teacher"  # what we call models whose two classifiers answer together
@@ -25,22 +23,17 @@ class DeiT(Vision):
 
     def kind(self, config: Any) -> str:
         """By the head, as one stock model_type stands for both."""
-        kind = super().kind(config)
-        return TAUGHT if self.class_name(config).endswith("WithTeacher") else kind
+        return TAUGHT if self.class_name(config).endswith("WithTeacher") else super().kind(config)
 
     def head_parameters(self, config: Any, head: str) -> int:
         """The pooler of a bare model, or one or two classifiers."""
-        wide = config.pooler_output_size if head == BARE else config.num_labels
-        return int(wide * (config.hidden_size + 1) * (2 if self.kind(config) == TAUGHT and head != BARE else 1))
+        return super().head_parameters(config, head) * (2 if self.kind(config) == TAUGHT else 1)
 
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """What the classifiers make of the stream after the last layer; the class token without one."""
-        found = self.body(model).layernorm(stream)
-        if self.head(model.config) == BARE:
-            return found[:, 0]
-        if self.kind(model.config) == TAUGHT:
-            return (model.cls_classifier(found[:, 0]) + model.distillation_classifier(found[:, 1])) / 2
-        return model.classifier(found[:, 0])
+    def classified(self, model: nn.Module, found: torch.Tensor) -> torch.Tensor:
+        """Logits of classes by the class token, or the mean of both classifiers, each by a token of its own."""
+        if self.kind(model.config) != TAUGHT:
+            return super().classified(model, found)
+        return (model.cls_classifier(found[:, 0]) + model.distillation_classifier(found[:, 1])) / 2
 
 
 FAMILY = DeiT()

@@ -1,7 +1,5 @@
 """DINOv2: as ViT, with what attention and MLP put out scaled channel by channel; the largest has a gated MLP."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +7,7 @@ import torch
 from torch import nn
 
 from headwise.families._architecture import BARE, Architecture
-from headwise.families._vision import LAYER, SMALL, Vision
+from headwise.families._vision import LAYER, Vision
 
 GATED = "dinov2_swiglu"  # what we call models with a gated MLP
 DINO = Architecture(
@@ -41,8 +39,8 @@ class DINOv2(Vision):
     norms = {
         "attention_norm": "norm1", "mlp_norm": "norm2", "attention_scale": "layer_scale1", "mlp_scale": "layer_scale2",
     }  # fmt: skip
-    small = {name: size for name, size in SMALL.items() if name != "intermediate_size"}
-    small |= dict(mlp_ratio=2, use_mask_token=False)
+    stream_norms = 6  # two norms with biases and two scales
+    small = dict(intermediate_size=None, mlp_ratio=2, use_mask_token=False)
 
     def kind(self, config: Any) -> str:
         """By the MLP, as one stock model_type stands for both."""
@@ -52,10 +50,6 @@ class DINOv2(Vision):
         """A gated MLP has two thirds of the width, rounded up to eights."""
         width = int(config.hidden_size * config.mlp_ratio)
         return (int(width * 2 / 3) + 7) // 8 * 8 if config.use_swiglu_ffn else width
-
-    def layer_norms(self, config: Any) -> int:
-        """Two norms and two scales."""
-        return 6 * int(config.hidden_size)
 
     def embedding_parameters(self, config: Any) -> int:
         """A token that masks others may be there too."""
@@ -73,11 +67,8 @@ class DINOv2(Vision):
         """The configuration of a tiny model of a kind."""
         return super().tiny_config(made, kind, {"use_swiglu_ffn": kind == GATED, **changes})
 
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """What the classifier makes of the stream after the last layer; the class token without one."""
-        found = self.body(model).layernorm(stream)
-        if self.head(model.config) == BARE:
-            return found[:, 0]
+    def classified(self, model: nn.Module, found: torch.Tensor) -> torch.Tensor:
+        """Logits of classes by the class token and the mean of all others."""
         return model.classifier(torch.cat((found[:, 0], found[:, 1:].mean(1)), 1))
 
 

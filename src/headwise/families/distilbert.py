@@ -1,17 +1,15 @@
 """DistilBERT: BERT's layers under other names, without token types and pooler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
-from headwise.families._encoder import HEADS, Encoder
+from headwise.families._encoder import HEADS, PostNorm
 
 
-class DistilBert(Encoder):
+class DistilBert(PostNorm):
     """DistilBERT, bare or with a masked-language or classification head."""
 
     name = "distilbert"
@@ -32,13 +30,9 @@ class DistilBert(Encoder):
         )
     }  # fmt: skip
     summary = "DistilBERT, and sentence embeddings made of it"
-
+    width_setting = "hidden_dim"
     norms = {"attention_end": "sa_layer_norm", "mlp_end": "output_layer_norm"}
     small = dict(vocab_size=97, dim=32, hidden_dim=64, n_layers=3, n_heads=4, max_position_embeddings=128)
-
-    def sizes(self, config: Any) -> tuple[int, int, int]:
-        """Attention heads, MLP width, layers."""
-        return config.n_heads, config.hidden_dim, config.n_layers
 
     def embedding_parameters(self, config: Any) -> int:
         """Positions and a norm."""

@@ -4,8 +4,6 @@ Gemma 2 caps attention logits and final logits softly; Gemma 3 norms every query
 sliding window by another table than the others.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -26,29 +24,18 @@ class Gemma(Rotary):
     name = "gemma"
     kinds = {
         "gemma": Architecture(stem="Gemma"),
-        "gemma2": Architecture(stem="Gemma2", names={"softcap": "attn_logit_softcapping"}),
-        "gemma3_text": Architecture(stem="Gemma3", bare="TextModel", config="Gemma3TextConfig"),
+        "gemma2": Architecture(stem="Gemma2", names={"softcap": "attn_logit_softcapping"}, stream_norms=4),
+        "gemma3_text": Architecture(
+            stem="Gemma3", bare="TextModel", config="Gemma3TextConfig", normed="head", stream_norms=4
+        ),
     }
     summary = "Gemma 1, 2 and 3 (text)"
     small = {"tie_word_embeddings": True, "initializer_range": 0.1}
 
-    def pairs(self, config: Any) -> bool:
-        """Not where the norm of a head is over all of its coordinates."""
-        return self.kind(config) != "gemma3_text"
-
-    def layer_norms(self, config: Any) -> int:
-        """Two or four on the stream, and those of queries and keys."""
-        kind = self.kind(config)
-        stream = super().layer_norms(config) * (1 if kind == "gemma" else 2)
-        return stream + (2 * self.head_dim(config) if kind == "gemma3_text" else 0)
-
     def norms_of(self, layer: nn.Module) -> dict[str, Any]:
         """Before and after each part, but for the first Gemma."""
-        return (
-            super().norms_of(layer)
-            if not hasattr(layer, "pre_feedforward_layernorm")
-            else {place: getattr(layer, name) for place, name in SANDWICH.items()}
-        )
+        norms = SANDWICH if hasattr(layer, "pre_feedforward_layernorm") else self.norms
+        return {place: getattr(layer, name) for place, name in norms.items()}
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream after the last layer."""

@@ -4,16 +4,12 @@ Queries and keys are not rotated, so that their projection is folded into the we
 (`add_cross_attention`) and the upcast attention of mixed-precision training (`reorder_and_upcast_attn`).
 """
 
-from __future__ import annotations
-
 from typing import Any
-
-import torch
-from torch import nn
 
 from headwise.errors import ModelError
 from headwise.families._architecture import CAUSAL, Architecture
-from headwise.families._decoder import WORDS, Plain
+from headwise.families._config import BIASES
+from headwise.families._decoder import Plain
 from headwise.families._family import Tensors
 from headwise.types import ModelShape
 
@@ -44,23 +40,16 @@ class GPT2(Plain):
         )
     }  # fmt: skip
     summary = "GPT-2, DistilGPT-2, DialoGPT"
-    folds = True
     width_setting = "n_inner"
     norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    ends = ("transformer.ln_f", "lm_head")
     small = dict(
-        **WORDS,
-        n_embd=64,
-        n_layer=3,
-        n_head=4,
-        n_positions=128,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        n_embd=64, n_layer=3, n_head=4, n_positions=128, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
         initializer_range=0.1,
-    )
+    )  # fmt: skip
 
     def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration."""
+        """The shape of a configuration, if it asks for nothing that is not supported."""
         for setting, meaning in REFUSED.items():
             if getattr(config, setting, False):
                 raise ModelError(f"this gpt2 model has {setting} ({meaning}), which is not supported.")
@@ -70,11 +59,10 @@ class GPT2(Plain):
         """Of the stock layers."""
         return int(4 * config.hidden_size if config.n_inner is None else config.n_inner)
 
-    def counts(self, config: Any) -> dict[str, Any]:
+    def costs(self, config: Any) -> dict[str, Any]:
         """Biases everywhere; a table of positions and a last norm beside the layers."""
-        hidden = config.hidden_size
-        other = (config.max_position_embeddings + 2) * hidden
-        return dict(qkv_bias=True, o_bias=True, mlp_bias=True, layer_norms=4 * hidden, other_parameters=other)
+        hidden, positions = config.hidden_size, config.max_position_embeddings
+        return super().costs(config) | BIASES | dict(layer_norms=4 * hidden, other_parameters=(positions + 2) * hidden)
 
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """A stock state dictionary under our names. Stock code keeps matrices as (inputs, outputs)."""
@@ -89,11 +77,6 @@ class GPT2(Plain):
                 "it has no stock form; leave out --portable."
             )
         return _turned(super().together(tensors, config))
-
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """Logits from the residual stream after the last layer."""
-        out: torch.Tensor = model.lm_head(model.transformer.ln_f(stream))
-        return out
 
 
 def _turned(tensors: Tensors) -> Tensors:

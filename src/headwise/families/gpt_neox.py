@@ -4,16 +4,13 @@ Attention and MLP read one stream (parallel) or one after the other. Only some c
 position, so queries and keys are projected after that and never lose pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from headwise.families._architecture import Architecture
-from headwise.families._decoder import WORDS, Plain
+from headwise.families._decoder import Plain
 
 
 class GPTNeoX(Plain):
@@ -34,25 +31,21 @@ class GPTNeoX(Plain):
     summary = "Pythia, GPT-NeoX, Dolly, RedPajama-INCITE"
     folds = False
     relative = True
-    width_setting = "intermediate_size"
     norms = {
         "attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm",
         "parallel": "use_parallel_residual",
     }  # fmt: skip
+    ends = ("gpt_neox.final_layer_norm", "lm_head")
     small = dict(
-        **WORDS,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-    )
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        max_position_embeddings=128, initializer_range=0.1,
+    )  # fmt: skip
 
-    def counts(self, config: Any) -> dict[str, Any]:
+    def costs(self, config: Any) -> dict[str, Any]:
         """Biases of attention are optional; a last norm beside the layers."""
         bias, norm = bool(config.attention_bias), 2 * config.hidden_size
-        return dict(qkv_bias=bias, o_bias=bias, mlp_bias=True, layer_norms=2 * norm, other_parameters=norm)
+        biases = dict(qkv_bias=bias, o_bias=bias, mlp_bias=True)
+        return super().costs(config) | biases | dict(layer_norms=2 * norm, other_parameters=norm)
 
     def split(self, tensor: torch.Tensor, ours: tuple[str, ...], config: Any) -> Sequence[torch.Tensor]:
         """Queries, keys and values: stock rows are those of a head's query, its key, its value, head by head."""
@@ -63,11 +56,6 @@ class GPTNeoX(Plain):
         """The opposite of `split`."""
         heads = [piece.view(config.num_attention_heads, -1, *piece.shape[1:]) for piece in pieces]
         return torch.stack(heads, 1).flatten(0, 2)
-
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """Logits from the residual stream after the last layer."""
-        out: torch.Tensor = model.lm_head(model.gpt_neox.final_layer_norm(stream))
-        return out
 
 
 FAMILY = GPTNeoX()

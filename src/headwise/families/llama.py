@@ -3,10 +3,6 @@
 Llama 2 and 3, SmolLM, Mistral, Qwen2: any head sharing, tied or untied embeddings, biases, every rope type.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 
@@ -18,13 +14,9 @@ class Llama(Rotary):
     kinds = {
         "llama": Architecture(stem="Llama"),
         "mistral": Architecture(stem="Mistral", names={"sliding_window": "config.sliding_window"}),
-        "qwen2": Architecture(stem="Qwen2"),
+        "qwen2": Architecture(stem="Qwen2", qkv_bias=True),
     }
     summary = "Llama 2/3, SmolLM, Mistral, Qwen2"
-
-    def qkv_bias(self, config: Any) -> bool:
-        """Whether queries, keys and values have biases."""
-        return super().qkv_bias(config) or self.kind(config) == "qwen2"
 
 
 FAMILY = Llama()

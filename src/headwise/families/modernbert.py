@@ -4,19 +4,13 @@ Both kinds of layer have rotary tables of their own. What stock code fuses (quer
 is taken apart. The first layer has no norm before its attention, as the embeddings end in one, so it has to stay.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.families._architecture import BARE, CLASSIFIER, MASKED, Architecture
-from headwise.families._config import grain_of
 from headwise.families._encoder import HEADS, Encoder
-from headwise.families._family import Family
-from headwise.types import ModelShape
 
 
 class ModernBert(Encoder):
@@ -35,7 +29,7 @@ class ModernBert(Encoder):
     summary = "ModernBERT, and sentence embeddings made of it"
     keeps_first = True
     relative = True
-
+    folds = False
     norms = {"attention_norm": "attn_norm", "mlp_norm": "mlp_norm"}
     small = dict(  # with windows that are narrower than the texts of the tests
         vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
@@ -44,9 +38,9 @@ class ModernBert(Encoder):
         layer_types=["full_attention", "sliding_attention", "full_attention"],
     )  # fmt: skip
 
-    def sizes(self, config: Any) -> tuple[int, int, int]:
-        """Attention heads, MLP width, layers."""
-        return config.num_attention_heads, config.intermediate_size, config.num_hidden_layers
+    def pairs(self, config: Any) -> bool:
+        """Rotary pairs can be dropped."""
+        return True
 
     def _norm(self, config: Any) -> int:
         """Parameters of a norm."""
@@ -65,23 +59,16 @@ class ModernBert(Encoder):
             return int(dense + config.num_labels * (config.hidden_size + 1))
         return int(dense - (0 if config.decoder_bias else config.vocab_size))
 
-    def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration: rotary pairs can be dropped."""
-        found, dim = super().shape_of(config), config.hidden_size // config.num_attention_heads
-        return replace(
-            found,
-            grain=grain_of(dim, config.intermediate_size, pairs=True, folds=False),
-            qkv_bias=bool(config.attention_bias),
-            o_bias=bool(config.attention_bias),
-            mlp_bias=bool(config.mlp_bias),
-            mlp_matrices=3,
-            layer_norms=2 * self._norm(config),
-        )
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Biases are optional, of norms too; the MLP is gated."""
+        bias = bool(config.attention_bias)
+        biases = dict(qkv_bias=bias, o_bias=bias, mlp_bias=bool(config.mlp_bias))
+        return super().costs(config) | biases | dict(mlp_matrices=3, layer_norms=2 * self._norm(config))
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
         """The keyword arguments that the model hands each layer for rows as long as these; shorter ones use a part."""
-        return Family.layer_contexts(self, model, ids.clamp_min(0))
+        return super().layer_contexts(model, ids.clamp_min(0))
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """What the model's head makes of the stream after the last layer; the normed stream without one."""

@@ -1,9 +1,5 @@
 """OLMo 2: norms come after attention and after the MLP, and queries and keys are normed over all heads together."""
 
-from __future__ import annotations
-
-from typing import Any
-
 from headwise.families._architecture import Architecture
 from headwise.families._rotary import Rotary
 
@@ -12,20 +8,11 @@ class Olmo2(Rotary):
     """No head can go without changing the norm of the others, so heads stay."""
 
     name = "olmo2"
-    kinds = {"olmo2": Architecture(stem="Olmo2")}
+    kinds = {"olmo2": Architecture(stem="Olmo2", normed="all")}
     summary = "OLMo 2"
     units = ("qk", "v", "mlp")
     norms = {"attention_scale": "post_attention_layernorm", "mlp_scale": "post_feedforward_layernorm"}  # none before
     small = {"hidden_size": 64, "head_dim": None, "initializer_range": 0.1}
-
-    def pairs(self, config: Any) -> bool:
-        """No: the norms are over all coordinates."""
-        return False
-
-    def layer_norms(self, config: Any) -> int:
-        """Two on the stream, one of all queries, one of all keys."""
-        heads = config.num_attention_heads + config.num_key_value_heads
-        return super().layer_norms(config) + int(heads * self.head_dim(config))
 
 
 FAMILY = Olmo2()

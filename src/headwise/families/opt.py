@@ -4,15 +4,12 @@ Norms before the parts, or after the sums as in OPT-350m; word embeddings of ano
 without biases. Queries and keys are not rotated, so that their projection is folded into the weights.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
-import torch
 from torch import nn
 
 from headwise.families._architecture import Architecture
-from headwise.families._decoder import WORDS, Plain
+from headwise.families._decoder import Plain
 
 UNUSED_POSITIONS = 2  # at the start of the position table
 
@@ -33,20 +30,14 @@ class OPT(Plain):
         )
     }
     summary = "OPT, Galactica"
-    folds = True
     width_setting = "ffn_dim"
+    ends = ("model.decoder.final_layer_norm", "model.decoder.project_out", "lm_head")
     small = dict(
-        **WORDS,
-        hidden_size=64,
-        ffn_dim=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=128,
-        dropout=0.0,
-        init_std=0.1,
-    )
+        hidden_size=64, ffn_dim=128, num_hidden_layers=3, num_attention_heads=4, max_position_embeddings=128,
+        dropout=0.0, init_std=0.1,
+    )  # fmt: skip
 
-    def counts(self, config: Any) -> dict[str, Any]:
+    def costs(self, config: Any) -> dict[str, Any]:
         """Biases and norms with weights or without; word embeddings may be narrower than the layers."""
         hidden, words, bias = config.hidden_size, config.word_embed_proj_dim, bool(config.enable_bias)
         norm = 2 * hidden if config.layer_norm_elementwise_affine else 0
@@ -56,20 +47,13 @@ class OPT(Plain):
         if words != hidden:  # `vocab_size` times `hidden_size` is counted elsewhere
             tables = 1 if config.tie_word_embeddings else 2
             other += tables * config.vocab_size * (words - hidden) + 2 * words * hidden
-        return dict(qkv_bias=bias, o_bias=bias, mlp_bias=bias, layer_norms=2 * norm, other_parameters=other)
+        biases = dict(qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+        return super().costs(config) | biases | dict(layer_norms=2 * norm, other_parameters=other)
 
     def norms_of(self, layer: nn.Module) -> dict[str, Any]:
         """Norms come before the parts or after the sums."""
         names = ("attention_norm", "mlp_norm") if layer.do_layer_norm_before else ("attention_end", "mlp_end")
         return dict(zip(names, (layer.self_attn_layer_norm, layer.final_layer_norm), strict=True))
-
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """Logits from the residual stream after the last layer."""
-        decoder = model.model.decoder
-        for last in (decoder.final_layer_norm, decoder.project_out):
-            stream = stream if last is None else last(stream)
-        out: torch.Tensor = model.lm_head(stream)
-        return out
 
 
 FAMILY = OPT()

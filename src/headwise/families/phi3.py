@@ -1,7 +1,5 @@
 """Phi-3, Phi-3.5 and Phi-4-mini: as Llama, with queries, keys and values in one projection, and gate and up in one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,8 +35,8 @@ class Phi3(Rotary):
         """The parts of a fused tensor; there may be fewer keys and values than queries."""
         if len(ours) == 2:  # gate and up
             return super().split(tensor, ours, config)
-        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
-        return tensor.split([count * self.head_dim(config) for count in heads])
+        layer = self.stock_layer(config)
+        return tensor.split([heads * layer.qk_dim for heads in (layer.query_heads, layer.kv_heads, layer.kv_heads)])
 
 
 FAMILY = Phi3()

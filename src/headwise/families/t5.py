@@ -4,15 +4,12 @@ Version 1.0 has a plain MLP and its output table is that of the words, scaled; v
 table of its own. Logits are not scaled. Heads have a dimension of their own choosing.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise.families._architecture import Architecture
-from headwise.families._block import Norm
 from headwise.families._encoder_decoder import LAYER, EncoderDecoder
 from headwise.families._family import Tensors
 
@@ -52,6 +49,7 @@ class T5(EncoderDecoder):
     }  # fmt: skip
     summary = "T5, T5 v1.1, Flan-T5"
     counts = ("num_layers", "num_decoder_layers")
+    memory = "encoder.final_layer_norm"
     small = dict(
         d_kv=16, d_ff=64, num_layers=2, num_heads=4, dropout_rate=0.0, relative_attention_num_buckets=8,
         relative_attention_max_distance=16,
@@ -80,12 +78,6 @@ class T5(EncoderDecoder):
         """Whether the output table is its own, which no configuration says."""
         return {"own_head": "lm_head.weight" not in like.all_tied_weights_keys}
 
-    def memory_norm(self, model: nn.Module) -> Norm | None:
-        """The encoder's last norm."""
-        encoder: Any = model.encoder
-        norm: Norm = encoder.final_layer_norm
-        return norm
-
     def apart(self, tensors: Tensors, config: Any) -> Tensors:
         """Under our names; tables of positions beside attention, and which of their columns are a layer's."""
         found = super().apart(tensors, config)
@@ -99,10 +91,7 @@ class T5(EncoderDecoder):
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Logits from the residual stream of the output after the last layer."""
         stream = model.decoder.final_layer_norm(stream)
-        if model.config.scale_decoder_outputs:
-            stream = stream * model.model_dim**-0.5
-        out: torch.Tensor = model.lm_head(stream)
-        return out
+        return model.lm_head(stream * model.model_dim**-0.5 if model.config.scale_decoder_outputs else stream)
 
     def tiny(self, model_type: str = "", head: str = "", own_head: bool = False, **changes: Any) -> nn.Module:
         """A tiny random stock model for tests, with an output table of its own if wanted."""

@@ -5,8 +5,6 @@ without storage. Queries and keys of EVA are turned by the place of a patch, eac
 projected after that. Not supported: whatever norms or gates the heads' outputs, and positions learned per head.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 import json
@@ -23,7 +21,7 @@ from headwise.families._config import grain_of
 from headwise.families._family import Family, Tensors, unsettled
 from headwise.families._rows import ImageReader
 from headwise.families._vision import HEADS, IMAGES
-from headwise.types import Grain, LayerShape, ModelShape
+from headwise.types import Grain, LayerShape
 
 MODELS = ("VisionTransformer", "VisionTransformerDistilled", "Eva")
 LAYERS = ("Block", "ResPostBlock", "EvaBlock", "EvaBlockPostNorm")
@@ -80,17 +78,20 @@ class Timm(ImageReader, Family):
         """Where the parts are; MLPs may be gated, and are then kept with gate and up apart."""
         return WITH_GATE if _gated(self.outline(config).blocks[0].mlp) else PLAIN
 
-    def shape_of(self, config: Any) -> ModelShape:
-        """The shape of a stock or tailored configuration."""
+    def stock_layers(self, config: Any) -> tuple[LayerShape, ...]:
+        """All layers before any cut."""
+        return tuple(_layer_shape(block) for block in self.outline(config).blocks)
+
+    def grain(self, config: Any) -> Grain:
+        """Which sizes are legal."""
+        return _grain(self.outline(config))
+
+    def costs(self, config: Any) -> dict[str, Any]:
+        """Biases, norms and other parameters, as the stock model has them."""
         model = self.outline(config)
         layer, inner = model.blocks[0], _inner(model.blocks[0].mlp)
-        stock = tuple(_layer_shape(block) for block in model.blocks)
         every = [part for block in model.blocks for part in block.parameters()]
-        return self.shape(
-            config,
-            stock,
-            _grain(model, stock[0]),
-            **IMAGES,
+        return IMAGES | dict(
             hidden_size=model.embed_dim,
             qkv_bias=_biased(layer.attn),
             k_bias=type(layer.attn).__name__ != "EvaAttention",
@@ -166,18 +167,11 @@ class Timm(ImageReader, Family):
 
     def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
         """Classes from the residual stream after the last layer; without a head, what the model pools out of it."""
-        out: torch.Tensor = model.timm_model.forward_head(model.timm_model.norm(stream))
-        return out
+        return model.timm_model.forward_head(model.timm_model.norm(stream))
 
-    def run(self, model: nn.Module, ids: torch.Tensor, stream: torch.Tensor | None = None) -> torch.Tensor:
-        """What the model says about images: classes, or one vector where it has no head."""
-        if stream is not None:
-            return super().run(model, ids, stream)
-        out = self.call(model, ids)
-        found: torch.Tensor = (
-            out["logits"] if "logits" in out else model.timm_model.forward_head(out["last_hidden_state"])
-        )
-        return found
+    def pooled(self, model: nn.Module, out: Any) -> torch.Tensor:
+        """One vector for every image (B, D), out of what a model without a head puts out."""
+        return model.timm_model.forward_head(out["last_hidden_state"])
 
     @torch.no_grad()
     def layer_contexts(self, model: nn.Module, ids: torch.Tensor) -> list[dict[str, Any]]:
@@ -188,8 +182,7 @@ class Timm(ImageReader, Family):
     def run_layer(self, model: nn.Module, index: int, stream: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         """One layer on a residual stream."""
         table = context.get("position_embeddings")
-        out: torch.Tensor = self.layers(model)[index](stream, **({} if table is None else {"rope": table}))
-        return out
+        return self.layers(model)[index](stream, **({} if table is None else {"rope": table}))
 
     def example(self, config: Any, count: int = 2, length: int = 20) -> torch.Tensor:
         """Images of random pixels, for tests."""
@@ -316,15 +309,15 @@ def _cuttable(name: str) -> bool:
     return name.startswith(("attn.q", "attn.k", "attn.v", "attn.proj.", "mlp.fc")) and "_norm." not in name
 
 
-def _grain(model: nn.Module, layer: LayerShape) -> Grain:
+def _grain(model: nn.Module) -> Grain:
     """Steps and floors; where a norm is over all channels of an MLP, none of them can go."""
-    attention, mlp = model.blocks[0].attn, model.blocks[0].mlp
+    attention, mlp, layer = model.blocks[0].attn, model.blocks[0].mlp, _layer_shape(model.blocks[0])
     normed = not isinstance(getattr(attention, "q_norm", nn.Identity()), nn.Identity)
     turned = getattr(model, "rope", None) is not None
     grain = grain_of(layer.qk_dim, layer.mlp_width, pairs=False, folds=not (normed or turned))
     if isinstance(mlp.norm, nn.Identity):
         return grain
-    return Grain(**{**grain.to_json(), "mlp_floor": layer.mlp_width})
+    return replace(grain, mlp_floor=layer.mlp_width)
 
 
 def _scale(layer: nn.Module, number: int) -> Norm | None:

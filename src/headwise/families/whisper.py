@@ -5,8 +5,6 @@ convolutions that stay as they are. Positions are added to the streams of both s
 and keys is folded into the weights. Keys have no bias.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch import nn
 from headwise.data import GIVEN, marks_of
 from headwise.data.audio import FRAMES, features_of, sounding, with_tokens
 from headwise.families._architecture import SPEECH, Architecture
-from headwise.families._block import Norm
+from headwise.families._config import BIASES
 from headwise.families._encoder_decoder import BART, EncoderDecoder, inputs_of
 from headwise.families._family import Tensors
 from headwise.types import LayerShape
@@ -31,6 +29,8 @@ class Whisper(EncoderDecoder):
     summary = "Whisper, Distil-Whisper"
     audio = True
     counts = ("encoder_layers", "decoder_layers")
+    memory = "encoder.layer_norm"
+    ends = ("model.decoder.layer_norm", "proj_out")
     small = dict(
         encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=64,
         decoder_ffn_dim=64, num_mel_bins=6, max_source_positions=10, max_target_positions=64, init_std=0.1,
@@ -46,12 +46,9 @@ class Whisper(EncoderDecoder):
         hidden = config.d_model
         convolutions = 3 * (config.num_mel_bins + hidden) + 2
         positions = config.max_source_positions + config.max_target_positions
-        return dict(
+        return BIASES | dict(
             tied_embeddings=bool(config.tie_word_embeddings),
-            qkv_bias=True,
             k_bias=False,
-            o_bias=True,
-            mlp_bias=True,
             mlp_matrices=2,
             layer_norms=4 * hidden,
             other_parameters=hidden * (convolutions + positions + 4),
@@ -71,18 +68,6 @@ class Whisper(EncoderDecoder):
         if named is not None and heads(layers) != heads(self.shape_of(like.config).layers):
             del model.generation_config.alignment_heads
         return model
-
-    def memory_norm(self, model: nn.Module) -> Norm | None:
-        """The encoder's last norm."""
-        body: Any = self.body(model)
-        norm: Norm = body.encoder.layer_norm
-        return norm
-
-    def logits(self, model: nn.Module, stream: torch.Tensor) -> torch.Tensor:
-        """Logits from the residual stream of the output after the last layer."""
-        body: Any = self.body(model)
-        out: torch.Tensor = model.proj_out(body.decoder.layer_norm(stream))
-        return out
 
     # Rows: as `audio` packs them.
 

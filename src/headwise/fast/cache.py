@@ -1,7 +1,5 @@
 """A cache that is allocated once at its full length: new keys and values are written in place, none is copied."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any

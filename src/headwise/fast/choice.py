@@ -1,7 +1,5 @@
 """The quickest path that computes a case correctly: looked up, or measured within some milliseconds."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Callable, Iterable
@@ -167,9 +165,10 @@ def example(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Seen]
 
 
 def measured(case: Case) -> dict[str, float]:
-    """Seconds of every path that computes the case and agrees with plain attention."""
+    """Seconds of every path that computes the case and agrees with plain attention in float32."""
     q, k, v, seen = example(case)
-    expected, found = _expected(q, k, v, seen), dict[str, float]()
+    q32, k32, v32 = (x.float() for x in (q[:, :, -CHECKED:], k, v))
+    expected, found = eager(q32, k32, v32, seen), dict[str, float]()
     for name, path in sorted(case.paths().items(), key=lambda item: item[0] == "eager"):  # the slowest comes last
         if name == "eager" and case.phase == "prefill" and case.device.type == "cuda" and case.places > 1024:
             continue  # known to be slow, and its logits may not fit
@@ -186,12 +185,6 @@ def measured(case: Case) -> dict[str, float]:
         else:
             warnings.warn(f"the {name} kernel is wrong by {off:.2g} for {case.key}; it is not used.", stacklevel=2)
     return found or {"eager": 0.0}
-
-
-def _expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen) -> torch.Tensor:
-    """The result of plain attention in float32 for the last tokens."""
-    q, k, v = (x.float() for x in (q[:, :, -CHECKED:], k, v))
-    return eager(q, k, v, seen)
 
 
 def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless: float = float("inf")) -> float:

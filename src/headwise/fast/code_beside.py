@@ -146,9 +146,9 @@ class CodeDecode:
         pairs, device = B * G * parts, q_BHK.device
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
-        q16, units = made(self.keys.slots, dtype=torch.float16), made()
+        q16, units, own = made(self.keys.slots, dtype=torch.float16), made(), self.keys.tables(device)
         _queries[(pairs * M,)](
-            q_BHK, *self._slots(device), q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
+            q_BHK, own["own"], own["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
             PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
         )  # fmt: skip
         sides = -(-(self.whole + self.near) // BESIDE)
@@ -181,10 +181,6 @@ class CodeDecode:
         read(self.tile or _quickest(read, size_of, self.built))
         return out
 
-    def _slots(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        table = self.keys.tables(device)
-        return table["own"], table["mult"]
-
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
         softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
@@ -192,11 +188,11 @@ class CodeDecode:
         """Sums over coded places by slots, highest scores and sums of weights, of every split."""
         L, processors = k.places, made.processors
         N = min(tile.places, L)
-        weights, tops = made(L, dtype=torch.float16), made(L // N)
+        weights, tops, (c8, c4, c2, c1) = made(L, dtype=torch.float16), made(L // N), self.keys.chunks
         S = max(1, min(-(-processors * tile.programs // made.pairs), L // N))
         _scores[(made.pairs, S)](
             q16, k.words, k.scales, weights, tops, units, lengths, starts, S, L, softcap or 1.0,
-            SEGMENTS=len(self.keys.segments), **_chunks(self.keys), SEG=self.keys.segment, N=N,
+            SEGMENTS=len(self.keys.segments), C8=c8, C4=c4, C2=c2, C1=c1, SEG=self.keys.segment, N=N,
             CAPPED=softcap is not None, UNROLLED=tile.unrolled, HELD=tile.held and tile.unrolled,
             num_warps=tile.warps, num_stages=tile.stages, **size,
         )  # fmt: skip
@@ -276,7 +272,3 @@ class _Room:
 
     def __call__(self, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty(self.pairs, *size, self.heads, dtype=dtype, device=self.device)
-
-
-def _chunks(layout: CodeLayout) -> dict[str, int]:
-    return dict(zip(("C8", "C4", "C2", "C1"), layout.chunks, strict=True))

@@ -7,8 +7,6 @@ word j of a chunk holds coefficient j of as many segments as a word has fields. 
 segment have a factor of zero. Needs torch alone.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

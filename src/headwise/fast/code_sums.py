@@ -91,13 +91,9 @@ def _sums(
         tl.store(split_tops + target * M + h, most)
         tl.store(split_sums + target * M + h, _total(weights, tops, safe, low, high, h, M, N, TILE))
     elif unit < C8:
-        _sum_fields(
-            weights, words, scales, tops, part, safe, low, high, h, sizes, 8, 0, 2, SEG, M, N, TILE, PACKED
-        )  # fmt: skip
+        _sum_fields(weights, words, scales, tops, part, safe, low, high, h, sizes, 8, 0, 2, SEG, M, N, TILE, PACKED)
     elif unit < U4:
-        _sum_fields(
-            weights, words, scales, tops, part, safe, low, high, h, sizes, 4, 0, 4, SEG, M, N, TILE, PACKED
-        )  # fmt: skip
+        _sum_fields(weights, words, scales, tops, part, safe, low, high, h, sizes, 4, 0, 4, SEG, M, N, TILE, PACKED)
     elif unit < U2:
         for half in tl.static_range(2):
             if (unit - U4) % 2 == half:

@@ -1,7 +1,5 @@
 """`headwise kernels`: which attention kernel was measured to be quickest for what, on this machine."""
 
-from __future__ import annotations
-
 import json
 from typing import Annotated
 

@@ -116,17 +116,16 @@ def _attend(
         tl.store(sums + d2[None, :], z2 / some[:, None], mask=real & ((d2 >= K) & (d2 < W))[None, :])
 
 
-@triton.jit
-def _combine(part, top, out, S, SPLITS: tl.constexpr, V: tl.constexpr, WIDTH: tl.constexpr):
+@triton.jit(do_not_specialize=["S"])
+def _combine(part, top, out, S, V: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, SPLITS)
-    d = tl.arange(0, WIDTH)
+    split, d = tl.arange(0, SPLITS), tl.program_id(1) * D + tl.arange(0, D)
     x = tl.load(top + row * S + split, mask=split < S, other=float("-inf"))
     most = tl.max(x, 0)
     weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
     total = tl.sum(weight, 0)
-    at = (row * S + split)[:, None] * V + d[None, :]
-    z = tl.load(part + at, mask=(split < S)[:, None] & (d < V)[None, :], other=0.0)
+    there = (weight > 0)[:, None] & (d < V)[None, :]
+    z = tl.load(part + ((row * S + split) * V)[:, None] + d[None, :], mask=there, other=0.0)
     mixed = tl.sum(z * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
 
@@ -152,24 +151,40 @@ def flash_decode(
 
     Keys and values are views of one buffer, as a FastCache has them (`side_by_side`).
     """
-    tile = tile or Tile()
-    (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
-    adjacent = v_BGLV.data_ptr() == k_BGLK.data_ptr() + K * k_BGLK.element_size()
-    if not adjacent or k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride(3) != 1 or q_BHK.stride(2) != 1:
+    K, tile = q_BHK.shape[2], tile or Tile()
+    if v_BGLV.data_ptr() != k_BGLK.data_ptr() + K * k_BGLK.element_size():
         raise ValueError("keys and values of a place must lie side by side")
-    share = H // G
-    S = splits_for(B * G, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
+    M = max(16, triton.next_power_of_2(q_BHK.shape[1] // k_BGLK.shape[1]))
+    W1, W2 = blocks(K + v_BGLV.shape[3], tile.cut, 2 * M)
+    seen, how = (lengths_B, starts_B, scaling, softcap, window), dict(W1=W1, W2=W2, M=M)
+    return run_splits(_attend, q_BHK, (k_BGLK,), v_BGLV, *seen, tile, how, triton.next_power_of_2(v_BGLV.shape[3]))
+
+
+def run_splits(
+    attend: Any, q_BHK: torch.Tensor, read: tuple[torch.Tensor, ...], v_BGLV: torch.Tensor, lengths_B: torch.Tensor,
+    starts_B: torch.Tensor, scaling: float, softcap: float | None, window: int | None, tile: Tile, how: dict[str, int],
+    columns: int,
+) -> torch.Tensor:  # fmt: skip
+    """Run a kernel whose programs each attend to some places, and combine what they found, `columns` at a time.
+
+    `read` are the buffers that it reads, keys first; `how` has its other sizes.
+    """
+    k_BGLK = read[0]
+    if k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride(3) != 1 or q_BHK.stride(2) != 1:
+        raise ValueError("keys and values of a place must have the same strides, and numbers of a row lie side by side")
+    (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
+    pairs = B * G * how.get("PARTS", 1)
+    S = splits_for(pairs, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
     out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
     part = torch.empty(B, H, S, V, dtype=torch.float32, device=q_BHK.device)
     top = torch.empty(B, H, S, dtype=torch.float32, device=q_BHK.device)
-    M = max(16, triton.next_power_of_2(share))
-    W1, W2 = blocks(K + V, tile.cut, 2 * M)
-    precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
-    _attend[(B * G, S)](
-        q_BHK, k_BGLK, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
+    attend[(pairs, S)](
+        q_BHK, *read, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
         q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
-        G=G, SHARE=share, K=K, V=V, ROW=k_BGLK.stride(2), W1=W1, W2=W2, M=M, N=tile.places,
-        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
+        G=G, SHARE=H // G, K=K, V=V, ROW=k_BGLK.stride(2), N=tile.places, WINDOW=window or 0,
+        CAPPED=softcap is not None, PRECISION="ieee" if q_BHK.dtype == torch.float32 else "tf32",
+        num_warps=tile.warps, num_stages=tile.stages, **how,
     )  # fmt: skip
-    _combine[(B * H,)](part, top, out, S, SPLITS=triton.next_power_of_2(S), V=V, WIDTH=triton.next_power_of_2(V))
+    grid = (B * H, -(-V // columns))
+    _combine[grid](part, top, out, S, V=V, SPLITS=triton.next_power_of_2(S), D=columns)
     return out

@@ -5,8 +5,6 @@ cannot compute a case raises; `choice` tries all of them and keeps the quickest 
 Shape suffixes: B rows, H query heads, G key/value heads, T new tokens, L places, K and V widths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field

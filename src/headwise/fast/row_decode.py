@@ -9,13 +9,11 @@ Shape suffixes: B texts, H query heads, G rows per token, L places, K and V widt
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.flash_decode import Tile, _capped, blocks, splits_for
+from headwise.fast.flash_decode import Tile, _capped, blocks, run_splits
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
 COUNTS = ["S"]  # numbers of splits: kernels are not built anew for each
@@ -99,20 +97,6 @@ def _attend_rows(
         tl.store(sums + j2[None, :], z2 / some[:, None], mask=real[:, None] & (j2 < V)[None, :])
 
 
-@triton.jit(do_not_specialize=COUNTS)
-def _combine_rows(part, top, out, S, V: tl.constexpr, SPLITS: tl.constexpr, D: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    split, d = tl.arange(0, SPLITS), tl.program_id(1) * D + tl.arange(0, D)
-    x = tl.load(top + row * S + split, mask=split < S, other=float("-inf"))
-    most = tl.max(x, 0)
-    weight = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
-    total = tl.sum(weight, 0)
-    there = (weight > 0)[:, None] & (d < V)[None, :]
-    z = tl.load(part + ((row * S + split) * V)[:, None] + d[None, :], mask=there, other=0.0)
-    mixed = tl.sum(z * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * V + d, mixed.to(out.dtype.element_ty), mask=d < V)
-
-
 def row_decode(
     q_BHK: torch.Tensor,
     k_BGLK: torch.Tensor,
@@ -128,27 +112,11 @@ def row_decode(
 
     Keys and values may be views of one buffer, side by side or one behind the other; both have the same strides.
     """
-    tile = tile or ROW_TILE
-    (B, H, K), (G, L, V) = q_BHK.shape, (*k_BGLK.shape[1:3], v_BGLV.shape[3])
-    if k_BGLK.stride() != v_BGLV.stride() or k_BGLK.stride(3) != 1 or q_BHK.stride(2) != 1:
-        raise ValueError("keys and values of a place must have the same strides, and numbers of a row lie side by side")
-    M = max(16, min(HEADS, triton.next_power_of_2(H // G)))
-    parts = -(-(H // G) // M)
-    S = splits_for(B * G * parts, L, torch.cuda.get_device_properties(q_BHK.device).multi_processor_count, tile)
-    out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=q_BHK.device)
-    part = torch.empty(B, H, S, V, dtype=torch.float32, device=q_BHK.device)
-    top = torch.empty(B, H, S, dtype=torch.float32, device=q_BHK.device)
+    K, V, share, tile = q_BHK.shape[2], v_BGLV.shape[3], q_BHK.shape[1] // k_BGLK.shape[1], tile or ROW_TILE
+    M = max(16, min(HEADS, triton.next_power_of_2(share)))
     (K1, K2), (V1, V2) = (blocks(width, tile.cut, 2 * M) for width in (K, V))
-    precise: Any = "ieee" if q_BHK.dtype == torch.float32 else "tf32"
-    _attend_rows[(B * G * parts, S)](
-        q_BHK, k_BGLK, v_BGLV, part, top, lengths_B, starts_B, scaling, softcap or 1.0, S,
-        q_BHK.stride(0), q_BHK.stride(1), k_BGLK.stride(0), k_BGLK.stride(1),
-        G=G, SHARE=H // G, PARTS=parts, K=K, V=V, ROW=k_BGLK.stride(2), K1=K1, K2=K2, V1=V1, V2=V2, M=M, N=tile.places,
-        WINDOW=window or 0, CAPPED=softcap is not None, PRECISION=precise, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    splits = triton.next_power_of_2(S)
-    _combine_rows[(B * H, -(-V // 128))](part, top, out, S, V=V, SPLITS=splits, D=128)
-    return out
+    seen, how = (lengths_B, starts_B, scaling, softcap, window), dict(PARTS=-(-share // M), K1=K1, K2=K2, V1=V1, V2=V2)
+    return run_splits(_attend_rows, q_BHK, (k_BGLK, v_BGLV), v_BGLV, *seen, tile, {**how, "M": M}, 128)
 
 
 ROW_TILE = Tile(places=32, warps=4, stages=2, programs=8)

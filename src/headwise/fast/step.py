@@ -1,7 +1,5 @@
 """One decode step, captured once in a CUDA graph and replayed for every token: no launches, no masks, no copies."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

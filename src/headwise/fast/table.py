@@ -1,7 +1,5 @@
 """Which kernel was quickest for what, measured once on this machine and kept as JSON. Needs no torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import warnings

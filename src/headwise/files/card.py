@@ -1,7 +1,5 @@
 """The front matter of model cards: the lines of YAML before a README.md's text. A card may be missing or damaged."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files and folders that are written whole or not at all: a kill, a power cut or a full disk leaves the old ones."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

@@ -1,7 +1,5 @@
 """The one place that reads JSON files: any of them may be damaged, and every fault is an error of ours. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """The one place that reads safetensors files: any of them may be damaged, and every fault is an error of ours."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

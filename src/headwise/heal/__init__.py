@@ -48,15 +48,10 @@ def check(method: str, texts: Sequence[str]) -> None:
 
 
 class Judgement(Protocol):
-    """How good a model is on text that no healing reads."""
+    """How good a model is on text that no healing reads: its damage, and whether that is more than another's."""
 
-    def expected_damage(self) -> float:
-        """Damage to expect on other text."""
-        ...
-
-    def worse_than(self, other: Any) -> bool:
-        """Whether the damage is larger than that of another model, beyond noise."""
-        ...
+    def expected_damage(self) -> float: ...
+    def worse_than(self, other: Any) -> bool: ...
 
 
 def healed(method: str, job: Job, judge: Callable[[nn.Module], Judgement] | None = None) -> tuple[nn.Module, Healing]:

@@ -9,11 +9,9 @@ it rounds in another order and adds `eps` elsewhere. It would also read every gr
 one rate is read from the device, so that a captured step can be replayed at another rate.
 """
 
-from __future__ import annotations
-
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any, cast, overload
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,14 +40,8 @@ class RelativeAdam(torch.optim.Optimizer):
             self.state[weight] = {"exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
         self.state[weights[0]]["step"] = torch.zeros_like(self.rate)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no step needs a loss computed anew
         """Move every tensor that has a gradient."""
         if not (self.rate.is_cuda and torch.cuda.is_current_stream_capturing()):  # else written before every replay
             self.write_rate()
@@ -65,7 +57,6 @@ class RelativeAdam(torch.optim.Optimizer):
                 some = []
         if some:
             self._advance(some, pace)
-        return None
 
     def write_rate(self) -> None:
         """Bring the learning rate to the device, without waiting for it."""

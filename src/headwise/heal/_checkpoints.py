@@ -1,7 +1,5 @@
 """Trained layers, kept one by one in a folder: a killed healing resumes behind the last of them."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a healing method is given."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,10 +42,9 @@ class Job:
 
 def origins(source: nn.Module, cut: nn.Module) -> list[int]:
     """For each layer of the cut model, its number in the source."""
-    numbers = [
-        model.config.headwise.get("kept") or range(len(model.config.headwise["layers"])) for model in (source, cut)
-    ]
-    return [list(numbers[0]).index(number) for number in numbers[1]]
+    known = (model.config.headwise for model in (source, cut))
+    theirs, ours = (list(said.get("kept") or range(len(said["layers"]))) for said in known)
+    return [theirs.index(number) for number in ours]
 
 
 def with_removed(kept: list[int], count: int) -> list[range]:

@@ -1,7 +1,5 @@
 """Trains one layer by gradient to do what its source layer did."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import pairwise

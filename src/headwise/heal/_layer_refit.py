@@ -1,7 +1,5 @@
 """The least-squares problems of one layer, which `refit` solves layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -67,12 +65,17 @@ class LayerRefit:
         given: torch.Tensor = theirs.output(self._source_z(row))
         return given if theirs.attention_scale is not None else source + given - cut
 
+    def all(self, removed: Sequence[int] = ()) -> dict[str, Gain]:
+        """Every refit of the layer, in order, and their gains; `removed`: see `output_and_down`."""
+        self.queries_and_keys()
+        self.values()
+        return self.output_and_down(removed, inner=True)
+
     def queries_and_keys(self) -> None:
         """Reduced-rank regression of the source's logits on the cut model's queries and keys."""
         ours, theirs = self.ours.attention, self.theirs.attention
-        if ours.coders is not None:  # whose basis is the one that the codes are for
-            return
-        if ours.qk_dim == ours.qk_width or ours.query_heads != theirs.query_heads or ours.qk_width != theirs.qk_dim:
+        same_heads = ours.query_heads == theirs.query_heads and ours.qk_width == theirs.qk_dim
+        if ours.coders is not None or ours.qk_dim == ours.qk_width or not same_heads:  # codes are for one basis
             return
         sums: list[torch.Tensor] = []
         for row in self.rows:
@@ -102,9 +105,7 @@ class LayerRefit:
         keeps its best directions, and the output projection starts as the full one restricted to them.
         """
         ours, theirs = self.ours.attention, self.theirs.attention
-        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1:
-            return
-        if ours.coders is not None:
+        if ours.v_dim == theirs.v_dim or ours.query_heads != theirs.query_heads or ours.pooled > 1 or ours.coders:
             return
         problem = _LeastSquares(self.theirs.output)
         for row in self.rows:

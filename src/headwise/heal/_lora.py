@@ -3,8 +3,6 @@
 "LoRA: Low-Rank Adaptation of Large Language Models", Hu et al., 2021.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 

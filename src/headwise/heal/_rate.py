@@ -7,8 +7,6 @@ first is repaired only later. So the highest rate that is nearly as good as the 
 training to come, the larger this tolerance.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace

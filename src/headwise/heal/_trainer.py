@@ -3,8 +3,6 @@
 Steps are the same for any number of processes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from math import ceil
 

@@ -9,11 +9,9 @@ Text beyond the calibration's is read in portions whose streams fit into memory:
 portion, then all of them on the next.
 """
 
-from __future__ import annotations
-
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import ceil
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,19 +22,10 @@ from headwise import processes
 from headwise.data import count_tokens, mean_length
 from headwise.errors import HeadwiseError
 from headwise.families import Block, set_format, widened
+from headwise.heal import _layer
 from headwise.heal._checkpoints import LayerCheckpoints
 from headwise.heal._job import Job, gradients, origins, rows_of, together, with_removed
-from headwise.heal._layer import (
-    LEAST,
-    RATE,
-    AnswerTrainer,
-    LayerBatch,
-    LayerTrainer,
-    checks_of,
-    in_full,
-    mean_of,
-    passed,
-)
+from headwise.heal._layer import AnswerTrainer, LayerBatch, LayerTrainer, checks_of, in_full
 from headwise.runs.heal_options import Options
 from headwise.tasks import Prepared
 from headwise.training.captured import WORTH, CapturedStep
@@ -44,6 +33,7 @@ from headwise.training.loop import move
 from headwise.types import Gain, Healing, LossPoint
 
 T = TypeVar("T")
+Embed = Callable[[torch.Tensor], torch.Tensor]  # tokens -> the stream before the first layer
 
 NAME = "blockwise"
 MEANING = "every layer is trained to match its source layer; no backward pass through the whole model"
@@ -55,6 +45,7 @@ PASSES = 4  # over the calibration's rows, where no number of steps is given; fu
 HELD = 8  # one of so many calibration rows is held out
 ROOM = {"cpu": 2 << 30, "cuda": 16 << 30}  # bytes for the streams of a portion, at most
 SHARE = 1 / 8  # of a GPU's memory, at most
+HALVES = ("learned", "held")  # rows to learn from, and rows that show whether it helped
 STREAMS = 4  # in memory at a time: both models' before a layer, and the source's within and behind it
 
 
@@ -67,13 +58,12 @@ def heal(job: Job) -> tuple[nn.Module, Healing]:
     errors = []
     try:
         with gradients(job.source, False):
-            for portion, rows in enumerate(text.portions):
-                walk = _Walk(job, healed, rows, text.held_out)
-                errors.append(_trained(walk, checkpoints, text, portion))
+            for portion in range(len(text.portions)):
+                errors.append(_trained(job, healed, checkpoints, text, portion))
     except torch.OutOfMemoryError:
         raise HeadwiseError(
-            f"the device has too little memory to train layers; add --heal-option batch={_batch_tokens(job) // 4} "
-            f"or --heal-option tokens={tokens // 4}."
+            "the device has too little memory to train layers; add --heal-option "
+            f"batch={batch_tokens(job.options, job.device) // 4} or --heal-option tokens={tokens // 4}."
         ) from None
     steps = _chained([checks_of(text.numbers(portion)) for portion in range(len(text.portions))])
     return healed, record(tokens, steps, [_chained(of_layer) for of_layer in zip(*errors, strict=True)])
@@ -110,7 +100,7 @@ def _text(job: Job) -> _Text:
     most = max(known, _room(row.device) // (row.nbytes * STREAMS))
     parts = torch.arange(len(learned.inputs)).tensor_split(ceil(len(learned.inputs) / most))
     passes = max(1.0, PASSES * min(1.0, known / len(rows.inputs)))
-    steps = job.options.steps or round(passes * len(learned.batches(_batch_tokens(job))))
+    steps = job.options.steps or round(passes * len(learned.batches(batch_tokens(job.options, job.device))))
     return _Text(rows, held_out, [rows_of(learned, part) for part in parts], steps)
 
 
@@ -126,10 +116,6 @@ def batch_tokens(options: Options, device: torch.device) -> int:
     return options.batch or BATCH_TOKENS.get(device.type, 512)
 
 
-def _batch_tokens(job: Job) -> int:
-    return batch_tokens(job.options, job.device)
-
-
 def _room(device: torch.device) -> int:
     """Bytes for streams; the same however full the device is, so that a resumed run finds the same portions."""
     room = ROOM.get(device.type, ROOM["cpu"])
@@ -138,81 +124,99 @@ def _room(device: torch.device) -> int:
     return min(room, int(SHARE * torch.cuda.get_device_properties(device).total_memory))
 
 
-@dataclass(slots=True)
-class _Streams:
-    """The residual streams of both models before a layer, for rows of one length."""
+class LayerPair(NamedTuple):
+    """A layer that is trained, and what it is to do: what the source does in some of its layers."""
 
-    rows: Prepared
-    source: torch.Tensor
-    cut: torch.Tensor
-    contexts: list[dict[str, Any]]  # of the source's layers
-    target: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # the source's, behind the layer
+    number: int
+    span: range  # the source's layers: its own one, and those behind it that were removed
+    theirs: Sequence[Block]  # of this span
+    layer: nn.Module
+    ours: Block  # of the layer
+    last: bool  # it learns the answers
 
 
-class _Walk:
-    """Takes both models' streams from layer to layer."""
+class LayerWalk:
+    """Takes both models' streams from layer to layer and trains each layer in between.
 
-    def __init__(self, job: Job, healed: nn.Module, learned: Prepared, held_out: Prepared) -> None:
-        self.job, self.layers = job, job.family.layers(healed)
-        self.ours, self.theirs = job.family.blocks(healed), job.family.blocks(job.source)
-        self.spans = with_removed(origins(job.source, healed), len(self.theirs))
-        self.learned, self.held_out = self._start(healed, learned), self._start(healed, held_out)
+    `whole` streams are the source's, `trained` ones those behind layers that are trained already. They wait in a store
+    by layer and name: a dictionary or, where the model is larger than memory, what keeps them on disk.
+    """
 
-    @torch.no_grad()
-    def _start(self, healed: nn.Module, rows: Prepared) -> list[_Streams]:
-        """Streams before the first layer that is left."""
-        family, source = self.job.family, self.job.source
-        parts = [part.to(self.job.device) for part in rows.batches(_batch_tokens(self.job))]
-        contexts = family.contexts(source, [part.inputs for part in parts])
-        found = [
-            _Streams(part, family.embed(source, part.inputs), family.embed(healed, part.inputs), context)
-            for part, context in zip(parts, contexts, strict=True)
-        ]
-        for streams in found:
-            for index in range(self.spans[0].start):
-                streams.source = self.theirs[index](streams.source, streams.contexts[index])
-        return found
+    def __init__(
+        self,
+        job: Job,
+        device: torch.device,
+        rows: Sequence[Prepared],  # to learn from, and held out
+        contexts: Callable[[list[torch.Tensor]], list[list[dict[str, Any]]]],  # of the source's layers
+        store: Any,
+    ) -> None:
+        self.job, self.store = job, store
+        size = batch_tokens(job.options, device)
+        self.parts = {half: [p.to(device) for p in x.batches(size)] for half, x in zip(HALVES, rows, strict=True)}
+        self.contexts = {half: contexts([p.inputs for p in parts]) for half, parts in self.parts.items()}
 
-    def trainer(self, index: int, captured: bool) -> LayerTrainer:
-        """The trainer of a layer."""
-        span = self.spans[index]
-        learned, held_out = ([self._batch(s, span) for s in part] for part in (self.learned, self.held_out))
-        power = mean_of((streams.target - streams.source).square() for streams in self.held_out)
-        set_format(self.layers[index], widened(self.learned[0].cut).dtype)  # steps are smaller than bfloat16 resolves
-        rows, last = (learned, held_out), index == len(self.ours) - 1
-        return trainer_of(self.job, self.layers[index], self.ours[index], rows, power, last, captured)
+    def _batches(self) -> Iterator[tuple[str, Prepared, list[dict[str, Any]]]]:
+        """Name, rows and contexts of every batch."""
+        for half, parts in self.parts.items():
+            for number, both in enumerate(zip(parts, self.contexts[half], strict=True)):
+                yield f"{half}.{number}", *both
 
     @torch.no_grad()
-    def _batch(self, streams: _Streams, span: range) -> LayerBatch:
-        """What a layer reads and should put out: what the source does in it and in the removed layers behind it."""
-        context = streams.contexts[span.start]
-        middle, streams.target = passed(self.theirs[span.start], streams.source, context)
-        for index in span[1:]:
-            streams.target = self.theirs[index](streams.target, streams.contexts[index])
-        cut, target, middle = in_full((streams.cut, streams.target, middle))
-        return LayerBatch(streams.rows, cut, target, middle, in_full(context))
+    def begin(self, whole: Embed, trained: Embed, removed: Sequence[Block] = ()) -> None:
+        """Put both models' streams before the first layer; `removed` are the source's layers before it."""
+        for name, rows, contexts in self._batches():
+            stream = whole(rows.inputs)
+            for block, context in zip(removed, contexts, strict=False):
+                stream = block(stream, context)
+            self.store[0, f"whole.{name}"] = stream
+            self.store[0, f"trained.{name}"] = trained(rows.inputs)
 
     @torch.no_grad()
-    def advance(self, index: int) -> None:
-        """Take both streams past a layer."""
-        set_format(self.layers[index], self.job.cut.dtype)
-        for streams in self.learned + self.held_out:
-            streams.cut = self.ours[index](streams.cut, streams.contexts[self.spans[index].start])
-            streams.source = streams.target
+    def trainer(self, pair: LayerPair, captured: bool) -> LayerTrainer:
+        """The trainer of a layer, in full precision: steps are smaller than bfloat16 resolves.
+
+        The source's streams are taken past its layers first.
+        """
+        for name, _, contexts in self._batches():
+            middle, target = _layer.passed(
+                pair.theirs[0], self.store[pair.number, f"whole.{name}"], contexts[pair.span.start]
+            )
+            for block, at in zip(pair.theirs[1:], pair.span[1:], strict=True):
+                target = block(target, contexts[at])
+            self.store[pair.number, f"middle.{name}"] = middle
+            self.store[pair.number + 1, f"whole.{name}"] = target
+        names = [f"whole.held.{number}" for number in range(len(self.parts["held"]))]
+        ends = ((self.store[pair.number, name], self.store[pair.number + 1, name]) for name in names)
+        power = _layer.mean_of((after - before).square() for before, after in ends)
+        set_format(pair.layer, widened(target).dtype)
+        learned, held_out = (_Batches(self, pair, half) for half in HALVES)
+        kind, step = AnswerTrainer if pair.last else LayerTrainer, CapturedStep if captured else lambda: move
+        return kind(self.job, pair.layer, pair.ours, learned, held_out, power, step)
+
+    @torch.no_grad()
+    def advance(self, pair: LayerPair, dtype: torch.dtype) -> None:
+        """Take the other streams past the trained layer, in its own format."""
+        set_format(pair.layer, dtype)
+        for name, _, contexts in self._batches():
+            stream = self.store[pair.number, f"trained.{name}"]
+            self.store[pair.number + 1, f"trained.{name}"] = pair.ours(stream, contexts[pair.span.start])
 
 
-def trainer_of(
-    job: Job,
-    layer: nn.Module,
-    block: Block,
-    rows: tuple[Sequence[LayerBatch], Sequence[LayerBatch]],
-    power: float,
-    last: bool,
-    captured: bool,
-) -> LayerTrainer:
-    """The trainer of a layer on rows to learn from and held-out ones; the `last` layer learns the answers."""
-    kind = AnswerTrainer if last else LayerTrainer
-    return kind(job, layer, block, *rows, power, CapturedStep if captured else lambda: move)
+class _Batches(Sequence[LayerBatch]):
+    """The batches of one half before a layer, each read when it is asked for."""
+
+    def __init__(self, walk: LayerWalk, pair: LayerPair, half: str) -> None:
+        self.walk, self.pair, self.half = walk, pair, half
+
+    def __len__(self) -> int:
+        return len(self.walk.parts[self.half])
+
+    def __getitem__(self, number: Any) -> Any:
+        walk, index, name = self.walk, self.pair.number, f"{self.half}.{number}"
+        rows, contexts = walk.parts[self.half][number], walk.contexts[self.half][number]
+        places = ((index, f"trained.{name}"), (index + 1, f"whole.{name}"), (index, f"middle.{name}"))
+        cut, target, middle = (in_full(walk.store[place]) for place in places)
+        return LayerBatch(rows, cut, target, middle, in_full(contexts[self.pair.span.start]))
 
 
 def captures(device: torch.device, steps: int) -> bool:
@@ -220,26 +224,38 @@ def captures(device: torch.device, steps: int) -> bool:
     return device.type == "cuda" and steps >= WORTH
 
 
-def _trained(walk: _Walk, checkpoints: LayerCheckpoints, text: _Text, portion: int) -> list[list[float]]:
+def _trained(
+    job: Job, healed: nn.Module, checkpoints: LayerCheckpoints, text: _Text, portion: int
+) -> list[list[float]]:
     """Train layer after layer on one portion and return their errors; the main process trains for the others too."""
-    job, numbers, count, errors = walk.job, text.numbers(portion), len(text.portions), []
-    captured = captures(job.device, len(numbers))
+    numbers, count, errors = text.numbers(portion), len(text.portions), []
+    captured, family = captures(job.device, len(numbers)), job.family
     label = NAME if count == 1 else f"{NAME}, portion {portion + 1} of {count}"
-    for index in job.track(range(len(walk.layers)), label):
-        trainer = walk.trainer(index, captured)
+    layers, ours, theirs = family.layers(healed), family.blocks(healed), family.blocks(job.source)
+    spans = with_removed(origins(job.source, healed), len(theirs))
+    rows = text.portions[portion], text.held_out
+    walk = LayerWalk(job, job.device, rows, partial(family.contexts, job.source), {})
+    walk.begin(partial(family.embed, job.source), partial(family.embed, healed), theirs[: spans[0].start])
+    for index in job.track(range(len(layers)), label):
+        span = spans[index]
+        pair = LayerPair(
+            index, span, theirs[span.start : span.stop], layers[index], ours[index], index == len(layers) - 1
+        )
+        trainer = walk.trainer(pair, captured)
         found = torch.zeros(len(checks_of(numbers)), dtype=torch.float64)
         if processes.index() == 0:
             known = checkpoints.load(trainer.layer)
             if known is None:
-                seed = job.seed + portion * len(walk.layers) + index
-                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or RATE, seed)}
+                seed = job.seed + portion * len(layers) + index
+                known = {"errors": trainer.train(numbers, text.steps, job.options.rate or _layer.RATE, seed)}
                 checkpoints.save(trainer.layer, known)
             found += torch.tensor(known["errors"], dtype=torch.float64)
         errors.append(processes.agreed(found).tolist())
         with torch.no_grad():
             for weight in trainer.layer.parameters() if processes.count() > 1 else ():
                 weight.copy_(processes.agreed(weight))
-        walk.advance(index)
+        walk.advance(pair, job.cut.dtype)
+        walk.store = {place: stream for place, stream in walk.store.items() if place[0] > index}
     return errors
 
 
@@ -247,7 +263,7 @@ def record(tokens: int, steps: list[int], errors: list[list[float]]) -> Healing:
     """Gains and curves per layer; as the loss, at every check, the mean share that is left of the layers' errors."""
     parts = [LayerTrainer.part] * (len(errors) - 1) + [AnswerTrainer.part]
     layers = tuple({part: Gain(row[0], row[-1], tuple(row))} for part, row in zip(parts, errors, strict=True))
-    shares = [[error / row[0] if row[0] > LEAST else 1.0 for error in row] for row in errors]
+    shares = [[error / row[0] if row[0] > _layer.LEAST else 1.0 for error in row] for row in errors]
     means = (sum(at) / len(at) for at in zip(*shares, strict=True))
     curve = tuple(LossPoint(step, loss) for step, loss in zip(steps, means, strict=True))
     return Healing(NAME, tokens, layers=layers, curve=curve)

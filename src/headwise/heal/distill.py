@@ -5,8 +5,6 @@ uncut model worse, while the source's whole distribution shows what was lost. Th
 the state that is best on held-out calibration rows comes out; it is never worse there than the start.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

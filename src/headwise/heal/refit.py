@@ -8,8 +8,6 @@ Solving also for the scales of the MLP's norm and the projections before rotary 
 text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
@@ -62,9 +60,7 @@ def refit(
     gains = []
     for index in track(range(len(ours)), "refit"):
         worker = LayerRefit(ours[index], theirs, spans[index].start, rows, strength)
-        worker.queries_and_keys()
-        worker.values()
-        gains.append(worker.output_and_down(spans[index][1:], inner=True))
+        gains.append(worker.all(spans[index][1:]))
     return healed, Healing(NAME, places(tokens, image), strength, layers=tuple(gains))
 
 

@@ -6,8 +6,6 @@ them is timed; where a size lies off the line between its neighbours, more sizes
 steps. At the end mixed stacks are predicted and timed: the table records the error.
 """
 
-from __future__ import annotations
-
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence

@@ -5,11 +5,8 @@ measured for any run, under a name that stands for the device, the versions, the
 what was interrupted is found there too.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
-import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +21,7 @@ from headwise import budgets as prices
 from headwise import processes
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.families import Family
+from headwise.fast.table import cache_folder as cache_folder
 from headwise.latency import lattice as latency
 from headwise.latency import measuring
 from headwise.latency.stacks import Stacks
@@ -33,12 +31,6 @@ from headwise.types import VERSION, Budget, LatencyTable, LayerShape, ModelShape
 
 CLOSE = 0.01  # by which a plan may take longer than its limit before it is made anew
 TRIES = 6
-
-
-def cache_folder() -> Path:
-    """Where measured tables are kept between runs: $HEADWISE_CACHE, $XDG_CACHE_HOME/headwise or ~/.cache/headwise."""
-    own, shared = os.environ.get("HEADWISE_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return Path(own) if own else (Path(shared) if shared else Path.home() / ".cache") / "headwise"
 
 
 def tables(
@@ -165,9 +157,8 @@ def _measured(
         with suppress(OSError):  # a cache that cannot be written is done without
             _write(path, noted(table))
 
-    table = noted(
-        latency.measure(clock, clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime)
-    )
+    told = clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime
+    table = noted(latency.measure(clock, *told))
     if clock.device.type == "cuda" and work.phase == "decode" and not table.captured:
         warnings.warn(f"{work}: steps were not captured but launched one by one, which hides savings.", stacklevel=2)
     if folder is not None:

@@ -5,8 +5,6 @@ steps that are captured once and replayed, because kernel launches would hide wh
 run unchanged.
 """
 
-from __future__ import annotations
-
 import copy
 import platform
 import statistics

@@ -1,7 +1,5 @@
 """Random models with given layers, to be timed: the time of a layer does not depend on its weights."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Sequence
 

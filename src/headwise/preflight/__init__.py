@@ -4,8 +4,6 @@ Looks at settings, the model's configuration, and the beginnings and sizes of fi
 and takes about a second beyond importing libraries.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -54,7 +52,9 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     _files(settings.model, family)
     refuse_units(settings, family)
     streamed = _streamed(settings, RunFolder(out), config, bool(latency))
-    shape = settings.legal(_pooled(settings, family.shape_of(config)))
+    shape = family.shape_of(config)
+    heads = heads_to_pool(settings, shape)
+    shape = settings.legal(shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers)))
     refuse_rounds(settings, shape)
     refuse_packed(settings, shape)
     budgets = prices.without_times(settings.budgets, shape)
@@ -85,12 +85,6 @@ def _files(model: str, family: Family) -> None:
     elif not families.has_words(where):
         with families.explained(model), families.quietly():
             families.tokenizer_of(model)
-
-
-def _pooled(settings: Settings, shape: ModelShape) -> ModelShape:
-    """The shape that is cut: with heads that share rows, where the settings say so."""
-    heads = heads_to_pool(settings, shape)
-    return shape.with_layers(tuple(layer.pooling(heads) for layer in shape.layers))
 
 
 def _streamed(settings: Settings, folder: RunFolder, config: Any, timed: bool) -> bool:

@@ -1,7 +1,5 @@
 """Whether a run has room where it writes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checks of what a run will read: is it there and readable, is it long enough, does evaluation repeat calibration?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +52,7 @@ def _repeats(settings: Settings) -> list[str]:
 
 def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:
     """A note for a file that has far fewer tokens than wanted; an error for one that is too short to be split."""
-    path = Path(source := name.removesuffix("+self"))
-    files = [path] if path.is_file() else data.text_files(path)
-    if not files:
+    if not (files := data.text_files(Path(source := name.removesuffix("+self")))):
         return []
     size = sum(file.stat().st_size * (PACKED if file.suffix in data.OPENERS else 1) for file in files)
     alone = settings.eval is None and name == source  # calibrated and judged on

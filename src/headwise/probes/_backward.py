@@ -159,11 +159,12 @@ def chosen_way(kept: int, length: int, room: int, able: bool, recompute: bool | 
 def kept_per_token(shape: ModelShape, length: int, size: int) -> int:
     """Bytes of activations that a token's backward pass needs, in numbers of `size` bytes; norms keep float32.
 
-    Rows wider than fused kernels take keep their attention weights too.
+    Every head reads its own part of a shared row. Heads wider than fused kernels take keep their attention weights too.
     """
     total = 0
     for layer in shape.layers:
-        wide = max(layer.qk_width, layer.v_dim) > FUSED
-        attention = 2 * layer.query_heads * (layer.qk_width + layer.v_dim) + wide * 3 * layer.query_heads * length
-        total += 8 * 4 * shape.hidden_size + size * (3 * layer.mlp_width + attention)
+        qk, v = layer.qk_width // layer.pooled, layer.out_dim
+        heads = layer.query_heads + layer.kv_heads * layer.pooled
+        attention = 2 * heads * (qk + v) + (max(qk, v) > FUSED) * 3 * layer.query_heads * length
+        total += 12 * shape.hidden_size + size * (3 * layer.mlp_width + attention)
     return total

@@ -120,7 +120,10 @@ def collect(
         )
         for _, run in rows:
             run()
-    return [_bases(sums, block.attention.attend.softcap is None) for sums, block in zip(found, blocks, strict=True)]
+    centred = [block.attention.attend.softcap is None for block in blocks]
+    means = list(zip(map(_means, found), centred, strict=True))
+    width = max(layer.qk_width for layer in family.shape_of(model.config).layers)
+    return processes.side_by_side(lambda pair: _bases(*pair), means, width)
 
 
 def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
@@ -137,14 +140,18 @@ def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], see
             drawn = torch.Generator(stream.device).manual_seed(seed + number)
             random = torch.randn(middle.shape, generator=drawn, device=middle.device, dtype=middle.dtype)
             (middle * random / size).sum().backward()
-    return _bases(found[0], block.attention.attend.softcap is None)
+    return _bases(_means(found[0]), block.attention.attend.softcap is None)
 
 
-def _bases(seen: _RowSums, centred: bool) -> dict[str, torch.Tensor]:
-    """Bases, means and prices of a layer. Softmax ignores a common part of the keys, unless logits are capped."""
+def _means(seen: _RowSums) -> dict[str, torch.Tensor]:
+    """Sums of a layer's rows over all processes, for each token."""
     tokens = int(processes.total(torch.tensor(seen.tokens)))
+    return {name: processes.total(seen.sums[name]) / tokens for name in sorted(seen.sums)}
+
+
+def _bases(sums: dict[str, torch.Tensor], centred: bool) -> dict[str, torch.Tensor]:
+    """Bases, means and prices of a layer. Softmax ignores a common part of the keys, unless logits are capped."""
     out: dict[str, torch.Tensor] = {}
-    sums = {name: processes.total(seen.sums[name]) / tokens for name in sorted(seen.sums)}
     for name in "kv":
         mean = sums[f"{name}_sum"] * (centred or name == "v")
         covariance = sums[f"{name}_square"] - mean.unsqueeze(2) * mean.unsqueeze(1)

@@ -66,7 +66,8 @@ class Sensitivity:
         self.whole = False  # whether a whole text has one answer
         self.recompute: bool | None = None
         self.spread = False
-        self.bases = [self._bases(layer, moment) for layer, moment in zip(self.layers, moments, strict=True)]
+        pairs = list(zip(self.layers, moments, strict=True))
+        self.bases = processes.side_by_side(lambda pair: self._bases(*pair), pairs, self.shapes[0].qk_width)
 
     def _bases(self, block: Block, moment: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
         p_q, p_k, _ = balanced(moment["gram_q"], moment["gram_k"])

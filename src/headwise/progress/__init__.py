@@ -1,7 +1,5 @@
 """Progress and notes: how a long loop reports how far it is, and what the user should know that stops nothing."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The first screen: what was asked, what was got, whether it is safe to use, and what to type next."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from typing import NamedTuple
@@ -75,8 +73,8 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
             lines.append(f"on {short(dossier.verdict.machine, 40)}")
         share = limit.limit / fact.before if limit else None
         lines += [f"limit: {_limit(limit)}"] if limit else []
-        meter = Meter(fact.after / fact.before, share if share and share < 2 else None)
         grew = fact.after > 1.005 * fact.before
+        meter = Meter(fact.after / fact.before, share if share and share < 2 else None) if limit or not grew else None
         found.append(Card(fact.label, relative(fact.before, fact.after), tuple(lines), meter, grew))
     return tuple(found)
 

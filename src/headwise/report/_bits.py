@@ -1,7 +1,5 @@
 """The cache in bits, as plain data and in words: what the numbers of every cached row take, layer by layer."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from headwise.cost import kv_bytes_per_token

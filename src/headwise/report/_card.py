@@ -1,7 +1,5 @@
 """The model card: the same facts and tables as the page, as text that the Hugging Face Hub and a terminal can show."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -27,7 +25,7 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
     """
     start = [
         _front_matter(dossier, facts_of_source),
-        f"# {cell(facts.model_name(dossier))}, reshaped by Headwise",
+        f"# {cell(facts.title(dossier))}, by Headwise",
         f"**{cell(facts.headline(dossier))}**",
         cell(facts.way_out(dossier)),
         _table(tables.main_numbers(dossier)),
@@ -78,15 +76,12 @@ def _model_index(dossier: Dossier, use: str) -> list[str]:
     if dossier.verdict is None:
         return []
     found = [fact for fact in facts.measures(dossier) if fact.after is not None and math.isfinite(fact.after)]
-    metrics = [{"type": _slug(fact.label), "name": fact.label, "value": fact.after} for fact in found]
+    slugs = [re.sub(r"[^a-z0-9]+", "_", fact.label.lower()).strip("_") for fact in found]
+    metrics = [{"type": s, "name": fact.label, "value": fact.after} for s, fact in zip(slugs, found, strict=True)]
     text = {"name": dossier.verdict.evaluation or "held-out text", "type": "held-out"}
     results = [{"task": {"type": use}, "dataset": text, "metrics": metrics}]
     name = PurePath(facts.model_name(dossier)).name
     return ["model-index:", f"- name: {json.dumps(f'{name} by Headwise')}", f"  results: {for_script(results)}"]
-
-
-def _slug(label: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", label.lower()).strip("_")
 
 
 def _table(of: Table) -> str:

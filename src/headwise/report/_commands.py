@@ -3,8 +3,6 @@
 Commands name the run's real folder and its own options. What builds something else works in a new folder beside it.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Mapping

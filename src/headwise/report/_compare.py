@@ -1,7 +1,5 @@
 """Several runs on one page: a table with a link to every report, and what damage was measured at what size."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,8 +12,8 @@ from headwise.report._data import value_range
 from headwise.report._html import NO_DATA, bar, document, figure, paragraph, section, table, top
 from headwise.report._sizes import size_of
 from headwise.report._tables import Table
-from headwise.report._text import MISSING, as_number, human, interval, listing, number
-from headwise.report._words import MEASURED, PREDICTED
+from headwise.report._text import MISSING, human, interval, listing, number
+from headwise.report._words import MEASURED, PREDICTED, known_ends
 from headwise.runs.dossier import Dossier
 from headwise.types import Measure
 
@@ -56,15 +54,13 @@ def _run(name: str, dossier: Dossier, letter: str, link: str) -> ComparedRun:
         raise HeadwiseError(f"{name} holds no plan yet; type: headwise allocate {name} --budget kv=75%")
     found = facts.damages(dossier) or {PREDICTED: Measure(dossier.plan.predicted_damage)}
     kind, last = list(found.items())[-1]
-    low, high = as_number(last.low), as_number(last.high)
-    ends = None if low is None or high is None else (low, high)
     pairs = {fact.label: (fact.before, fact.after) for fact in facts.sizes(dossier)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
         full, spent = size_of(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
         if budget.name not in facts.LABELS and full and spent is not None:
             shares[budget.name] = spent / full
-    return ComparedRun(name, dossier, last.value, ends, kind == MEASURED, shares, letter, link)
+    return ComparedRun(name, dossier, last.value, known_ends(last), kind == MEASURED, shares, letter, link)
 
 
 def best(runs: Sequence[ComparedRun], size: str) -> tuple[ComparedRun, ...]:
@@ -80,7 +76,8 @@ def best(runs: Sequence[ComparedRun], size: str) -> tuple[ComparedRun, ...]:
 def compare(dossiers: Sequence[tuple[str, Dossier]], links: Mapping[str, str] | None = None) -> str:
     """Several runs, by name, on one page; `links` lead to their reports."""
     runs = read_runs(dossiers, links)
-    sizes = [name for name in dict.fromkeys(size for run in runs for size in run.shares) if _differs(runs, name)]
+    known = dict.fromkeys(size for run in runs for size in run.shares)
+    sizes = [size for size in known if len({run.shares.get(size) for run in runs}) > 1]
     drawn = sizes or list(runs[0].shares)[:1]
     figures = "".join(figure(f"By {_small(name)}", draw(run_chart(runs, name))) for name in drawn)
     unit = facts.damage_unit(runs[0].dossier)
@@ -101,10 +98,6 @@ def compare(dossiers: Sequence[tuple[str, Dossier]], links: Mapping[str, str] | 
     header = top(title, (), _lead(runs, sizes[0] if sizes else ""))
     links_here = bar((("runs", "Run by run"), ("frontier", "On one frontier")))
     return document(f"{title} by Headwise", header, links_here, body, NO_DATA)
-
-
-def _differs(runs: Sequence[ComparedRun], size: str) -> bool:
-    return len({run.shares.get(size) for run in runs}) > 1
 
 
 def _small(size: str) -> str:

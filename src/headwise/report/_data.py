@@ -1,7 +1,5 @@
 """What readings and plan say, as plain data: damage by layer, curves, single cuts. Drawing comes after."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -194,6 +192,15 @@ def byte_steps(reading: Reading, most: int) -> tuple[int, ...]:
 def fitting(sizes: Sequence[int], room: int) -> int | None:
     """The largest size that fits."""
     return max((size for size in sizes if size <= room), default=None)
+
+
+def at_sizes(reading: Reading, values: Sequence[Sequence[float]], sizes: Sequence[int]) -> list[dict[int, float]]:
+    """Every layer's values by size; of codes, which differ by layer, those of the largest that fits each size."""
+    rows = [dict(zip(ticks, row, strict=True)) for ticks, row in zip(reading.ticks, values, strict=True)]
+    if not counts_bytes(reading):
+        return rows
+    fits = [{size: fitting(list(row), size) for size in sizes} for row in rows]
+    return [{s: row[f] for s, f in own.items() if f is not None} for row, own in zip(rows, fits, strict=True)]
 
 
 def wants_log(kind: str, values: list[float]) -> bool:

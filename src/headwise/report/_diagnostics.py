@@ -1,7 +1,5 @@
 """What the layers do, as plain data: every reading that is no damage, by the question that it answers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import fmean, median
 from typing import NamedTuple

@@ -4,26 +4,13 @@ Plain data on its way into JSON. Layer shapes are written once and named by thei
 the script formats no number that the page says elsewhere.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 
+from headwise.report import _data as data
 from headwise.report import _facts as facts
 from headwise.report._bits import WHOLE, in_bits, is_coded, mean_bits, row_sizes
 from headwise.report._commands import another_budget, beside, run_command
-from headwise.report._data import (
-    LOG_AXES,
-    byte_steps,
-    chosen_size,
-    counts_bytes,
-    damage_rows,
-    fitting,
-    layer_damage,
-    thin,
-    value_range,
-    wants_log,
-)
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._healing import healing_parts
 from headwise.report._judged import percent
@@ -127,7 +114,7 @@ def layer_damages(
     found: list[dict[int, float | None]] = []
     for layer in range(len(plan.source.layers)):
         places = sorted({layers[layer] for layers in lists})
-        known = {place: layer_damage(readings, plan, layer, table[place]) for place in places}
+        known = {place: data.layer_damage(readings, plan, layer, table[place]) for place in places}
         found.append({place: _rounded(value) for place, value in known.items()})
     return found
 
@@ -158,7 +145,7 @@ def layer_facts(dossier: Dossier) -> list[list[tuple[str, str]]]:
         cut = [in_bits(old, new)] * new.coded + [f"{name} {a} → {b}" for name, a, b in sizes if a != b]
         found[index].append(("In this run", "removed" if new.gone else ", ".join(cut) or "nothing is cut"))
     if dossier.readings is not None:
-        rows = damage_rows(dossier.readings, plan)
+        rows = data.damage_rows(dossier.readings, plan)
         total = sum(row.total for row in rows)
         for row in rows:
             share = f" ({row.total / total:.0%} of all)" if total > 0 else ""
@@ -213,28 +200,26 @@ def heat(reading: Reading, place: int, plan: Plan | None) -> Heat:
     """The data of one heat map."""
     sizes = sorted({tick for row in reading.ticks for tick in row})
     most = MANY if len(reading.ticks) <= DEEP else FEW
-    chosen = tuple(chosen_size(reading, plan, layer) for layer in range(len(reading.ticks)))
-    kept = thin(sizes, most, None, reading.axis in LOG_AXES)
+    chosen = tuple(data.chosen_size(reading, plan, layer) for layer in range(len(reading.ticks)))
+    kept = data.thin(sizes, most, None, reading.axis in data.LOG_AXES)
     ticks = tuple(tick for tick in sizes if tick in kept)
-    if counts_bytes(reading):
-        ticks = byte_steps(reading, most)
+    if data.counts_bytes(reading):
+        ticks = data.byte_steps(reading, most)
         chosen = tuple(_shown_at(size, own, ticks) for size, own in zip(chosen, reading.ticks, strict=True))
     rows = _table(reading, reading.values, ticks, 4)
     errors = _table(reading, reading.standard_error, ticks, 2) if reading.standard_error else None
     shown = [value for row in rows for value in row if value is not None]
-    log = wants_log(reading.kind, shown)
-    ends = value_range(shown, True) if log else (min(shown, default=0.0), max(shown, default=1.0))
+    log = data.wants_log(reading.kind, shown)
+    ends = data.value_range(shown, True) if log else (min(shown, default=0.0), max(shown, default=1.0))
     return Heat(f"r{place}", reading, ticks, rows, errors, ends, log, chosen)
 
 
 def _shown_at(chosen: int | None, sizes: tuple[int, ...], ticks: tuple[int, ...]) -> int | None:
     """The step at which a chosen size is the one that fits; None where a larger one does."""
     tick = next((tick for tick in ticks if chosen is not None and tick >= chosen), None)
-    return tick if tick is not None and fitting(sizes, tick) == chosen else None
+    return tick if tick is not None and data.fitting(sizes, tick) == chosen else None
 
 
 def _table(reading: Reading, values: Any, ticks: tuple[int, ...], digits: int) -> tuple[tuple[float | None, ...], ...]:
-    known = [dict(zip(sizes, row, strict=True)) for sizes, row in zip(reading.ticks, values, strict=True)]
-    if counts_bytes(reading):  # every layer has codes of its own: the one that fits
-        known = [{tick: row[size] for tick in ticks if (size := fitting(list(row), tick)) is not None} for row in known]
+    known = data.at_sizes(reading, values, ticks)
     return tuple(tuple(_rounded(row.get(tick), digits) for tick in ticks) for row in known)

@@ -1,7 +1,5 @@
 """What the report says in words: sentences and numbers that the page and the model card share."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +13,7 @@ from headwise.report._commands import how_to_make
 from headwise.report._rivals import rivals
 from headwise.report._sizes import size_of, sizes_of
 from headwise.report._text import as_number, human, interval, listing, number, relative
-from headwise.report._words import CALIBRATION, MEASURED, PREDICTED, WHEN, damage_numbers
+from headwise.report._words import CALIBRATION, MEASURED, PREDICTED, WHEN, damage_numbers, known_ends
 from headwise.runs.dossier import Dossier
 from headwise.types import DAMAGE, BeforeAfter, Measure, ModelShape
 
@@ -70,12 +68,8 @@ def absent(dossier: Dossier, *needed: str) -> tuple[str, str] | None:
         if getattr(dossier, stage) is None:
             words, makes = STAGES[stage]
             why = dossier.unverified if stage == "verdict" else None
-            return f"{_sentence(why)}. {words}" if why else words, how_to_make(dossier, makes)
+            return f"{why[:1].upper()}{why[1:]}. {words}" if why else words, how_to_make(dossier, makes)
     return None
-
-
-def _sentence(words: str) -> str:
-    return words[:1].upper() + words[1:]
 
 
 def model_name(dossier: Dossier) -> str:
@@ -84,9 +78,14 @@ def model_name(dossier: Dossier) -> str:
     return known.model if known else "the model"
 
 
+def base_name(dossier: Dossier) -> str:
+    """The last part of the model's name or path."""
+    return model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+
+
 def title(dossier: Dossier) -> str:
     """The last part of the model's name or path, and what was asked of it."""
-    name = model_name(dossier).rstrip("/").rpartition("/")[2] or "the model"
+    name = base_name(dossier)
     budgets = ", ".join(budget.text for budget in dossier.plan.budgets) if dossier.plan else ""
     return f"{name} at {budgets}" if budgets else name
 
@@ -133,19 +132,15 @@ def measures(dossier: Dossier) -> tuple[Fact, ...]:
         time = _fact("Time per image", speed.get("ms_per_image"), "ms")
     right = [_fact("Accuracy", quality["accuracy"])] if "accuracy" in quality else []
     cache = _size(dossier, CACHE, "bytes", "kv_bytes_per_token", kv_bytes_per_token)
+    packed = dossier.plan is not None and any(map(of_weights, dossier.plan.budgets))  # bytes of weights were limited
     return (
         *right,
         _quality(quality, damage_unit(dossier)),
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
-        *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if _packed(dossier) else []),
+        *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if packed else []),
         _size(dossier, SIZE, "", "parameters", parameters),
         time._replace(range="range of repeats"),
     )
-
-
-def _packed(dossier: Dossier) -> bool:
-    """Whether the bytes of weights were limited."""
-    return dossier.plan is not None and any(map(of_weights, dossier.plan.budgets))
 
 
 def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
@@ -180,10 +175,12 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
 
 def measured_words(dossier: Dossier) -> str:
     """Measured, and whether anything was healed before."""
-    method = (dossier.healing or {}).get("method")
-    return (
-        "measured" if method is None else "measured, without healing" if method == "none" else "measured after healing"
-    )
+    record = dossier.healing or {}
+    if (method := record.get("method")) is None:
+        return "measured"
+    stages = record.get("stages")
+    used = [stage.get("kept") is not False for stage in stages or () if isinstance(stage, dict)]
+    return "measured, without healing" if method == "none" or (used and not any(used)) else "measured after healing"
 
 
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
@@ -198,7 +195,7 @@ def sizes(dossier: Dossier) -> tuple[Fact, ...]:
 
 def headline(dossier: Dossier) -> str:
     """The answer in one sentence: what shrank, what that costs, whether it holds."""
-    name = model_name(dossier)
+    name = base_name(dossier)
     if dossier.plan is None and dossier.verdict is None:
         done = "has been probed; no plan has been made" if dossier.readings else "has not been probed"
         return f"{name} {done} yet."
@@ -254,8 +251,8 @@ def way_out(dossier: Dossier) -> str:
         text = "Portable: every layer has the same sizes, so stock transformers loads the folder with no custom code."
     coded = dossier.plan if is_coded(dossier.plan) else None
     if dossier.plan is not None and (most := max(layer.pooled for layer in dossier.plan.source.layers)) > 1:
-        text += f" Rows of the cache are shared by {most} key/value heads each"
-        text += "." if coded else ": dimensions of heads are those of a row."
+        text += f" Heads are pooled: {most} key/value heads share a row of the cache"
+        text += "." if coded else ", and dimensions of heads are those of a row."
     text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
     others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
@@ -291,12 +288,11 @@ def damage_in_words(dossier: Dossier) -> str:
         return ""
     parts = [f"{word} {WHEN[word]}: {number(measure.value)}" for word, measure in found.items()]
     text = f"Damage in {damage_unit(dossier)}: {'; '.join(parts)}"
-    last, expected = found.get(MEASURED), found.get(CALIBRATION)
-    low, high = (as_number(last.low), as_number(last.high)) if last else (None, None)
-    if low is None or high is None:
+    ends, expected = known_ends(found.get(MEASURED)), found.get(CALIBRATION)
+    if ends is None:
         return f"{text}."
-    text += f" (95% interval {interval(low, high)})."
+    text += f" (95% interval {interval(*ends)})."
     if expected is None:
         return text
-    inside = "inside" if low <= expected.value <= high else "outside"
+    inside = "inside" if ends[0] <= expected.value <= ends[1] else "outside"
     return f"{text} What calibration data showed lies {inside} the interval."

@@ -1,7 +1,5 @@
 """One record as a piece of HTML for a notebook: the page's own drawing and style, inside one element, no script."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,7 +12,7 @@ from headwise.report._answer import got
 from headwise.report._chart import draw, draw_rows
 from headwise.report._data import curve_sets, damage_rows
 from headwise.report._diagnostics import PER_HEAD, strip_set
-from headwise.report._explore import heat
+from headwise.report._explore import heat, proof
 from headwise.report._html import asset, cards, details, legend, paragraph, table
 from headwise.report._model import draw_model, model_keys, model_rows
 from headwise.report._tables import Table
@@ -41,12 +39,12 @@ def _style() -> str:
     return f".headwise {{ {own}\n{inside} }}"
 
 
-def _plan(plan: Plan, damages: list[float] | None = None) -> str:
+def _plan(plan: Plan, damages: list[float] | None = None, heading: str = "") -> str:
+    heading = heading or facts.title(Dossier(plan=plan))
     found, layers = tables.budgets(Dossier(plan=plan)), model_rows(plan, damages)
-    damage = f"damage {number(plan.predicted_damage)}, predicted before healing"
-    words = f"{plan.strategy}: {damage}, gap to the proven bound {plan.gap:.1e}"
+    words = f"Predicted damage before healing: {number(plan.predicted_damage, 3)}, {proof(plan)}."
     budgets = table(found) if found.rows else ""
-    return f"<h3>{escape(plan.model)}</h3>{paragraph(words)}{legend(model_keys(layers))}{draw_model(layers)}{budgets}"
+    return f"<h3>{escape(heading)}</h3>{paragraph(words)}{legend(model_keys(layers))}{draw_model(layers)}{budgets}"
 
 
 def _reading(reading: Reading) -> str:
@@ -81,8 +79,10 @@ def _known(dossier: Dossier) -> str:
 
 
 def _dossier(dossier: Dossier) -> str:
-    body = f'<p class="lead">{escape(facts.headline(dossier))}</p>{_known(dossier)}'
+    sign, advice = judged.advice(dossier.verdict, dossier.unverified)
+    body = f"<h3>{escape(facts.title(dossier))}</h3>{paragraph(f'{sign} {advice}')}"
     if dossier.plan is None:
-        return body
+        return body + paragraph(facts.headline(dossier)) + _known(dossier)
+    body += paragraph(f"Got: {facts.changes(dossier, short=True)}.") + _known(dossier)
     damages = [row.total for row in damage_rows(dossier.readings, dossier.plan)] if dossier.readings else None
-    return body + _plan(dossier.plan, damages)
+    return body + _plan(dossier.plan, damages, "What every layer keeps")

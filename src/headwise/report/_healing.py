@@ -1,7 +1,5 @@
 """What a healing did, as plain data and in words. Whatever its record holds that is no number is left out."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from headwise.report._text import as_number, number
@@ -35,9 +33,9 @@ def recovery_in_words(healing: dict[str, Any] | None) -> str:
     if before is None or after is None or before <= 0:
         return ""
     if healing.get("kept") is False and not healing.get("tokens"):
-        return f"damage {number(before, 3)}: too small to need healing"
+        return f"calibration damage {number(before, 3)}: too small to need healing"
     share = f"{1 - after / before:.0%} recovered" if after <= before else "nothing recovered"
-    return f"damage {number(before, 3)} before healing, {number(after, 3)} after: {share}"
+    return f"calibration damage {number(before, 3)} before healing, {number(after, 3)} after: {share}"
 
 
 def healing_in_words(healing: dict[str, Any]) -> str:
@@ -48,7 +46,7 @@ def healing_in_words(healing: dict[str, Any]) -> str:
         if (value := as_number(healing.get(name))) is not None:
             sentences.append(words.format(number(value)))
     if gained := recovery_in_words(healing):
-        sentences.append(f"On text that nothing was fitted to: {gained}.")
+        sentences.append(f"{gained[:1].upper()}{gained[1:]}, on text that nothing was fitted to.")
     if healing.get("kept") is False and (reason := str(healing.get("reason") or "")):
         sentences.append(f"{reason[:1].upper()}{reason[1:]}")
     return " ".join(sentences)

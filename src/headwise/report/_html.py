@@ -3,8 +3,6 @@
 Whatever is called words, title or heading here is escaped here; a body is HTML already.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The verdict in words: what was proved, up to which length, within which limit."""
 
-from __future__ import annotations
-
 import math
 
 from headwise.report._text import listing, number
@@ -117,7 +115,7 @@ def ends(verdict: Verdict, measure: Measure) -> str:
     low, high = (math.nan if end is None else end for end in (measure.low, measure.high))
     if not has_perplexity(verdict):
         return f"{low:.3g} to {high:.3g}"
-    return " to ".join(percent(end).removesuffix("%").lstrip("+") for end in (low, high))
+    return span(low, high)
 
 
 def change(damage: float) -> float:
@@ -132,9 +130,23 @@ def percent(damage: float) -> str:
     ('+1.9%', '−0.1%', '+0.02%', '+1,909%')
     """
     found = change(damage)
-    digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2
-    text = f"{round(found, digits) + 0.0:+,.{digits}f}%"
-    return text.replace("-", "−")
+    return _signed(found, 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2)
+
+
+def span(low: float, high: float) -> str:
+    """Ends of an interval in nats as changes of perplexity, both with as many digits as the larger one needs.
+
+    >>> span(-0.0003, 0.0014), span(0.02, 0.041)
+    ('−0.03% to +0.14%', '+2.0% to +4.2%')
+    """
+    ends = change(low), change(high)
+    most = max(map(abs, ends))
+    digits = 0 if most >= 100 else 1 if most >= 0.95 else 2
+    return " to ".join(_signed(end, digits) for end in ends)
+
+
+def _signed(found: float, digits: int) -> str:
+    return f"{round(found, digits) + 0.0:+,.{digits}f}%".replace("-", "−")
 
 
 def not_measured(verdict: Verdict) -> tuple[str, ...]:

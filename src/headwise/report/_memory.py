@@ -1,7 +1,5 @@
 """Where the memory goes under a limit on weights, or on weights and cache together: parts before and after."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from headwise.budgets import of_cache, of_weights

@@ -4,15 +4,13 @@ All heads of a layer have the same dimensions, so a layer is drawn with one dash
 head, the line's width is the dimension. `assets/explore.js` redraws the same lines when the budget is moved.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from headwise.report._bits import WHOLE, is_coded, mean_bits, row_sizes
 from headwise.report._svg import Scale
-from headwise.report._text import escape
+from headwise.report._text import escape, small
 from headwise.types import GONE, LayerKeep, LayerShape, Plan, Sweep
 
 GAP = 0.4  # between heads that do not share keys, in heads
@@ -113,9 +111,9 @@ def damage_text(damage: float) -> str:
     """A layer's damage in few letters, as the script writes it too.
 
     >>> damage_text(0.0), damage_text(0.123), damage_text(0.00004)
-    ('0', '0.12', '4e-5')
+    ('0', '0.12', '0.00004')
     """
-    return f"{damage:.2g}" if damage >= 1e-3 or damage <= 0 else f"{damage:.0e}".replace("e-0", "e-")
+    return f"{damage:.2g}" if damage >= 1e-3 or damage <= 0 else small(damage, 1)
 
 
 def model_keys(rows: Sequence[ModelRow], scale: tuple[float, float] | None = None) -> list[tuple[str, str]]:

@@ -1,8 +1,6 @@
 """The document: the answer first, then the model with its budget slider, what it writes, what was verified, how to use
 it; everything else is folded under Advanced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from headwise.report import _facts as facts
@@ -128,7 +126,7 @@ def _costs(plan: Plan, found: tuple[Size, ...]) -> str:
     body = ""
     for size in found:
         cells = "".join(f'<td class="num">{escape(c)}</td>' for c in (human(size.full), *size.words(plan.target)))
-        body += f'<tr title="{escape(size.budget.unit)}"><td>{escape(size.label)}</td>{cells}</tr>'
+        body += f"<tr><td>{escape(size.full_label)}</td>{cells}</tr>"
     heads = "".join(f'<th scope="col" class="num">{name}</th>' for name in ("source", "after", "share"))
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Sizes of the model"><table id="costs"><thead><tr>'

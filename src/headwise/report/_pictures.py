@@ -1,7 +1,5 @@
 """What every picture shows, as charts: data for the page, for figures, and for tests. `_chart` draws it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -16,7 +14,7 @@ from headwise.report._healing import HealRow, held_out_curve, loss_curve
 from headwise.report._rivals import Rival, rivals
 from headwise.report._sizes import sizes_of
 from headwise.report._text import as_number, interval, number
-from headwise.report._words import axis_words, reading_words
+from headwise.report._words import axis_words, known_ends, reading_words
 from headwise.runs.dossier import Dossier
 from headwise.types import UNITS, Measure, Verdict
 from headwise.types.unit import LABELS
@@ -130,8 +128,7 @@ def marks(found: Mapping[str, Measure]) -> RowChart:
     """A few numbers on one axis from zero, each with its name, and an interval where one is known."""
     rows = []
     for name, measure in found.items():
-        ends = as_number(measure.low), as_number(measure.high)
-        spans = ((ends[0], ends[1], "w"),) if ends[0] is not None and ends[1] is not None else ()
+        spans = ((*ends, "w"),) if (ends := known_ends(measure)) else ()
         rows.append(Row(name, number(measure.value, 3), spans=spans, dots=((measure.value, "o" if spans else "k"),)))
     high = max([1e-12, *(end for m in found.values() for end in (m.value, as_number(m.high) or 0.0))])
     title = ", ".join(f"{name} {number(measure.value)}" for name, measure in found.items())
@@ -192,12 +189,9 @@ def frontier(dossier: Dossier) -> Chart | None:
 
 def _rival(row: Rival, dossier: Dossier) -> Series:
     measured = dossier.verdict.damage.get("measured") if dossier.verdict and row.chosen else None
-    ends = (as_number(measured.low), as_number(measured.high)) if measured else (None, None)
-    cross: tuple[Series, ...] = ()
+    ends = (known,) if (known := known_ends(measured)) else ()
     share, predicted = row.share or 0.0, row.predicted or 0.0
-    if row.measured is not None:
-        known = ((ends[0], ends[1]),) if ends[0] is not None and ends[1] is not None else ()
-        cross = (Series(((share, row.measured),), "cross", intervals=known),)
+    cross = () if row.measured is None else (Series(((share, row.measured),), "cross", intervals=ends),)
     words = f"{row.strategy}: predicted before healing {number(row.predicted)}, measured {number(row.measured)}"
     style, name = ("diamond", "this run") if row.chosen else ("ring", row.strategy[:24])
     return Series(((share, predicted),), style, words, name, parts=cross)
@@ -215,7 +209,8 @@ def by_length(verdict: Verdict) -> Chart | None:
         words = f"{q.length:,} tokens: {number(point[1], 3)}% ({interval(low, high, 3)}), {q.rows} rows"
         dots.append(Series((point,), "dot" if q.rows >= LEAST_ROWS else "ring", words))
     limit = judged.change(verdict.limit)
-    heights = [limit, *(y for _, y in points), *(end for both in ends for end in both)]
+    room = 1.25 * limit  # for words above its line
+    heights = [room, *(y for _, y in points), *(end for both in ends for end in both)]
     ticks = tuple((float(q.length), f"{q.length:,}") for q in known)
     return Chart(
         title=f"Change of perplexity at {len(known)} lengths, with 95% intervals and the limit",

@@ -1,7 +1,5 @@
 """What other strategies would have done with the same budgets."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from headwise.report._bits import WHOLE, is_coded

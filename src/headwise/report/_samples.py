@@ -1,7 +1,5 @@
 """Continuations of one prompt by both models, side by side, with what differs marked."""
 
-from __future__ import annotations
-
 import re
 from difflib import SequenceMatcher
 from typing import NamedTuple
@@ -41,7 +39,7 @@ def in_common(before: str, after: str) -> str:
 def draw_sample(sample: Sample) -> str:
     """A prompt with both continuations, what differs marked."""
     left, right = differences(sample.before, sample.after)
-    sides = _side("source", left, "del") + _side("reshaped", right, "ins")
+    sides = _side("source", left, "del") + _side("cut model", right, "ins")
     head = f'<p class="note">prompt; {in_common(sample.before, sample.after)}</p>'
     head += f'<p class="text" dir="auto"><strong>{escape(sample.prompt.strip(chr(10)))}</strong></p>'
     return f'<div class="sample">{head}<div class="grid" style="--min:280px">{sides}</div></div>'

@@ -1,7 +1,5 @@
 """The sections below the first screen, as blocks that the page and the model card write each in their way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -50,8 +48,8 @@ BITS_WORDS = (
 )
 ROUNDS = " The plan adds up its rounds; these are the first round's curves at the final sizes."
 SAMPLES = (
-    "The same prompts, continued by the source and by the reshaped model. Dotted: only the source wrote it; "
-    "underlined: only the reshaped model did. One changed word can change all that follows, so judge the meaning."
+    "The same prompts, continued by the source and by the cut model. Dotted: only the source wrote it; "
+    "underlined: only the cut model did. One changed word can change all that follows, so judge the meaning."
 )
 
 
@@ -284,7 +282,7 @@ def _samples(dossier: Dossier, maps: Maps) -> Blocks:
     if len(samples) > SHOWN:
         yield Html(details(f"{len(samples) - SHOWN} more", "".join(map(draw_sample, samples[SHOWN:]))))
     for sample in samples:
-        for name, text in (("Prompt", sample.prompt), ("Source", sample.before), ("Reshaped", sample.after)):
+        for name, text in (("Prompt", sample.prompt), ("Source", sample.before), ("Cut model", sample.after)):
             yield Code(text, name=name, page=False)
 
 

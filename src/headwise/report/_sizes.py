@@ -1,7 +1,5 @@
 """What a model costs in every unit that a budget can limit: bytes of cache, parameters, FLOPs, milliseconds."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from headwise import budgets
@@ -12,6 +10,7 @@ from headwise.types import Budget, ModelShape, Plan
 
 FAMILIAR = ("kv", "params", "flops", "attention")  # what people ask for first
 LONG = ("flops", "attention")  # depend on the length of the input
+SERVED = {"memory": "bytes of the weights plus the cache"}  # depend on the texts that are served
 
 
 class Size(NamedTuple):
@@ -23,8 +22,17 @@ class Size(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The meaning, with the length that it is counted at."""
-        return self.meaning + (f" of {self.budget.length:,} tokens" if self.budget.name in LONG else "")
+        """The meaning, with the texts that it is counted for."""
+        budget = self.budget
+        if budget.name in SERVED:
+            texts = "a text" if budget.batch == 1 else f"{budget.batch} texts"
+            return f"{SERVED[budget.name]} of {texts} of {budget.length:,} tokens"
+        return self.meaning + (f" of {budget.length:,} tokens" if budget.name in LONG else "")
+
+    @property
+    def full_label(self) -> str:
+        """The label, with the unit where it does not say it."""
+        return self.label if self.budget.unit in self.label else f"{self.label}, {self.budget.unit}"
 
     def words(self, shape: ModelShape) -> tuple[str, str]:
         """Size and share of a shape."""

@@ -1,11 +1,9 @@
 """The few shapes that the pictures are made of, and the scales that place them."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
-from headwise.report._text import escape
+from headwise.report._text import escape, small
 
 
 class Scale(NamedTuple):
@@ -101,8 +99,10 @@ def short_tick(value: float) -> str:
     """A tick of an axis in few letters, rounded.
 
     >>> short_tick(0.001), short_tick(2048.0), short_tick(0.0523098), short_tick(2.5e-5), short_tick(0.0)
-    ('1e-3', '2,048', '0.052', '2.5e-5', '0')
+    ('0.001', '2,048', '0.052', '0.000025', '0')
     """
+    if 0 < abs(value) < 1e-2:
+        return small(value, 2)
     if value == 0 or 1e-2 <= abs(value) < 1e5:
         return f"{float(f'{value:.2g}') if abs(value) < 10 else round(value):,}".removesuffix(".0")
     return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e")

@@ -1,7 +1,5 @@
 """Every table of the report as plain data: page, model card, notebook and terminal write the same ones."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
@@ -13,8 +11,9 @@ from headwise.report._healing import healing_parts
 from headwise.report._rivals import rivals
 from headwise.report._sizes import size_of
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
+from headwise.report._words import known_ends
 from headwise.runs.dossier import Dossier
-from headwise.types import CUTS, UNITS, Measure, Plan, Readings, Verdict
+from headwise.types import CUTS, UNITS, Plan, Readings, Verdict
 from headwise.types.codes import CACHE_BYTES
 from headwise.types.shape import SIZES
 from headwise.types.unit import LABELS
@@ -156,14 +155,10 @@ def measured(verdict: Verdict) -> Table:
     for table in (verdict.quality, verdict.size, verdict.speed):
         for name, both in table.items():
             before, after = (as_number(m.value) if m else None for m in (both.before, both.after))
-            rows.append((words(name), number(before), number(after), relative(before, after), _ends(both.after)))
+            ends = interval(*known) if (known := known_ends(both.after)) else MISSING
+            rows.append((words(name), number(before), number(after), relative(before, after), ends))
     heads = ("quantity", "before", "after", "change", "95% interval of after")
     return Table(heads, tuple(rows), range(1, 5), "measured")
-
-
-def _ends(measure: Measure | None) -> str:
-    low, high = (as_number(end) for end in (measure.low, measure.high)) if measure else (None, None)
-    return MISSING if low is None or high is None else interval(low, high)
 
 
 def main_numbers(dossier: Dossier) -> Table:
@@ -182,7 +177,7 @@ def lengths(verdict: Verdict) -> Table:
     for q in verdict.lengths:
         change, nats = (MISSING, MISSING), f"{number(q.damage, 3)} ({interval(q.low, q.high, 3)})"
         if judged.has_perplexity(verdict):
-            change = judged.percent(q.damage), f"{judged.percent(q.low)} to {judged.percent(q.high)}"
+            change = judged.percent(q.damage), judged.span(q.low, q.high)
             nats = number(q.damage, 3)
         counted = f"{q.rows}" if q.rows >= LEAST_ROWS else f"{q.rows}, too few to certify"
         rows.append((f"{q.length:,}", *change, nats, number(q.kl, 3), counted, _against(verdict, q.low, q.high)))

@@ -1,7 +1,5 @@
 """Words and numbers on their way into HTML, SVG and Markdown: nothing foreign leaves this file unescaped."""
 
-from __future__ import annotations
-
 import html
 import json
 import math
@@ -88,18 +86,32 @@ def as_number(value: Any) -> float | None:
 def number(value: float | None, digits: int = 4) -> str:
     """So many significant digits; whole numbers in full, with thousands marked.
 
-    >>> number(8192), number(18.2149), number(0.000123), number(None)
-    ('8,192', '18.21', '1.23e-04', '–')
+    >>> number(8192), number(18.2149), number(1227.4), number(0.000123), number(None)
+    ('8,192', '18.21', '1,227', '0.000123', '–')
     """
     if value is None or not math.isfinite(value):
         return MISSING
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
-    if abs(value) < 1e-3 or abs(value) >= 1e15:
+    if abs(value) < 1e-3:
+        return small(value, min(digits, 3))
+    if abs(value) >= 1e15:
         return f"{value:.2e}"
-    if abs(value) >= 10_000:
+    if abs(value) >= 1000:
         return f"{value:,.0f}"
     return f"{value:#.{digits}g}".rstrip(".") if abs(value) >= 1 else f"{value:.{digits}g}"
+
+
+def small(value: float, digits: int) -> str:
+    """A number far below one as people write it; with an exponent only below a millionth.
+
+    >>> small(0.00012345, 2), small(0.00001, 3), small(2e-9, 1)
+    ('0.00012', '0.00001', '2e-9')
+    """
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    if int(exponent) < -6:
+        return f"{mantissa}e{int(exponent)}"
+    return f"{value:.{digits - 1 - int(exponent)}f}".rstrip("0")
 
 
 def interval(low: float, high: float, digits: int = 4) -> str:
@@ -126,13 +138,15 @@ def human(value: float | None) -> str:
 def relative(before: float | None, after: float | None) -> str:
     """The change in percent, signed; a dash where it has no meaning.
 
-    >>> relative(200, 150), relative(4, 4)
-    ('−25.0%', '0.0%')
+    >>> relative(200, 150), relative(200, 249), relative(200, 540), relative(1e4, 10_006), relative(4, 4)
+    ('−25%', '+24.5%', '+170%', '+0.06%', '0%')
     """
     if before is None or after is None or before == 0:
         return MISSING
-    text = f"{(after / before - 1) * 100:+.1f}%"
-    return "0.0%" if text in ("+0.0%", "-0.0%") else text.replace("-", "−")
+    found = (after / before - 1) * 100
+    digits = 0 if abs(found) >= 100 else 1 if abs(found) >= 0.095 else 2
+    text = f"{found:+,.{digits}f}".removesuffix(".00").removesuffix(".0")
+    return "0%" if text in ("+0", "-0") else f"{text}%".replace("-", "−")
 
 
 def words(key: str) -> str:

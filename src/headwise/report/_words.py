@@ -3,8 +3,7 @@
 Page, terminal and model card take their words from here. Files keep the keys that they have always had.
 """
 
-from __future__ import annotations
-
+from headwise.report._text import as_number
 from headwise.types import UNIT_OF, Measure, Verdict
 
 PREDICTED, CALIBRATION, MEASURED = "predicted", "calibration", "measured"
@@ -68,6 +67,12 @@ def reading_words(kind: str, axis: str) -> str:
         return f"Damage with {unit.cut}"
     plain = kind.replace("_", " ").replace(".", " ")
     return HEADINGS.get(kind) or f"{plain[:1].upper()}{plain[1:]} by {axis_words(axis)}"
+
+
+def known_ends(measure: Measure | None) -> tuple[float, float] | None:
+    """The ends of a measure's interval, where both are known."""
+    low, high = (as_number(measure.low), as_number(measure.high)) if measure else (None, None)
+    return None if low is None or high is None else (low, high)
 
 
 def damage_numbers(verdict: Verdict) -> dict[str, Measure]:

@@ -6,7 +6,6 @@ The same charts as on the page; only the drawing differs.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,8 @@ Picture = Plan | Chart | RowChart
 
 def save_figures(dossier: Dossier, folder: Path, overwrite: bool = False) -> list[Path]:
     """Write every picture that the dossier has data for; files that are there already are refused or replaced."""
-    drawn = {folder / f"{n}{s}": encoded(f, s) for n, f in _all_drawn(dossier) for s in SUFFIXES}
+    figures = ((name, _drawn(picture)) for name, picture in charts(dossier).items())
+    drawn = {folder / f"{name}{suffix}": encoded(figure, suffix) for name, figure in figures for suffix in SUFFIXES}
     with disk.explained(folder), locked(folder, "report"):
         for path, content in drawn.items():
             disk.recover_one(path)
@@ -47,11 +47,6 @@ def save_figures(dossier: Dossier, folder: Path, overwrite: bool = False) -> lis
         for path, content in drawn.items():
             write_atomically(path, content)
     return list(drawn)
-
-
-def _all_drawn(dossier: Dossier) -> Iterator[tuple[str, Figure]]:
-    for name, picture in charts(dossier).items():
-        yield name, _drawn(picture)
 
 
 def charts(dossier: Dossier) -> dict[str, Picture]:

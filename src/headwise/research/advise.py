@@ -5,8 +5,6 @@ where the shape lies within what was measured and the comparison was decided; ot
 the line says "no evidence here", with the nearest comparisons beside it. No torch: answers come at once.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict, dataclass
@@ -66,8 +64,7 @@ def advise(
     amounts = {name: None if v is None else amount(v, name) for name, v in (("params", params), ("flops", flops))}
     known = read_object(KNOWN, HeadwiseError, "install headwise again")
     shape = {"width": width, "layers": layers, "context": context}
-    lines = [*_of_heads(known, shape), _kv_heads(width), *_of_layers(known, shape), *_budget(shape, **amounts)]
-    return Advice({**shape, **amounts}, tuple(lines))
+    return Advice({**shape, **amounts}, (*_of_shape(known, shape), *_budget(shape, **amounts)))
 
 
 def amount(text: float | str, name: str) -> float:
@@ -106,58 +103,27 @@ def _evidence(known: dict[str, Any], topic: str, shape: dict[str, int]) -> tuple
     return (ways.pop() if len(ways) == 1 else 0), tuple(found)
 
 
-def _line(known: dict[str, Any], topic: str, shape: dict[str, int], words: dict[int, str], label: str) -> Line:
-    way, evidence = _evidence(known, topic, shape)
-    return Line(label, words[way], MEASURED if way else NOTHING, evidence)
-
-
-def _of_heads(known: dict[str, Any], shape: dict[str, int]) -> list[Line]:
-    heads = usual_heads(shape["width"])
-    dim = shape["width"] // heads
-    usual = f"{heads} heads"
-    return [
-        _line(
-            known, "heads", shape,
-            {0: f"{usual} (usual practice)", 1: f"more than {usual}, each smaller", -1: f"{usual}, not more"},
-            "heads",
-        ),
-        _line(
-            known, "heads", shape,
-            {0: f"{dim} (usual practice)", 1: f"below {dim}", -1: f"{dim}, not less"},
-            "head dimension",
-        ),
-        _line(
-            known, "wider_attention", shape,
-            {0: "equal to the width (usual practice)", 1: "wider than the model", -1: "no wider than the model"},
-            "attention width",
-        ),
-    ]  # fmt: skip
-
-
-def _kv_heads(width: int) -> Line:
-    heads = usual_heads(width)
-    return Line("key/value heads", f"{heads}, or fewer where the cache must be small (usual practice)", NOTHING)
-
-
-def _of_layers(known: dict[str, Any], shape: dict[str, int]) -> list[Line]:
-    layers, width = shape["layers"], shape["width"]
-    return [
-        _line(
-            known, "width_for_depth", shape,
-            {0: f"{layers} layers of width {width}, as given", 1: "fewer and wider layers", -1: "no fewer layers"},
-            "depth against width",
-        ),
-        _line(
-            known, "early", shape,
-            {0: "no border known", 1: f"before layer {layers // 2 + 1}", -1: "no border: later ones saturate no more"},
-            "where early ends",
-        ),
-        _line(
-            known, "uneven_layers", shape,
-            {0: "layers alike (usual practice)", 1: "layers that differ", -1: "layers alike"},
-            "layers alike or not",
-        ),
-    ]  # fmt: skip
+def _of_shape(known: dict[str, Any], shape: dict[str, int]) -> list[Line]:
+    """A line per question: what to do where nothing is decided, where the evidence is for it, and against it."""
+    width, layers, heads = shape["width"], shape["layers"], usual_heads(shape["width"])
+    dim, usual, practice = width // heads, f"{heads} heads", "(usual practice)"
+    rows = (  # label, topic of the evidence, advice: undecided, for, against
+        ("heads", "heads", f"{usual} {practice}", f"more than {usual}, each smaller", f"{usual}, not more"),
+        ("head dimension", "heads", f"{dim} {practice}", f"below {dim}", f"{dim}, not less"),
+        ("attention width", "wider_attention",
+         f"equal to the width {practice}", "wider than the model", "no wider than the model"),
+        ("key/value heads", "", f"{heads}, or fewer where the cache must be small {practice}", "", ""),
+        ("depth against width", "width_for_depth",
+         f"{layers} layers of width {width}, as given", "fewer and wider layers", "no fewer layers"),
+        ("where early ends", "early",
+         "no border known", f"before layer {layers // 2 + 1}", "no border: later ones saturate no more"),
+        ("layers alike or not", "uneven_layers", f"layers alike {practice}", "layers that differ", "layers alike"),
+    )  # fmt: skip
+    found = []
+    for label, topic, *advice in rows:
+        way, evidence = _evidence(known, topic, shape) if topic else (0, ())
+        found.append(Line(label, advice[way], MEASURED if way else NOTHING, evidence))
+    return found
 
 
 def _budget(shape: dict[str, int], params: float | None, flops: float | None) -> list[Line]:

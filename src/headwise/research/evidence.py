@@ -1,31 +1,25 @@
 """The pages of evidence: a table that is read in five minutes, then a section per claim. Nothing here measures."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 REWRITE = "headwise reproduce --render"
 INTRO = (
-    "Two papers make claims about heads, depth and dimensions of Transformers. Here they are tested. The table says "
-    "what "
-    "came out; details follow below it. Every number comes from a file in `experiments/results/`, every verdict from "
-    "a rule "
-    f"in `experiments/_claims_*.py`, and this page from `{REWRITE}`."
+    "Two papers make claims about heads, depth and dimensions of Transformers. Here they are tested. The tables say "
+    "what came out; a section for every claim follows. Every number comes from a file in `experiments/results/`, every "
+    f"verdict from a rule in `experiments/_claims_*.py`, and this page from `{REWRITE}`."
 )
 WORDS = (
     "**Verdicts.** *Confirmed*, *refuted*: shown either way. *Confirmed with conditions*: part of it holds, and it is "
     "known which. *Inconclusive*: these data cannot decide, or a check on them failed; the section says what would. "
     "*Consistent*: arithmetic, nothing was measured that could have come out otherwise.",
     "**Rules.** A claim rests on comparisons, each with a margin. Two one-sided tests at 2.5%, one for the claim and "
-    "one "
-    "against it, are corrected by Holm over all comparisons of the claim. A comparison is void, whatever its p-value, "
-    "if a "
-    "model learned next to nothing, a task is at its majority class, or a best learning rate is the lowest or highest "
-    "tried. "
-    "Wordings of claims are ours. **Pictures**: the number with its 95% interval; the dashed line is the border that "
-    "decides.",
+    "one against it, are corrected by Holm over all comparisons of the claim. A comparison is void, whatever its "
+    "p-value, if a model learned next to nothing, a task is at its majority class, or the best learning rate is the "
+    "lowest or highest tried. The wordings of the claims are ours.",
+    "**Pictures.** The number with its 95% interval; the dashed line is the border that decides. **Damage** is "
+    "measured damage: the increase of the loss on held-out text, in nats per token.",
 )
 PAPERS = {
     "a": "Allocation of Parameters in Transformers (arXiv 2510.03784)",
@@ -115,7 +109,7 @@ def _section(entry: Experiment, rules_date: str) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return [
         *head,
-        f"**Verdict: {entry.verdict}.** {judged.number}. {judged.because}{settle}{after}",
+        f"**Verdict: {entry.verdict}.** {_sentence(judged.number)}. {_sentence(judged.because)}{settle}{after}",
         "",
         f"![{entry.heading}]({entry.figure})",
         "",
@@ -126,9 +120,13 @@ def _section(entry: Experiment, rules_date: str) -> list[str]:
         "</details>",
         "",
         f"`{entry.command}`: size {result['size']}, {result['seconds']:,.0f} s on {result['hardware']}, "
-        f"{result['date']}; "
-        f"{versions}. {entry.made_by}",
+        f"{result['date']}; {versions}. {entry.made_by}",
     ]
+
+
+def _sentence(words: str) -> str:
+    """With a capital letter, but for names of models that have none."""
+    return words if words.startswith(("embedded", "stories")) else words[:1].upper() + words[1:]
 
 
 def strip_svg(value: float, low: float, high: float, border: float) -> str:

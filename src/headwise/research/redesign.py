@@ -3,8 +3,6 @@
 Models come from scratch, by timm's own arguments; on the device "meta" they take no memory and can only be counted.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -109,20 +107,17 @@ KNOWN: dict[str, Callable[[Any], StageSizes]] = {
 }  # fmt: skip
 
 
-def _stages(name: str, what: str, given: Sizes, present: tuple[int, ...]) -> Sizes:
+def _stages(name: str, what: str, wanted: Sizes, present: tuple[int, ...]) -> Sizes:
     """The sizes as timm takes them: one, or one per stage."""
-    sizes = (given,) if isinstance(given, int) else tuple(given)
+    sizes = (wanted,) if isinstance(wanted, int) else tuple(wanted)
     if len(sizes) != len(present):
         stages = "no stages" if len(present) == 1 else f"{len(present)} stages"
         shown = present[0] if len(present) == 1 else present
-        raise ShapeError(f"{name} has {stages}, with {what} {shown}; {_numbers(len(sizes))} given.")
+        given = "one number was" if len(sizes) == 1 else f"{len(sizes)} numbers were"
+        raise ShapeError(f"{name} has {stages}, with {what} {shown}; {given} given.")
     if small := [size for size in sizes if size < 1]:
         raise ShapeError(f"{what} {small[0]} leaves nothing; give at least 1.")
     return sizes[0] if len(present) == 1 else sizes
-
-
-def _numbers(count: int) -> str:
-    return "one number was" if count == 1 else f"{count} numbers were"
 
 
 def _divides(name: str, heads: int, width: int, multiple: int) -> None:
@@ -147,8 +142,7 @@ def _made(name: str, arguments: dict[str, Any], device: str) -> nn.Module:
     with torch.device(device):
         if arguments and name.startswith("volo_"):  # whose names take no other sizes
             return _volo_with(name, arguments)
-        made: nn.Module = timm.create_model(name, pretrained=False, **arguments)
-        return made
+        return timm.create_model(name, pretrained=False, **arguments)
 
 
 def _volo_with(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -165,5 +159,4 @@ def _volo_with(name: str, arguments: dict[str, Any]) -> nn.Module:
         mlp_ratio=mlp.fc1.out_features / mlp.fc1.in_features,
         stem_hidden_dim=model.patch_embed.conv[0].out_channels,
     )
-    made: nn.Module = VOLO(**{**same, **arguments})
-    return made
+    return VOLO(**{**same, **arguments})

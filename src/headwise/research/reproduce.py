@@ -4,8 +4,6 @@ Experiments live beside the package in its repository, with their committed resu
 docs/EVIDENCE.md comes from there. Nothing heavy is imported before an experiment runs.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

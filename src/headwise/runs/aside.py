@@ -1,7 +1,5 @@
 """Replacing a run: its own files are kept in `.previous` until the new run is finished. Other files stay in place."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

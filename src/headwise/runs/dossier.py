@@ -1,7 +1,5 @@
 """Everything that one run folder holds: the only argument of the report."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

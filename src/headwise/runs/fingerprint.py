@@ -1,7 +1,5 @@
 """Fingerprints of files, by content: small ones are read whole, of large ones many parts."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from pathlib import Path

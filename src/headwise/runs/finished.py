@@ -1,7 +1,5 @@
 """The record of a folder: which stages are finished, the settings they followed, what they read and what they wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path

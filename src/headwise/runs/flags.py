@@ -1,18 +1,16 @@
 """Flags from dataclass fields: the flag, help and default of a setting are written once, beside the field. No torch.
 
-    seed: Annotated[int, Flag("Random seed.", "run probe")] = 0
+    seed: int = option(0, "Random seed.", "run probe")
 
 `with_flags` gives a command the options of such a dataclass, and `words` turns values back into what a user types.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from types import NoneType
-from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 from headwise.errors import HeadwiseError
 from headwise.registry import names
@@ -34,6 +32,14 @@ class Flag:
     argument: bool = False  # given without a flag
     commas: bool = False  # a tuple is one text with commas; otherwise the flag is repeated
     least: int | None = None  # smallest value
+
+
+def option(
+    default: Any, help: str, commands: str, group: str | None = None, value: str | None = None, **more: Any
+) -> Any:
+    """A field of a dataclass that is also a flag; a default of `...` means that it must be given."""
+    kept = {} if default is ... else {"default": default}
+    return field(**kept, metadata={"flag": Flag(help, commands, group, value, **more)})
 
 
 class Setting(NamedTuple):
@@ -107,10 +113,8 @@ class Setting(NamedTuple):
 @functools.cache
 def described(settings: type) -> tuple[Setting, ...]:
     """The fields of a dataclass that have a flag, in their order."""
-    hints = get_type_hints(settings, include_extras=True)
-    parts = {name: get_args(hint) for name, hint in hints.items() if get_origin(hint) is Annotated}
-    found = [(field, *parts[field.name]) for field in fields(settings) if field.name in parts]
-    return tuple(Setting(field.name, kind, flag, field.default) for field, kind, flag in found)
+    kinds, flagged = get_type_hints(settings), (one for one in fields(settings) if "flag" in one.metadata)
+    return tuple(Setting(one.name, kinds[one.name], one.metadata["flag"], one.default) for one in flagged)
 
 
 def settings_of(settings: type, command: str) -> list[Setting]:

@@ -197,9 +197,8 @@ class RunFolder:
     def require(self) -> Settings:
         """The settings of an existing run."""
         if not self.settings_file.exists():
-            raise OutputError(
-                f"{self.path} holds no run of headwise; begin with: headwise probe MODEL --out {self.path}"
-            )
+            begin = f"headwise run MODEL --budget kv=25% --out {self.path}"
+            raise OutputError(f"{self.path} holds no run of headwise; begin with: {begin}")
         return Settings.read(self.settings_file)
 
     def table_file(self, work: Workload) -> Path:

@@ -1,7 +1,5 @@
 """Reads the record of a healing, heal.json. No torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from headwise.errors import PlanError

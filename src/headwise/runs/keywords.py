@@ -4,8 +4,6 @@ Type checkers read this file, so the fields of `Settings` are repeated here; a t
 means is written beside it in `Settings`.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any, TypedDict, TypeVar

@@ -1,7 +1,5 @@
 """One command at a time in a folder. The system gives the lock back when its holder ends, however it ends."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

@@ -1,7 +1,5 @@
 """Second moments of a model as a file of a run folder."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What to type to give a run another budget, plan or healing without probing again. No torch."""
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import fields
 from pathlib import Path

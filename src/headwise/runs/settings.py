@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any
+from typing import Any
 
 from headwise.errors import HeadwiseError, PlanError
-from headwise.registry import names
+from headwise.registry import names, nearest
 from headwise.runs import fingerprint
-from headwise.runs.flags import Flag, check_smallest
+from headwise.runs.flags import check_smallest, option
 from headwise.runs.heal_options import Options
 from headwise.strategies import POOLING
 from headwise.types import DEFAULT_UNITS, UNITS, ModelShape, Record
@@ -28,158 +28,131 @@ HEAL_OPTIONS = ", ".join(field.name for field in fields(Options))
 class Settings(Record):
     """What a run is asked to do. An interrupted run resumes only under the same settings (see `resumes`)."""
 
-    model: Annotated[str, Flag("Hub id, local folder, .gguf file, or 'embedded'.", "run probe", argument=True)]
-    budgets: Annotated[
-        tuple[str, ...],
-        Flag(
-            "Limit on the result, in percent of the source or absolute; repeatable. Budgets are listed below.",
-            commands="run probe allocate",
-            value="NAME=LIMIT",
-            required="run allocate",
-            flag="budget",
-            plug_ins="headwise.budgets",
-        ),
-    ] = ()
-    data: Annotated[
-        str | None,
-        Flag(
-            "Calibration data. Text: a text or jsonl file, a folder of them, a datasets name, 'stdlib', or 'self' (the "
-            "model writes it, the default). Images: a folder, an .npz file, a datasets name. Speech: a folder of .wav "
-            "files or a jsonl file.",
-            commands="run probe",
-            group=DATA,
-            value="SOURCE",
-        ),
-    ] = None  # for the embedded model: the standard library
-    eval: Annotated[
-        str | None, Flag("Evaluation data; if not given, a part of --data is held out.", "run", DATA, "SOURCE")
-    ] = None
-    task: Annotated[
-        str | None,
-        Flag("The model's task; if not given, that of its head.", "run probe", DATA, plug_ins="headwise.tasks"),
-    ] = None
-    strategy: Annotated[
-        str, Flag("How the budget is divided among layers.", "run allocate", CUT, plug_ins="headwise.strategies")
-    ] = "exact"
-    rounds: Annotated[int, Flag("Number of rounds: cut a part, probe again, cut more.", "run", CUT, least=1)] = 1
-    heal: Annotated[
-        str,
-        Flag("How the cut model is repaired; 'none' leaves it as it is.", "run heal", HEAL, plug_ins="headwise.heal"),
-    ] = "refit"
-    heal_options: Annotated[
-        tuple[str, ...],
-        Flag(
-            f"Option of the healing, such as tokens=1e6; repeatable. Known: {HEAL_OPTIONS}.",
-            commands="run heal",
-            group=HEAL,
-            value="NAME=VALUE",
-            flag="heal-option",
-        ),
-    ] = ()
-    portable: Annotated[
-        bool, Flag("One size for all layers, so that stock transformers loads the result.", "run allocate", CUT)
-    ] = False
-    allow: Annotated[
-        tuple[str, ...],
-        Flag(
-            f"What may be cut, of {','.join(UNITS)}. bits: cached keys and values in fewer bits; weights: weights in "
-            "fewer bits, with a limit on their bytes; rank: the query projection as two thin factors.",
-            commands="run probe allocate",
-            group=CUT,
-            value="UNITS",
-            commas=True,
-        ),
-    ] = DEFAULT_UNITS
-    serve: Annotated[
-        str | None,
-        Flag(
-            f"Engine that will serve the result ({', '.join(ENGINES)}): only sizes that its cache holds without "
-            "padding, and no bits.",
-            commands="run probe allocate",
-            group=CUT,
-            value="ENGINE",
-        ),
-    ] = None
-    multiple: Annotated[
-        int,
-        Flag(
-            "Sizes of heads and MLPs in multiples of this, such as 16, 32 or 64; no bits if above 1.",
-            commands="run probe allocate",
-            group=CUT,
-            least=1,
-        ),
-    ] = 1
-    same_dims: Annotated[
-        bool,
-        Flag("Queries, keys and values of a layer get the same dimension; no bits.", "run probe allocate", CUT),
-    ] = False
-    seed: Annotated[int, Flag("Random seed.", "run probe allocate", MACHINE, least=0)] = 0
-    device: Annotated[str, Flag("auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")] = "auto"
-    dtype: Annotated[
-        str,
-        Flag(
-            "Number format of computation: float32, bfloat16, or auto: bfloat16 on a GPU if the file has it.",
-            commands="run probe",
-            group=MACHINE,
-            value="FORMAT",
-        ),
-    ] = "auto"
-    tokens: Annotated[int, Flag("Calibration tokens; for images, patches.", "run probe", DATA, least=1)] = 65_536
-    eval_tokens: Annotated[int, Flag("Evaluation tokens.", "run", DATA, least=1)] = 32_768
-    swap_tokens: Annotated[
-        int,
-        Flag("Tokens on which the damage of single cuts is measured; 0: only predicted.", "run probe", DATA, least=0),
-    ] = 4_096
-    length: Annotated[
-        int, Flag("Tokens in a row of text; at most the model's context.", "run probe", DATA, least=8)
-    ] = 512
-    context: Annotated[
-        int | None,
-        Flag(
-            "Context length, in tokens, that the result must serve; if not given, the model's own, at most "
-            f"{LONGEST_CONTEXT:,}.",
-            commands="run probe",
-            group=DATA,
-            least=8,
-        ),
-    ] = None
-    trust_remote_code: Annotated[
-        bool, Flag("Run Python code from the model's repository.", "run probe reshape heal verify", MACHINE)
-    ] = False  # of this command alone: the value in a file is never believed
-    recompute: Annotated[
-        bool | None,
-        Flag("Gradient checkpointing; if not given, where memory is short.", "run probe", MACHINE),
-    ] = None
-    stream: Annotated[
-        bool | None,
-        Flag("Keep one layer in memory at a time; if not given, where the model does not fit.", "run probe", MACHINE),
-    ] = None
-    pool: Annotated[
-        str,
-        Flag(
-            "Key/value heads that share a row of the cache: none, all, a number such as 2, or auto: all, up to 1,024 "
-            "numbers, where the cache is coded in bits.",
-            commands="run probe",
-            group=CUT,
-            value="HEADS",
-        ),
-    ] = "auto"
-    max_loss: Annotated[
-        str | None,
-        Flag(
-            f"Largest accepted damage: 2% more perplexity, or 0.02 nats per token; {MAX_LOSS} if not given.",
-            commands="run verify",
-            group=HEAL,
-            value="DAMAGE",
-        ),
-    ] = None
+    model: str = option(..., "Hub id, local folder, .gguf file, or 'embedded'.", "run probe", argument=True)
+    budgets: tuple[str, ...] = option(
+        (),
+        "Limit on the result, in percent of the source or absolute; repeatable. Budgets are listed below.",
+        "run probe allocate",
+        value="NAME=LIMIT",
+        required="run allocate",
+        flag="budget",
+        plug_ins="headwise.budgets",
+    )
+    data: str | None = option(
+        None,
+        "Calibration data. Text: a text or jsonl file, a folder of them, a datasets name, 'stdlib', or 'self' (the "
+        "model writes it, the default). Images: a folder, an .npz file, a datasets name. Speech: a folder of .wav "
+        "files or a jsonl file.",
+        "run probe",
+        DATA,
+        "SOURCE",
+    )  # for the embedded model: the standard library
+    eval: str | None = option(
+        None, "Evaluation data; if not given, a part of --data is held out.", "run", DATA, "SOURCE"
+    )
+    task: str | None = option(
+        None, "The model's task; if not given, that of its head.", "run probe", DATA, plug_ins="headwise.tasks"
+    )
+    strategy: str = option(
+        "exact", "How the budget is divided among layers.", "run allocate", CUT, plug_ins="headwise.strategies"
+    )
+    rounds: int = option(1, "Number of rounds: cut a part, probe again, cut more.", "run", CUT, least=1)
+    heal: str = option(
+        "refit", "How the cut model is repaired; 'none' leaves it as it is.", "run heal", HEAL, plug_ins="headwise.heal"
+    )
+    heal_options: tuple[str, ...] = option(
+        (),
+        f"Option of the healing, such as tokens=1e6; repeatable. Known: {HEAL_OPTIONS}.",
+        "run heal",
+        HEAL,
+        "NAME=VALUE",
+        flag="heal-option",
+    )
+    portable: bool = option(
+        False, "One size for all layers, so that stock transformers loads the result.", "run allocate", CUT
+    )
+    allow: tuple[str, ...] = option(
+        DEFAULT_UNITS,
+        f"What may be cut, of {','.join(UNITS)}. bits: cached keys and values in fewer bits; weights: weights in "
+        "fewer bits, with a limit on their bytes; rank: the query projection as two thin factors.",
+        "run probe allocate",
+        CUT,
+        "UNITS",
+        commas=True,
+    )
+    serve: str | None = option(
+        None,
+        f"Engine that will serve the result ({', '.join(ENGINES)}): only sizes that its cache holds without "
+        "padding, and no bits.",
+        "run probe allocate",
+        CUT,
+        "ENGINE",
+    )
+    multiple: int = option(
+        1,
+        "Sizes of heads and MLPs in multiples of this, such as 16, 32 or 64; no bits if above 1.",
+        "run probe allocate",
+        CUT,
+        least=1,
+    )
+    same_dims: bool = option(
+        False, "Queries, keys and values of a layer get the same dimension; no bits.", "run probe allocate", CUT
+    )
+    seed: int = option(0, "Random seed.", "run probe allocate", MACHINE, least=0)
+    device: str = option("auto", "auto, cpu, cuda, or one GPU: cuda:1.", "run probe", MACHINE, "NAME")
+    dtype: str = option(
+        "auto",
+        "Number format of computation: float32, bfloat16, or auto: bfloat16 on a GPU if the file has it.",
+        "run probe",
+        MACHINE,
+        "FORMAT",
+    )
+    tokens: int = option(65_536, "Calibration tokens; for images, patches.", "run probe", DATA, least=1)
+    eval_tokens: int = option(32_768, "Evaluation tokens.", "run", DATA, least=1)
+    swap_tokens: int = option(
+        4_096, "Tokens on which the damage of single cuts is measured; 0: only predicted.", "run probe", DATA, least=0
+    )
+    length: int = option(512, "Tokens in a row of text; at most the model's context.", "run probe", DATA, least=8)
+    context: int | None = option(
+        None,
+        "Context length, in tokens, that the result must serve; if not given, the model's own, at most "
+        f"{LONGEST_CONTEXT:,}.",
+        "run probe",
+        DATA,
+        least=8,
+    )
+    trust_remote_code: bool = option(
+        False, "Run Python code from the model's repository.", "run probe reshape heal verify", MACHINE
+    )  # of this command alone: the value in a file is never believed
+    recompute: bool | None = option(
+        None, "Gradient checkpointing; if not given, where memory is short.", "run probe", MACHINE
+    )
+    stream: bool | None = option(
+        None, "Keep one layer in memory at a time; if not given, where the model does not fit.", "run probe", MACHINE
+    )
+    pool: str = option(
+        "auto",
+        "Key/value heads that share a row of the cache: none, all, a number such as 2, or auto: all, up to 1,024 "
+        "numbers, where the cache is coded in bits.",
+        "run probe",
+        CUT,
+        "HEADS",
+    )
+    max_loss: str | None = option(
+        None,
+        f"Largest accepted damage: 2% more perplexity, or 0.02 nats per token; {MAX_LOSS} if not given.",
+        "run verify",
+        HEAL,
+        "DAMAGE",
+    )
 
     def __post_init__(self) -> None:
         if broken := [n for n in ("model", "data", "eval", "task", "device") if "\0" in (getattr(self, n) or "")]:
             raise HeadwiseError(f"{broken[0]} contains a NUL character; give a name that a file can have.")
         check_smallest(self)
         if self.heal not in (known := ("none", *names("headwise.heal"))):
-            raise HeadwiseError(f"no healing is called '{self.heal}'. Known: {', '.join(known)}.")
+            hint = nearest(self.heal, known)
+            raise HeadwiseError(f"no healing is called '{self.heal}'.{hint} Known: {', '.join(known)}.")
         if self.dtype not in FORMATS:
             raise HeadwiseError(f"dtype is '{self.dtype}'; give {', '.join(FORMATS)}.")
         if self.serve is not None and self.serve not in ENGINES:
@@ -257,23 +230,23 @@ class Settings(Record):
     @property
     def may_code(self) -> bool:
         """Whether cached rows may be coded: where the cache is limited, or nothing is yet, and no time is."""
-        named = [text.strip().partition("=")[0] for text in self.budgets]
-        limited = not named or "kv" in named or "memory" in named
-        timed = any(name.startswith("latency") for name in named)
-        may = self.strategy == "exact" and limited and not (timed or self.portable or self.limits_sizes)
-        return "bits" in self.allow and may
+        limited = not self.limited or bool({"kv", "memory"} & self.limited)
+        return "bits" in self.allow and limited and self._may_choose_bits
 
     @property
     def may_pack(self) -> bool:
         """Whether weights may be stored in few bits: where their bytes are limited, and no time is."""
-        named = [text.strip().partition("=")[0].strip() for text in self.budgets]
-        limited = any(name in ("weights", "memory") for name in named) and "latency" not in named
-        return (
-            "weights" in self.allow
-            and self.strategy == "exact"
-            and limited
-            and not (self.portable or self.limits_sizes)
-        )
+        return "weights" in self.allow and bool({"weights", "memory"} & self.limited) and self._may_choose_bits
+
+    @property
+    def limited(self) -> set[str]:
+        """The names of the budgets."""
+        return {text.partition("=")[0].strip() for text in self.budgets}
+
+    @property
+    def _may_choose_bits(self) -> bool:
+        fixed = "latency" in self.limited or self.portable or self.limits_sizes
+        return self.strategy == "exact" and not fixed
 
     @property
     def limits_sizes(self) -> bool:

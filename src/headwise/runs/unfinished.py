@@ -1,7 +1,5 @@
 """Results of long work, each kept as soon as it is there, so that work that was killed resumes. No torch."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The allocate stage on a run folder, without torch: from one probing to any number of plans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A source that is held in memory, as nearly every one is: how it is probed, reshaped and healed, saved and judged."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -45,16 +43,14 @@ class InMemory(Source):
     """A source whose model is an `nn.Module` on our modules."""
 
     def probe(self, settings: Settings, folder: RunFolder, track: Track = silently, diagnose: bool = True) -> Probed:
-        """See `Source`."""
         return probe_in(folder, settings, self, track, diagnose)
 
     def expect_judgement(self, folder: RunFolder) -> None:
-        """See `Source`. A CPU's cores have other work until then."""
+        """A CPU's cores have other work until then."""
         if self.model.device.type == "cuda" and processes.index() == 0:
             _fresh.expect_reload(folder.path)
 
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
-        """See `Source`."""
         if any(map(prices.of_weights, plan.budgets)):
             note(words.expected(plan))
         blind = strategies.blind(plan.strategy)
@@ -90,7 +86,6 @@ class InMemory(Source):
         return packing.packed_model(self.reader, model, plan.target, rows, self.seed, track, fields, balanced)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
-        """See `Source`."""
         last = fitted.healings[-1] if fitted.healings else Healing("none")
         found = replace(last, rehearsed=fitted.rehearsed, rounds=tuple(fitted.healings[:-1]))
         folder.write_json(folder.heal_file, found.to_json())
@@ -112,7 +107,6 @@ class InMemory(Source):
         self.clear(settings, folder)
 
     def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
-        """See `Source`."""
         model, shape, rows = self.model, self.shape, self.evaluation
         with stage(track, "loading the new model"):
             stock, _ = families.load(str(folder.model), str(model.device), dtype=model.dtype)
@@ -140,7 +134,7 @@ class InMemory(Source):
             quality=found,
             lengths=lengths,
             expected={"predicted": rehearsed_damage(folder.heal_file), "sum_of_prices": plan.predicted_damage},
-            size={**exactness.sizes(cut, shape), **stored},
+            size={**exactness.sizes(exactness.counted_sizes(cut), shape), **stored},
             speed=times,
             checks=(*checks, *kept),
             samples=samples,
@@ -157,7 +151,6 @@ class InMemory(Source):
         return quality.compare(self.family, self.model, cut, rows, track, self.task, self.seed, self.truth), None
 
     def clear(self, settings: Settings, folder: RunFolder) -> None:
-        """See `Source`."""
         for number in range(1, settings.rounds + 1):
             disk.remove(folder.round(number).healing)
 

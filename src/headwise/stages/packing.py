@@ -5,8 +5,6 @@ changes the matrices that write into the residual stream: the others are rounded
 they are off too, and these after it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The probe stage: everything that allocation and reshaping need to know about a model in memory."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -31,7 +29,7 @@ from headwise.stages import packing
 from headwise.stages.allocate import units_to_measure
 from headwise.stages.source import Probed, Source, codes_rows, packs_weights
 from headwise.tasks.causal import Causal
-from headwise.types import DAMAGE, GONE, LayerShape, Reading, Readings
+from headwise.types import DAMAGE, GONE, LayerShape, ModelShape, Reading, Readings
 from headwise.types.weights import ENDS
 
 T = TypeVar("T")
@@ -138,12 +136,12 @@ class _Probing:
         if not self.bits_alone:
             found = self._grams(self.source.calibration)
         if self.coded:
-            found = [one | more for one, more in zip(found, self._with_less_memory(self._fisher), strict=True)]
+            found = _merged(found, self._with_less_memory(self._fisher))
         if self.packed:
-            found = [one | more for one, more in zip(found, self._with_less_memory(self._weights), strict=True)]
+            found = _merged(found, self._with_less_memory(self._weights))
         if self.ranked:
-            needed = [{name: one[name] for name in ("w_in", "g_q")} for one in self._with_less_memory(self._weights)]
-            found = [one | more for one, more in zip(found, needed, strict=True)]
+            weighed = self._with_less_memory(self._weights)
+            found = _merged(found, [{name: one[name] for name in ("w_in", "g_q")} for one in weighed])
         if file:
             processes.by_first(partial(write_moments, file, found))
         self.progress.piece("moments", lambda: True)
@@ -197,36 +195,26 @@ class _Probing:
         if self.coded:
             read = data.places(self.source.calibration)
             bits, codes = fisher.measure(self.shape.layers, self.moments, read, self.settings.seed)
-            found, known = [*found, *bits], [one | more for one, more in zip(known, codes, strict=True)]
+            found, known = [*found, *bits], _merged(known, codes)
         if self.packed:
-            widths = self.progress.piece("weights", lambda: _plain(self._widths()))
+            widths = self.progress.piece("weights", lambda: _plain(weights.measure(*self._weighed(), self.track)))
             found += [Reading.from_json(reading) for reading in widths]
         if self.ranked:
-            read = data.count_tokens(self._some(packing.TOKENS), self.task.row_tokens)
-            found.append(
-                weights.measure_ranks(self.family, self.model, self.moments, self.shape, read, self.settings.seed)
-            )
+            found.append(weights.measure_ranks(*self._weighed()))
         return found, known
 
-    def _widths(self) -> list[Reading]:
+    def _weighed(self) -> tuple[families.Family, Any, list[Moments], ModelShape, int, int]:
+        """What prices of weights are computed from."""
         read = data.count_tokens(self._some(packing.TOKENS), self.task.row_tokens)
-        return weights.measure(self.family, self.model, self.moments, self.shape, read, self.settings.seed, self.track)
+        return self.family, self.model, self.moments, self.shape, read, self.settings.seed
 
     def _sensitivity(self) -> list[Any]:
-        some, seed = self._some(SENSITIVITY_TOKENS), self.settings.seed
+        read, how = (
+            (self.family, self.model, self._some(SENSITIVITY_TOKENS)),
+            (self.settings.seed, self.track, self.task),
+        )
         curves, orders = self._with_less_memory(
-            lambda recompute: sensitivity.measure(
-                self.family,
-                self.model,
-                some,
-                self.moments,
-                self.mlp,
-                seed,
-                self.track,
-                self.task,
-                recompute,
-                self.source.spread,
-            )  # fmt: skip
+            lambda recompute: sensitivity.measure(*read, self.moments, self.mlp, *how, recompute, self.source.spread)
         )
         return [_plain(curves), orders]
 
@@ -246,10 +234,8 @@ class _Probing:
         self.units = units_to_measure(settings, self.shape.grain.folds, self.coded, self.packed)
         if not (settings.swap_tokens and self.units):
             return []
-        strength, healed = (
-            self.task.refit_strength,
-            [kind for kind, unit in self.units.items() if unit.allow not in ("bits", "weights")],
-        )
+        healed = [kind for kind, unit in self.units.items() if unit.allow not in ("bits", "weights")]
+        strength = self.task.refit_strength
         self.healer = LayerHealer(self.family, self.model, others, strength) if self.heals and healed else None
         found = swap.measure(
             self.family, self.model, few, curves, self.units, self._sized, self._cut, settings.seed, self.track,
@@ -305,6 +291,11 @@ class _Probing:
         left = tuple(GONE if index in gone else layer for index, layer in enumerate(self.shape.layers))
         shorter = self.family.build(self.model, left, self.family.state_of(self.model, clone=False))
         return refit(self.family, self.model, shorter, rows, self.task.refit_strength)[0] if self.heals else shorter
+
+
+def _merged(some: Sequence[dict[str, T]], more: Sequence[dict[str, T]]) -> list[dict[str, T]]:
+    """What two probes found, layer by layer."""
+    return [one | other for one, other in zip(some, more, strict=True)]
 
 
 def _plain(readings: Sequence[Reading]) -> list[dict[str, Any]]:

@@ -1,7 +1,5 @@
 """Writing the report of a run folder, and the comparison of several. No torch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

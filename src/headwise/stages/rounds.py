@@ -1,7 +1,5 @@
 """Cutting in rounds: damage adds up only while it is small, so go part of the way, probe and solve again."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from headwise import budgets as prices

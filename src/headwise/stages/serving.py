@@ -1,7 +1,5 @@
 """Whether an engine serves the model of a run folder as transformers runs it, recorded beside the verdict."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 from headwise import families

@@ -1,7 +1,5 @@
 """The model that is cut, with what reads for it and the rows; and which models and units a run refuses."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass

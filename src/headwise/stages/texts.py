@@ -1,7 +1,5 @@
 """The rows of a run: text, images or recordings, read and split into calibration, rehearsal and evaluation."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

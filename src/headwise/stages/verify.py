@@ -1,7 +1,5 @@
 """The verify stage: prove on the saved model, reloaded, against the source, on held-out rows, what was done."""
 
-from __future__ import annotations
-
 from datetime import UTC, datetime
 
 from headwise import data

@@ -1,7 +1,5 @@
 """What a run with a limit on memory will do, and what it expects, each in one sentence. No torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """A checkpoint on disk: one or many safetensors files, of which a tensor or some of its rows are read at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +8,6 @@ import torch
 from headwise.errors import ModelError
 from headwise.files import tensors
 from headwise.files.json import read_object
-from headwise.files.tensors import Entry
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch it again"
@@ -21,7 +18,8 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.entries = {name: entry for file in files_of(folder) for name, entry in header(file).items()}
+        headers = [tensors.header(file, ModelError, AGAIN) for file in files_of(folder)]
+        self.entries = {name: entry for header in headers for name, entry in header.items()}
 
     def tensor(self, name: str, device: str = "cpu") -> torch.Tensor:
         """A copy of one tensor, on a device."""
@@ -60,8 +58,3 @@ def _named(index: Path) -> list[str]:
     if not names or not all(isinstance(name, str) and Path(name).name == name for name in names):
         raise ModelError(f"{index} does not name the files that hold the weights; {AGAIN}.")
     return sorted(set(names))
-
-
-def header(file: Path) -> dict[str, Entry]:
-    """Names and sizes as the file's first bytes tell them."""
-    return tensors.header(file, ModelError, AGAIN)

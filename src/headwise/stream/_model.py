@@ -1,7 +1,5 @@
 """A tailored model whose weights stay on disk: a frame without numbers, filled one layer at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
@@ -139,13 +137,6 @@ class Streamed(EmptyModel):
         return self.filled(index, self.tensors(index))
 
     @contextmanager
-    def _knowing(self, ids: torch.Tensor) -> Iterator[None]:
-        """An input table of these tokens only."""
-        rows = self.files.rows(self.places[self.table], ids, torch.float32).to(self.device)
-        with self._embedding(rows):
-            yield
-
-    @contextmanager
     def _embedding(self, rows: torch.Tensor) -> Iterator[None]:
         """These rows as the input table."""
         module = self.model.get_input_embeddings()
@@ -159,7 +150,7 @@ class Streamed(EmptyModel):
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The residual stream before the first layer; of the table only the rows that occur are read."""
         known, place = ids.cpu().unique(return_inverse=True)
-        with self._knowing(known):
+        with self._embedding(self.files.rows(self.places[self.table], known, torch.float32).to(self.device)):
             return self.family.embed(self.model, place.to(self.device)).to(self.dtype)
 
     @torch.no_grad()

@@ -1,7 +1,5 @@
 """What flows between layers, kept while a walk over the layers needs it, so that the walk can be resumed."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -104,31 +102,30 @@ class StreamStore:
     def _file(self, layer: int, name: str) -> Path:
         return self.folder / f"{layer:05d}" / f"{name}.safetensors"
 
-    def put(self, layer: int, name: str, stream: torch.Tensor) -> None:
-        """Keep a stream before a layer."""
-        for place in dict.fromkeys((self.device, "cpu")) if self.device != "cpu" else ():
-            if stream.nbytes <= HELD_SHARE * available_bytes(place):
-                self.held[layer, name] = stream.detach().to(place)
+    def __setitem__(self, place: tuple[int, str], stream: torch.Tensor) -> None:
+        """Keep a stream before a layer, by a name."""
+        for device in dict.fromkeys((self.device, "cpu")) if self.device != "cpu" else ():
+            if stream.nbytes <= HELD_SHARE * available_bytes(device):
+                self.held[place] = stream.detach().to(device)
                 return
-        write_stream(self._file(layer, name), stream)
+        write_stream(self._file(*place), stream)
 
-    def get(self, layer: int, name: str) -> torch.Tensor:
-        """A stream before a layer."""
-        if (held := self.held.get((layer, name))) is not None:
+    def __getitem__(self, place: tuple[int, str]) -> torch.Tensor:
+        if (held := self.held.get(place)) is not None:
             return held.to(self.device)
-        return read_stream(self._file(layer, name), self.device)
+        return read_stream(self._file(*place), self.device)
 
     def complete(self, layer: int, last: bool = False) -> None:
         """Mark that all streams before a layer are there, and delete those before earlier layers.
 
         Streams that are held in memory are written if it is time, or if the layer is the last.
         """
-        self.held = {(number, name): stream for (number, name), stream in self.held.items() if number >= layer}
+        self.held = {place: stream for place, stream in self.held.items() if place[0] >= layer}
         partly = (self.folder / f"{layer:05d}").exists()  # some had no room in memory
         if self.held and not (last or partly) and time.monotonic() - self.written < EVERY:
             return
-        for (number, name), stream in self.held.items():
-            write_stream(self._file(number, name), stream)
+        for place, stream in self.held.items():
+            write_stream(self._file(*place), stream)
         self.written = time.monotonic()
         (self.folder / f"{layer:05d}").mkdir(parents=True, exist_ok=True)
         (self.folder / f"{layer:05d}" / DONE).touch()

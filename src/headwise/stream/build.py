@@ -4,13 +4,12 @@ The model grows file by file in the run folder and is renamed when it is whole. 
 the last layer that was written.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,19 +20,22 @@ from headwise.cuts import cut_layer
 from headwise.cuts._save import add_code
 from headwise.cuts._weights import weight_moments
 from headwise.cuts.balance import balance
-from headwise.data import batches, places
-from headwise.errors import PlanError
+from headwise.data import batches, count_tokens, places
+from headwise.errors import HeadwiseError, PlanError
+from headwise.files import tensors
 from headwise.files.disk import explained, install
 from headwise.files.json import read_object
+from headwise.heal import blockwise
+from headwise.heal._job import Job
+from headwise.heal._layer import RATE, checks_of
 from headwise.heal._layer_refit import LayerRefit, RefitBatch
 from headwise.memory import available_bytes, emptied
 from headwise.progress import Track, silently
 from headwise.runs.heal_options import Options
 from headwise.runs.moments import read_layer
-from headwise.stream._checkpoint import INDEX, header
+from headwise.stream._checkpoint import INDEX
 from headwise.stream._model import EmptyModel, Streamed, Tensors
 from headwise.stream._store import AGAIN, StreamStore, checksum, read_stream, write_stream, write_tensors
-from headwise.stream._training import LayerTraining
 from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan, write_atomically
@@ -90,17 +92,27 @@ class StreamedBuild:
         self.moments, self.work = folder, folder / "build"
         self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
         key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
-        key |= {"seed": seed, "training": LayerTraining.key(options)}
+        key |= {"seed": seed, "training": None if options is None else asdict(options)}
         self.store = StreamStore(self.work, key, source.device)
-        self.training = None
-        if rows is not None and options is not None:
-            self.training = LayerTraining(source, self.reader, rows, options, seed, self.store)
+        self.training = None if rows is None or options is None else self._training(rows, options, seed)
         self.seconds = 0.0  # of training
         emptied()
         self.held = source.device != "cpu" and self._refit_bytes() <= available_bytes(source.device) // 2
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
+
+    def _training(self, rows: torch.Tensor, options: Options, seed: int) -> blockwise.LayerWalk:
+        """The training of `heal/blockwise.py`, with streams that wait where the store keeps them.
+
+        They are others than those of the refit: its batches are larger, and it reads what the refitted layers before
+        put out, not the trained ones.
+        """
+        source, text = self.source, Causal().prepare(rows, seed)
+        job = Job(self.reader, Causal(), source.model, source.model, text, text, seed, options=options)
+        contexts = partial(source.contexts, reader=self.reader)
+        halves = blockwise.halves(text, len(rows))
+        return blockwise.LayerWalk(job, torch.device(source.device), halves, contexts, self.store)
 
     def _refit_bytes(self) -> int:
         """What the rows of a refit take while a layer is worked on, at most."""
@@ -131,7 +143,9 @@ class StreamedBuild:
         took = time.perf_counter() - began - self.seconds
         records = [replace(Healing.from_json(found), seconds=took, kept=True)]
         if self.training is not None:
-            trained = self.training.healing([self._errors(index) for index in layers])
+            steps = checks_of(range(self._steps(self.training)))
+            errors = [_errors(self._errors_file(index), len(steps)) for index in layers]
+            trained = blockwise.record(count_tokens(self.training.job.calibration.inputs), steps, errors)
             records.append(replace(trained, seconds=self.seconds, kept=True))
         return heal.joined(records)
 
@@ -142,9 +156,9 @@ class StreamedBuild:
             write_tensors(self._shard(number), read)
         for number, part in enumerate(self.parts):
             for side in ("source", "cut"):
-                self.store.put(0, f"{side}.{number}", self.source.embed(part))
+                self.store[0, f"{side}.{number}"] = self.source.embed(part)
         if self.training is not None:
-            self.training.begin()
+            self.training.begin(self.source.embed, self.source.embed)
 
     def _stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.source.stored) if tensor.is_floating_point() else tensor
@@ -152,7 +166,7 @@ class StreamedBuild:
     def _gain(self, index: int) -> Path:
         return self.work / "gains" / f"{index:05d}.json"
 
-    def _errors(self, index: int) -> Path:
+    def _errors_file(self, index: int) -> Path:
         return self.work / "errors" / f"{index:05d}.json"
 
     @torch.no_grad()
@@ -176,7 +190,8 @@ class StreamedBuild:
             if contexts:
                 with source.filled(index, whole) as theirs:
                     self._refit(index, theirs, ours, contexts)
-                    self._train(index, theirs, ours)
+                    if self.training is not None:
+                        self._train(self.training, index, theirs, ours)
             balance([family.block(ours)])
             prefix = self.frame.prefix(index)
             return {f"{prefix}{name}": tensor for name, tensor in ours.state_dict().items()}
@@ -186,27 +201,38 @@ class StreamedBuild:
         family, scratch = self.source.family, self.work / "scratch"
         rows: list[Any] = []
         for number, context in enumerate(contexts):
-            source, cut = (self.store.get(index, f"{side}.{number}") for side in ("source", "cut"))
+            source, cut = (self.store[index, f"{side}.{number}"] for side in ("source", "cut"))
             if self.held:
                 rows.append(RefitBatch(source, cut, [context]))
             else:
                 rows.append(_RowsOnDisk(scratch / str(number), source, cut, context))
-        worker = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH)
-        worker.queries_and_keys()
-        worker.values()
-        gains = worker.output_and_down(inner=True)
+        gains = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH).all()
         write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):
-                self.store.put(index + 1, f"{side}.{number}", getattr(row, side))
+                self.store[index + 1, f"{side}.{number}"] = getattr(row, side)
         shutil.rmtree(scratch, ignore_errors=True)
 
-    def _train(self, index: int, theirs: Any, ours: Any) -> None:
-        """Train the layer where that is wanted."""
-        if self.training is None:
-            return
-        began, family = time.perf_counter(), self.source.family
-        self.training.train(index, family.block(theirs), ours, family.block(ours), self._errors(index))
+    def _steps(self, training: blockwise.LayerWalk) -> int:
+        return training.job.options.steps or blockwise.PASSES * len(training.parts["learned"])
+
+    def _train(self, training: blockwise.LayerWalk, index: int, theirs: Any, ours: Any) -> None:
+        """Train the layer in place, write its errors, and take both streams past it."""
+        began, family, options = time.perf_counter(), self.source.family, training.job.options
+        steps, device, last = self._steps(training), torch.device(self.source.device), len(self.source.layers) - 1
+        span, whole = range(index, index + 1), [family.block(theirs)]
+        pair = blockwise.LayerPair(index, span, whole, ours, family.block(ours), index == last)
+        try:
+            trainer = training.trainer(pair, blockwise.captures(device, steps))
+            with torch.enable_grad():
+                errors = trainer.train(range(steps), steps, options.rate or RATE, training.job.seed + index)
+        except torch.OutOfMemoryError:
+            size = blockwise.batch_tokens(options, device)
+            raise HeadwiseError(
+                f"the device has too little memory to train layers; add --heal-option batch={max(1, size // 4)}."
+            ) from None
+        write_atomically(self._errors_file(index), json.dumps({"errors": errors}))
+        training.advance(pair, self.source.dtype)
         self.seconds += time.perf_counter() - began
 
     def finish(self, tokenizer: Any, folder: Path, beside: Callable[[Path], object]) -> None:
@@ -236,8 +262,16 @@ class StreamedBuild:
 
     def _index(self) -> dict[str, Any]:
         """Which file holds which tensor, as transformers looks it up."""
-        found = {name: entry for n in range(self.files) for name, entry in header(self._shard(n)).items()}
+        found = {name: entry for n in range(self.files) for name, entry in tensors.header(self._shard(n)).items()}
         return {
             "metadata": {"total_size": sum(entry.bytes for entry in found.values())},
             "weight_map": {name: found[name].file.name for name in sorted(found)},
         }
+
+
+def _errors(path: Path, count: int) -> list[float]:
+    """The errors of a layer at every check of its training."""
+    found = read_object(path, advice=AGAIN).get("errors")
+    if not isinstance(found, list) or len(found) != count or not all(type(value) is float for value in found):
+        raise PlanError(f"{path} does not hold the errors of a layer's training; {AGAIN}.")
+    return found

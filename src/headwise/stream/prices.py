@@ -7,8 +7,6 @@ over the error is the layer's `gain`, and a price is an error times the gain. Th
 of a model in memory: one gain for all units and sizes of a layer, and nothing is healed.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

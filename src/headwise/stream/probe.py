@@ -4,8 +4,6 @@ At every layer: second moments on all calibration rows, and errors of all sizes 
 the model once for every layer that is cut before; at the end they show what errors of that layer do to the answers.
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
 from headwise.progress import Track, silently
 from headwise.runs.moments import read_layer
+from headwise.stages.needed import FEW, followed_tokens
 from headwise.stream._model import Streamed
 from headwise.stream._store import AGAIN, StreamStore, checksum, write_tensors
 from headwise.stream.prices import Curve, Priced, Pricing
@@ -36,9 +35,6 @@ from headwise.tasks.causal import Causal
 from headwise.types import ModelShape, Reading, Readings, write_atomically
 
 NAME = "stream"
-LOCAL_TOKENS = 1_024  # that errors are measured on where gains are not
-FOLLOWED = 32 * 4_096  # tokens times layers that are followed at most: time grows with layers, not with their square
-FEW = 2_048  # tokens that gradients and single cuts are computed for at a time
 TOGETHER = 4_096  # tokens of followed streams that pass a layer at a time
 UNITLESS = "relative squared error of the residual stream"
 
@@ -63,8 +59,7 @@ class Walk:
         pooled = [layer.pooled for layer in source.shape.layers]
         self.at_once = FEW // max(pooled)  # queries are as wide as the rows that heads share
         self.parts = batches(tokens, 2 * self.at_once)
-        most = max(LOCAL_TOKENS, FOLLOWED // len(source.layers))
-        count = max(1, min(wanted.few or LOCAL_TOKENS, most) // tokens.shape[1])
+        count = max(1, followed_tokens(wanted.few, len(source.layers)) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), self.at_once)
         self.count = len(source.layers)
         key = {"rows": checksum(tokens), "pooled": pooled, **wanted._asdict()}
@@ -80,27 +75,27 @@ class Walk:
 
     def _begin(self) -> None:
         for number, part in enumerate(self.parts):
-            self.store.put(0, f"rows.{number}", self.source.embed(part))
+            self.store[0, f"rows.{number}"] = self.source.embed(part)
         for number, part in enumerate(self.few):
-            self.store.put(0, f"few.0.{number}", self.source.embed(part).float())
+            self.store[0, f"few.0.{number}"] = self.source.embed(part).float()
 
     def _layer(self, index: int, layer: nn.Module, contexts: list[dict[str, Any]], few: list[dict[str, Any]]) -> None:
         block, sums, store = self.source.family.block(layer), Sums(1), self.store
         with watching([block], sums.attention, sums.channels if self.wanted.mlp else None):
             for number, context in enumerate(contexts):
                 name = f"rows.{number}"
-                store.put(index + 1, name, self.source.run(index, store.get(index, name), context))
+                store[index + 1, name] = self.source.run(index, store[index, name], context)
         layer.float()  # small errors are measured from here on
         moments = sums.means(0, places(self.tokens))
         shape = self.source.shape
-        rows = [(store.get(index, f"few.0.{number}"), context) for number, context in enumerate(few)]
+        rows = [(store[index, f"few.0.{number}"], context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
         priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
         if self.wanted.bits:
             moments |= fisher.local(block, self._every_row(index, contexts), self.wanted.seed)
         if self.wanted.few:
             for number, (stream, context) in enumerate(rows):
-                store.put(index + 1, f"few.{index + 1}.{number}", pricing.followed(stream, context))
+                store[index + 1, f"few.{index + 1}.{number}"] = pricing.followed(stream, context)
         for number, context in enumerate(few):
             self._stacks_on(index, number, context)
         write_tensors(moments_file(self.folder, index), {name: t.float() for name, t in moments.items()})
@@ -109,7 +104,7 @@ class Walk:
     def _every_row(self, index: int, contexts: list[dict[str, Any]]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
         """All calibration rows before a layer in float32, a few tokens at a time: rows that are coded are wide."""
         for number, context in enumerate(contexts):
-            stream = self.store.get(index, f"rows.{number}")
+            stream = self.store[index, f"rows.{number}"]
             size = max(1, self.at_once // stream.shape[1])
             for start in range(0, len(stream), size):
                 chosen = slice(start, start + size)
@@ -121,11 +116,11 @@ class Walk:
         together = max(1, TOGETHER // self.few[number].numel())
         for start in range(0, len(names), together):
             some = names[start : start + together]
-            streams = torch.cat([self.store.get(index, name) for name in some])
+            streams = torch.cat([self.store[index, name] for name in some])
             with fast_products(streams.device):  # TF32: far finer than what a cut does
                 stacks = self.source.run(index, streams, repeated(context, len(some)))
             for name, stream in zip(some, stacks.chunk(len(some)), strict=True):
-                self.store.put(index + 1, name, stream)
+                self.store[index + 1, name] = stream
 
     def _prices_file(self, index: int) -> Path:
         return self.folder / "prices" / f"{index:05d}.json"
@@ -152,7 +147,7 @@ class Walk:
         for number, part in enumerate(self.few):
             for row in track(range(len(part)), "gains"):
                 batch = task.prepare(part[row : row + 1], self.wanted.seed).to(torch.device(self.source.device))
-                files = (self.store.get(self.count, f"few.{stack}.{number}") for stack in range(self.count + 1))
+                files = (self.store[self.count, f"few.{stack}.{number}"] for stack in range(self.count + 1))
                 answers = (task.outputs_from(family, model, stream[row : row + 1], batch) for stream in files)
                 reference = next(answers)  # the others one by one: they are large
                 for layer, found in enumerate(answers):

@@ -1,7 +1,5 @@
 """A source that is larger than memory: the same line and files, one layer at a time. And which runs are streamed."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +9,7 @@ from typing import Any
 import torch
 
 from headwise import devices, families, processes
-from headwise.checks import speed
+from headwise.checks import exactness, speed
 from headwise.data import own_text
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._folder import check_tokenizer
@@ -28,7 +26,7 @@ from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
 from headwise.stream.build import StreamedBuild
 from headwise.stream.probe import Wanted, probe
-from headwise.stream.verify import checks, compare, sizes
+from headwise.stream.verify import checks, compare, counted
 from headwise.tasks.causal import Causal
 from headwise.types import Plan, Readings
 
@@ -43,7 +41,7 @@ class Streaming(Source):
     """A source that is read from disk, one layer at a time; its `model` is a `Streamed`."""
 
     def probe(self, settings: Settings, folder: RunFolder, track: Track = silently, diagnose: bool = True) -> Probed:
-        """See `Source`. Moments stay in the folder; there is nothing to diagnose without gradients."""
+        """Moments stay in the folder; there is nothing to diagnose without gradients."""
         if not folder.finished("probe"):
             mlp = not settings.only_kv and "mlp" in settings.allow
             pairs = not settings.only_kv or settings.strategy == "published"
@@ -54,7 +52,7 @@ class Streaming(Source):
         return Probed(Readings.read(folder.readings_file), [])
 
     def fit(self, settings: Settings, probed: Probed, plan: Plan, folder: RunFolder | None, track: Track) -> Fitted:
-        """See `Source`. The new model lies in the folder's unfinished work until it is saved."""
+        """The new model lies in the folder's unfinished work until it is saved."""
         assert folder is not None, "a streamed model is built on disk"
         rows = None if settings.heal == "none" else self.calibration
         options = Options.parse(settings.heal_options) if settings.heal == "blockwise" else None
@@ -62,14 +60,14 @@ class Streaming(Source):
         return Fitted(work, plan, [work.run(folder.model, track)], None)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
-        """See `Source`. When the model is verified, heal.json is completed and the proof written."""
+        """When the model is verified, heal.json is completed and the proof written."""
         fitted.model.finish(self.tokenizer, folder.model, partial(families.accompany, settings.model))
         folder.write_json(folder.heal_file, fitted.healings[-1].to_json())
         folder.record_model(settings, ("model",))
         self.clear(settings, folder)
 
     def compare(self, settings: Settings, folder: RunFolder, plan: Plan, track: Track = silently) -> Judged:
-        """See `Source`. Both models are walked side by side; nothing is timed."""
+        """Both models are walked side by side; nothing is timed."""
         cut = Streamed(folder.model, self.model.device, dtype=self.model.dtype)
         refuse_other_plan(folder, plan, cut.shape)
         rows, asked = {"evaluation": self.evaluation, "rehearsal": self.rehearsal}, self.certificate_rows(settings)
@@ -83,7 +81,7 @@ class Streaming(Source):
             quality=found.evaluation,
             lengths=found.lengths._replace(not_measured=(*found.lengths.not_measured, *unchecked)),
             expected={"predicted": expected, **priced},
-            size=sizes(cut, self.shape),
+            size=exactness.sizes(counted(cut)[0], self.shape),
             speed={},
             checks=tuple(made),
             samples=(),
@@ -92,7 +90,6 @@ class Streaming(Source):
         )
 
     def clear(self, settings: Settings, folder: RunFolder) -> None:
-        """See `Source`."""
         disk.remove(folder.streaming / "build")
 
 
@@ -137,15 +134,21 @@ def _sizes(settings: Settings, device: str) -> dict[str, int] | None:
 
 def _folder(model: str, local: bool = False) -> Path:
     """The folder of a model, fetched from the hub where it is not one; `local` takes only what is here already."""
-    where, extra = families.locate(model)
-    if extra or model.startswith("timm:"):
-        raise ModelError(f"{model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+    where = _location(model)
     if Path(where).is_dir():
         return Path(where)
     from huggingface_hub import snapshot_download
 
     with families.explained(model):
         return Path(snapshot_download(where, allow_patterns=FILES, local_files_only=local))
+
+
+def _location(model: str) -> str:
+    """Where a model is; one that is no folder of safetensors is refused."""
+    where, extra = families.locate(model)
+    if extra or model.startswith("timm:"):
+        raise ModelError(f"{model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+    return where
 
 
 def writes_whole(settings: Settings) -> bool:
@@ -186,8 +189,7 @@ def refuse_to_stream(settings: Settings, config: Any) -> None:
     """What a streamed run cannot do, by its settings and the model's configuration."""
     _refuse(settings)
     refuse_config(config)
-    if families.locate(settings.model)[1] or settings.model.startswith("timm:"):
-        raise ModelError(f"{settings.model} cannot be streamed: only folders of safetensors can. Leave out --stream.")
+    _location(settings.model)
 
 
 def _refuse(settings: Settings) -> None:

@@ -1,7 +1,5 @@
 """Proof for a model that is larger than memory: source and cut model are walked side by side, layer by layer."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +10,7 @@ import torch
 from headwise.checks import _lengths as lengths
 from headwise.checks import certificate, exactness
 from headwise.checks.quality import Comparison
-from headwise.cost import kv_bytes_per_token, parameters
+from headwise.cost import kv_bytes_per_token
 from headwise.data import batches
 from headwise.families import CAUSAL
 from headwise.files.disk import write_file
@@ -55,18 +53,18 @@ class SideBySide:
             for side, model in self.models.items():
                 with model.layer(index) as layer:
                     for name, context in zip(self.parts, contexts[side], strict=True):
-                        stream = self.store.get(index, f"{side}.{name}")
+                        stream = self.store[index, f"{side}.{name}"]
                         with exactness.uncoded(layer) if name.startswith("proof.") else nullcontext():
-                            self.store.put(index + 1, f"{side}.{name}", model.run(index, stream, context[index]))
+                            self.store[index + 1, f"{side}.{name}"] = model.run(index, stream, context[index])
 
     def _begin(self) -> None:
         for name, part in self.parts.items():
             for side, model in self.models.items():
-                self.store.put(0, f"{side}.{name}", model.embed(part))
+                self.store[0, f"{side}.{name}"] = model.embed(part)
 
     def last(self, side: str, name: str, row: int) -> torch.Tensor:
         """A row's stream after the last layer."""
-        return self.store.get(self.count, f"{side}.{name}")[row : row + 1].float()
+        return self.store[self.count, f"{side}.{name}"][row : row + 1].float()
 
     def _rows(self, which: str) -> list[tuple[str, int]]:
         """All rows of a name, by batch and place."""
@@ -169,17 +167,6 @@ def counted(model: Streamed) -> tuple[dict[str, int], ModelShape]:
     buffers = {name for name, _ in model.model.named_buffers()}
     numbers = sum(entries[place].numbers for name, place in model.places.items() if name not in buffers)
     return {"parameters": numbers, "kv_bytes_per_token": kv_bytes_per_token(shape)}, shape
-
-
-def sizes(cut: Streamed, source: ModelShape) -> dict[str, int]:
-    """The source's by formula, the cut model's as counted."""
-    found, _ = counted(cut)
-    return {
-        "parameters_before": parameters(source),
-        "parameters_after": found["parameters"],
-        "kv_bytes_per_token_before": kv_bytes_per_token(source),
-        "kv_bytes_per_token_after": found["kv_bytes_per_token"],
-    }
 
 
 def checks(cut: Streamed, plan: Plan, source: ModelShape, folder: Path, proof: Path) -> tuple[list[Check], list[str]]:

@@ -1,7 +1,5 @@
 """What a model is used for: how data becomes its input, what it answers, how two answers differ. One task per file."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Tasks with one answer to a whole row, a text or an image: classes or a vector."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

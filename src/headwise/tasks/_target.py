@@ -1,7 +1,5 @@
 """Tasks in which a model reads an input and writes a text: rows with a target, and how targets are sampled."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Next-token prediction: decoders that write text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Sequence classification: one label, several labels or a score for a whole text."""
 
-from __future__ import annotations
-
 from headwise.tasks._rows import Classes
 
 

@@ -1,7 +1,5 @@
 """Sentence embeddings: one vector per text, compared by its cosine."""
 
-from __future__ import annotations
-
 from typing import Any, Self
 
 from headwise.errors import ModelError

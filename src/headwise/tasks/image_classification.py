@@ -1,7 +1,5 @@
 """Image classification: the source's class probabilities are to be kept; labels, where known, give an accuracy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, Self
 

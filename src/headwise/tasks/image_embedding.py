@@ -1,7 +1,5 @@
 """Image embeddings: one vector per image, pooled as the model is used, compared by its cosine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Masked-token prediction: what BERT and similar encoders were trained on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -4,8 +4,6 @@ Targets are given by pairs of texts, or sampled from the source model: then no l
 measured on texts that the model would write.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Self

@@ -4,8 +4,6 @@ The text is given with the recording, or sampled from the source model. Either w
 for the language, the task and no timestamps.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Self
 

@@ -1,7 +1,5 @@
 """Accelerate, which training from scratch uses for several processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

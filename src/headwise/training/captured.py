@@ -6,8 +6,6 @@ computes what the loop would compute; batches of another shape, and steps that c
 `torch.cuda.make_graphed_callables` does not do this: it captures the passes of a module, not the optimizer's step.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Checkpoints: everything a run needs to resume, as safetensors and JSON, each folder written whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

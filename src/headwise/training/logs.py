@@ -1,7 +1,5 @@
 """Writes the loss curve while a run trains: JSON lines, and TensorBoard events where that is installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ It adds little time to a step, for hundreds of small runs on one device: the hos
 point of the curve is read. Every step seeds its own random numbers, so that a resumed run draws the same ones.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

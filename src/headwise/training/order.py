@@ -1,7 +1,5 @@
 """The rows that every step reads."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -5,8 +5,6 @@ format, and any number of processes resumes from one, with shared weights or wit
 be a second format, and by default has a pickle among its files.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """JSON both ways for frozen dataclasses, with errors that name the field."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -24,10 +22,13 @@ class Record:
     """Mixin for frozen dataclasses: `to_json`, `from_json`, `save`, `read`. A file names its kind and version."""
 
     __slots__ = ()
+    USUAL = tuple[str, ...]()  # fields that JSON leaves out where they have their default value
 
     def to_json(self) -> dict[str, Any]:
         """A plain dictionary that `from_json` turns back into an equal value."""
-        return {f.name: _encode(getattr(self, f.name)) for f in dataclasses.fields(self)}  # type: ignore[arg-type]
+        counted = (f for f in dataclasses.fields(self) if f.compare)  # type: ignore[arg-type]
+        values = ((f, getattr(self, f.name)) for f in counted)
+        return {f.name: _encode(value) for f, value in values if f.name not in self.USUAL or value != f.default}
 
     @classmethod
     def from_json(cls, data: Any, where: str = "") -> Self:

@@ -1,7 +1,5 @@
 """Bytes of cached rows in few bits."""
 
-from __future__ import annotations
-
 import functools
 
 BITS = (12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1)  # widths of a code, widest first

@@ -13,38 +13,31 @@ NULLABLE = ("rate", "tokens_per_second")  # of a method that trains: written eve
 FINITE = ("rehearsed", "rehearsed_before", "tokens", "seconds", *NULLABLE)
 
 
-class _Sparse(Record):
-    """A record whose JSON leaves out what is None."""
-
-    __slots__ = ()
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary of the fields that are not None."""
-        return {name: value for name, value in Record.to_json(self).items() if value is not None}
-
-
 @dataclass(frozen=True, slots=True)
-class Gain(_Sparse):
+class Gain(Record):
     """What one part of a layer gained: its squared error relative to what the source's part puts out."""
 
+    USUAL = ("curve",)
     error_before: float
     error_after: float
     curve: tuple[float, ...] | None = None  # the error at every check, of a layer that trains
 
 
 @dataclass(frozen=True, slots=True)
-class LossPoint(_Sparse):
+class LossPoint(Record):
     """One point of a loss curve."""
 
+    USUAL = ("held_out",)
     step: int  # steps done
     loss: float  # mean training loss since the point before; blockwise: share of the layers' errors that is left
     held_out: float | None = None  # divergence on held-out rows, where it was measured at this step
 
 
 @dataclass(frozen=True, slots=True)
-class HealingStage(_Sparse):
+class HealingStage(Record):
     """One of the methods that a healing consists of, in order: distillation starts from a refit, for example."""
 
+    USUAL = ("kept",)
     method: str
     tokens: int  # that it read
     seconds: float
@@ -52,7 +45,7 @@ class HealingStage(_Sparse):
 
 
 @dataclass(frozen=True, slots=True)
-class Healing(_Sparse):
+class Healing(Record):
     """What one healing did, with all its stages. A field is None where the method has no such thing.
 
     Fields that only one method knows, and that are not named here, are kept in `details` and stand beside the others
@@ -90,14 +83,10 @@ class Healing(_Sparse):
 
     def to_json(self) -> dict[str, Any]:
         """The dictionary that heal.json holds."""
-        trained = self.steps is not None
-        found = {
-            name: value
-            for name, value in Record.to_json(self).items()
-            if value is not None or (trained and name in NULLABLE)
-        }
-        details = found.pop("details")
-        return {**found, **details}
+        kept = NULLABLE if self.steps is not None else ()
+        found = {name: value for name, value in Record.to_json(self).items() if value is not None or name in kept}
+        details: dict[str, Any] = found.pop("details")
+        return found | details
 
     @classmethod
     def from_json(cls, data: Any, where: str = "") -> Self:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
-from math import isfinite
+from math import isfinite, prod
 
 from headwise.errors import BudgetError
 from headwise.types._record import Record
@@ -203,10 +203,8 @@ class LatencyTable(Record):
     def _between(self, lattice: Lattice, ends: Sequence[tuple[tuple[int, float], ...]]) -> float:
         total = 0.0
         for corner in product(*ends):
-            share = 1.0
-            for _, part in corner:
-                share *= part
-            total += share * self._ms(lattice.shape(self.base, *(size for size, _ in corner)))
+            sizes, parts = zip(*corner, strict=True)
+            total += prod(parts) * self._ms(lattice.shape(self.base, *sizes))
         return total
 
     def _outside(self, what: str) -> BudgetError:

@@ -3,20 +3,13 @@
 Files and `--json` hold them under flat keys such as `loss_after_low`; only this file knows these keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from headwise.types._record import Record
 
-UNITS_OF = {
-    "loss": "nats",
-    "kl": "nats",
-    "kv_bytes_per_token": "bytes",
-    "weight_bytes": "bytes",
-}  # by name; those with `ms` in it are times
+UNITS_OF = {"loss": "nats", "kl": "nats", "kv_bytes_per_token": "bytes", "weight_bytes": "bytes"}
 ENDS = ("after_low", "after_high", "before_low", "before_high", "before", "after", "low", "high")
 
 
@@ -39,7 +32,7 @@ class BeforeAfter(Record):
 
 
 def unit_of(name: str) -> str:
-    """The unit of a quantity, by its name.
+    """The unit of a quantity, by its name; those with `ms` in it are times.
 
     >>> unit_of("decode_ms_per_token"), unit_of("parameters")
     ('ms', '')

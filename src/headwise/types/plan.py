@@ -1,10 +1,7 @@
 """A budget to meet and a plan that meets it: plain JSON that a person can read, edit and run again."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
@@ -14,12 +11,13 @@ from headwise.types.shape import SIZES, LayerShape, ModelShape
 
 @dataclass(frozen=True, slots=True)
 class Budget(Record):
-    """A limit on one price. `text` is what the user wrote; `length` is the context it is priced at.
+    """A limit on one size of a model. `text` is what the user wrote; `length` is the context that it is counted at.
 
-    A limit on time names its workload and holds the table that prices it. The table is a file of its own in the run
-    folder: a plan that is read alone knows what it spends, and can price nothing else.
+    A limit on time names its workload and holds the table of measured times. The table is a file of its own in the run
+    folder: a plan that is read alone knows what it spends, and can time nothing else.
     """
 
+    USUAL = ("workload", "device", "batch")
     name: str
     unit: str
     limit: float
@@ -38,15 +36,6 @@ class Budget(Record):
     def key(self) -> str:
         """The name under which a plan records what it spends; several limits on time may stand beside each other."""
         return self.name if self.workload is None else f"{self.name}@{self.workload}"
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary without the table, and without the workload where there is none."""
-        found = {name: getattr(self, name) for name in ("name", "unit", "limit", "length", "text")}
-        if self.batch > 1:
-            found["batch"] = self.batch
-        if self.workload is not None:
-            found |= {"workload": self.workload.to_json(), "device": self.device}
-        return found
 
 
 @dataclass(frozen=True, slots=True)

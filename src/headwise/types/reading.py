@@ -1,14 +1,12 @@
 """What a probe found, described so that the report can draw it without knowing the probe."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from headwise.errors import PlanError
 from headwise.types._record import Record
-from headwise.types.shape import BITS, LayerShape, ModelShape
+from headwise.types.codes import BITS
+from headwise.types.shape import LayerShape, ModelShape
 from headwise.types.unit import DAMAGE, END_KINDS, UNIT_OF
 
 Row = tuple[float, ...]
@@ -36,9 +34,7 @@ class Reading(Record):
                 raise PlanError(f"reading {self.kind}: {name} and ticks have different lengths; probe again.")
         if self.kind.startswith(DAMAGE) and not all(math.isfinite(value) for row in self.values for value in row):
             raise PlanError(f"reading {self.kind} holds a damage that is not a finite number; probe again.")
-        if any(tick < 0 for row in self.ticks for tick in row) or not all(
-            len(set(row)) == len(row) for row in self.ticks
-        ):
+        if any(min(row, default=0) < 0 or len(set(row)) < len(row) for row in self.ticks):
             raise PlanError(f"reading {self.kind}: sizes are negative or named twice; probe again.")
 
     def at(self, layer: int, tick: int) -> float:
@@ -86,15 +82,6 @@ class Readings(Record):
         if self.shape is None:
             raise PlanError(f"the readings of {self.model or 'no model'} do not say what was probed; probe again.")
         return self.shape
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; no shape is written as an empty one."""
-        return {**Record.to_json(self), "shape": self.shape.to_json() if self.shape else {}}
-
-    @classmethod
-    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """An empty shape stands for none."""
-        return {**data, "shape": data.get("shape") or None} if "shape" in data else data
 
     def curve(self, kind: str) -> Reading | None:
         """The reading of that kind that should be believed: the last one, as later probes correct earlier ones."""

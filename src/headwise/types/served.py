@@ -1,7 +1,5 @@
 """What an engine that serves a saved model was seen to do."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from statistics import median
 

@@ -7,16 +7,10 @@ from typing import Any
 
 from headwise.errors import ShapeError
 from headwise.types._record import Record
-from headwise.types.codes import BITS as BITS
-from headwise.types.codes import CACHE_BYTES as CACHE_BYTES
-from headwise.types.codes import beside_bytes as beside_bytes
-from headwise.types.codes import code_bytes as code_bytes
-from headwise.types.codes import kept_beside as kept_beside
-from headwise.types.codes import near_bytes as near_bytes
+from headwise.types.codes import BITS, CACHE_BYTES, beside_bytes, code_bytes, kept_beside, near_bytes
 from headwise.types.weights import ENDS, FIELDS, WHOLE, WIDTHS
 
 SIZES = ("query_heads", "kv_heads", "qk_dim", "v_dim", "mlp_width", "qk_width")  # of a layer
-POOLED = ("pooled", "v_width")  # of a layer whose heads share cached rows
 CODES = ("k_code", "v_code")  # of a layer whose cache is coded
 ENGINES = {  # sizes of heads that an engine's cache holds without filling them up
     "vllm": (32, 64, 80, 96, 112, 128, 160, 192, 224, 256),
@@ -40,6 +34,7 @@ class LayerShape(Record):
     `v_dim`. What the heads have in common is kept once, and those that need more get more.
     """
 
+    USUAL = ("role", "pooled", "v_width", *CODES, "q_rank", *FIELDS)
     query_heads: int
     kv_heads: int
     qk_dim: int  # per head, queries and keys, as cached
@@ -61,16 +56,14 @@ class LayerShape(Record):
     w_down: int = WHOLE
 
     def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; most models have neither roles nor pooled heads, and say nothing of them."""
-        names = (*SIZES, *(("role",) if self.role else ()), *(POOLED if self.pooled > 1 else ()))
-        names += ("q_rank",) if self.q_rank else ()
-        codes = {name: _by_bits(code) for name in CODES if (code := getattr(self, name))}
-        packed = {name: bits for name in FIELDS if (bits := getattr(self, name)) != WHOLE}
-        return {name: getattr(self, name) for name in names} | codes | packed
+        """A plain dictionary; a code is a count for each width that it uses: {"4": 96, "2": 32}."""
+        codes = {name: zip(map(str, BITS), getattr(self, name), strict=True) for name in CODES if getattr(self, name)}
+        by_bits = {name: {bits: count for bits, count in code if count} for name, code in codes.items()}
+        return Record.to_json(self) | by_bits
 
     @classmethod
     def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """In a file a code is a count for each width that it uses: {"4": 96, "2": 32}."""
+        """The inverse of `to_json` for codes."""
         return {**data, **{name: _counts(data[name], name) for name in CODES if isinstance(data.get(name), dict)}}
 
     def __post_init__(self) -> None:
@@ -200,10 +193,6 @@ def _part_bytes(code: tuple[int, ...], size: int, number: int) -> int:
     return code_bytes(code, size, number) if code else size * number
 
 
-def _by_bits(code: tuple[int, ...]) -> dict[str, int]:
-    return {str(bits): count for bits, count in zip(BITS, code, strict=True) if count}
-
-
 def _counts(by_bits: dict[str, Any], name: str) -> list[Any]:
     if unknown := set(by_bits) - {str(bits) for bits in BITS}:
         raise ShapeError(f"{name} gives a count for '{min(unknown)}' bits; widths are 1 to {BITS[0]} bits.")
@@ -230,6 +219,7 @@ GONE = LayerShape(0, 0, 0, 0, 0, 0)  # what is left of a removed layer
 class Grain(Record):
     """Which sizes are legal. Given by the family, so that strategies know no families."""
 
+    USUAL = ("multiple", "heads", "equal")
     qk_step: int
     v_step: int
     mlp_step: int
@@ -243,11 +233,6 @@ class Grain(Record):
     multiple: int = 1  # sizes of heads and MLPs are multiples of this
     heads: tuple[int, ...] = ()  # the only sizes of heads that an engine takes; none: all
     equal: bool = False  # queries, keys and values of a layer have the same size
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; most models are planned for no engine, and say nothing of one."""
-        usual = {"multiple": 1, "heads": [], "equal": False}
-        return {name: value for name, value in Record.to_json(self).items() if value != usual.get(name, ...)}
 
     def __post_init__(self) -> None:
         for name in ("qk_step", "v_step", "mlp_step", "qk_floor", "v_floor", "mlp_floor", "multiple"):
@@ -285,6 +270,7 @@ class Grain(Record):
 class ModelShape(Record):
     """Everything that the cost of a model depends on."""
 
+    USUAL = ENDS
     family: str
     hidden_size: int
     vocab_size: int
@@ -315,10 +301,6 @@ class ModelShape(Record):
         check_bits({name: getattr(self, name) for name in ENDS})
         if any(layer.pooled > 1 for layer in self.layers):  # a row's directions are those of several heads
             object.__setattr__(self, "grain", replace(self.grain, rotary=False, folds=False, portable=()))
-
-    def to_json(self) -> dict[str, Any]:
-        """A plain dictionary; most models have tables of 16 bits, and say nothing of it."""
-        return {k: v for k, v in Record.to_json(self).items() if k not in ENDS or v != WHOLE}
 
     @property
     def packed(self) -> bool:

@@ -1,7 +1,5 @@
 """The exact plan for many limits of one budget, stored so that each layer's shape is written once."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any

@@ -1,13 +1,12 @@
 """What can be cut. One entry per curve of damage: everything else asks this table and knows no unit by name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from headwise.errors import PlanError
-from headwise.types.shape import Grain, LayerShape, code_bytes
+from headwise.types.codes import code_bytes
+from headwise.types.shape import Grain, LayerShape
 from headwise.types.weights import ENDS, MATRICES, WIDTHS
 
 Order = dict[str, tuple[tuple[int, ...], ...]]  # of a layer's units: most needed first, by group; and the codes of rows
@@ -65,33 +64,13 @@ def _projected(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes
     return {"qk_width": size if folds else shape.qk_width, "qk_dim": size}
 
 
-def _pairs(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    return {"qk_width": size, "qk_dim": size}
-
-
-def _heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    return {"query_heads": size * shape.kv_heads}
-
-
-def _kv_heads(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    return {"query_heads": size * shape.queries_per_group, "kv_heads": size}
-
-
-def _q_rank(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
+def _q_rank(shape: LayerShape, size: int, *_: Any) -> Sizes:
     """Of full rank is one matrix."""
     return {"q_rank": size if size < shape.query_heads * shape.head_width else 0}
 
 
-def _key_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    """The code of keys that takes so many bytes, of those that the probing found best."""
-    return {"k_code": _code(order, "k_bits", shape.qk_dim, size)}
-
-
-def _value_code(shape: LayerShape, size: int, folds: bool, order: Order) -> Sizes:
-    return {"v_code": _code(order, "v_bits", shape.v_dim, size)}
-
-
 def _code(order: Order, name: str, numbers: int, size: int) -> Any:
+    """The code of keys or values that takes so many bytes, of those that the probing found best."""
     for code in order.get(name, ()):
         if code_bytes(code, numbers) == size:
             return code
@@ -103,7 +82,7 @@ def _weight(matrix: str, words: str) -> Unit:
     field = f"w_{matrix}"
     return Unit(
         field, "weights", field, field, "weight bits", f"Bits of {words}", f"{words} stored in fewer bits",
-        lambda shape, size, folds, order: {field: size}, swapped=matrix in MATRICES, cached=False, tried=TRIED,
+        lambda shape, size, *_: {field: size}, swapped=matrix in MATRICES, cached=False, tried=TRIED,
     )  # fmt: skip
 
 
@@ -112,27 +91,30 @@ CUTS = (
     Unit("qk_projected", "qk", "qk_dim", "qk_dim", "query/key dim", "Query/key dimensions",
          "query/key directions projected away after rotary", _projected, "qk"),
     Unit("v", "v", "v_dim", "v_dim", "value dim", "Value dimensions", "value directions dropped from every head",
-         lambda shape, size, folds, order: {"v_dim": size}, "v"),
+         lambda shape, size, *_: {"v_dim": size}, "v"),
     Unit("mlp", "mlp", "mlp_width", "mlp_width", "MLP width", "MLP width", "MLP channels dropped",
-         lambda shape, size, folds, order: {"mlp_width": size}, "mlp", cached=False),
+         lambda shape, size, *_: {"mlp_width": size}, "mlp", cached=False),
     Unit("k_bits", "bits", "k_bytes", "k_bytes", "cache bits", "Bits of cached keys", "keys cached in fewer bits",
-         _key_code),
+         lambda shape, size, folds, order: {"k_code": _code(order, "k_bits", shape.qk_dim, size)}),
     Unit("v_bits", "bits", "v_bytes", "v_bytes", "cache bits", "Bits of cached values", "values cached in fewer bits",
-         _value_code),
+         lambda shape, size, folds, order: {"v_code": _code(order, "v_bits", shape.v_dim, size)}),
     Unit("qk_pairs", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs",
-         "rotary pairs dropped from every query and key head", _pairs, "qk", cached=False),
+         "rotary pairs dropped from every query and key head",
+         lambda shape, size, *_: {"qk_width": size, "qk_dim": size}, "qk", cached=False),
     Unit("qk_pairs_shared", "qk", "qk_width", "qk_dim", "query/key dim", "Rotary pairs, one set for all layers",
-         "the same rotary pairs dropped in the whole model", _pairs, "qk", swapped=False),
+         "the same rotary pairs dropped in the whole model",
+         lambda shape, size, *_: {"qk_width": size, "qk_dim": size}, "qk", swapped=False),
     Unit("heads", "heads", "queries_per_group", "query_heads", "query heads", "Query heads",
-         "query heads dropped from every key/value group", _heads),
+         "query heads dropped from every key/value group",
+         lambda shape, size, *_: {"query_heads": size * shape.kv_heads}),
     Unit("kv_heads", "kv_heads", "kv_heads", "kv_heads", "key/value heads", "Key/value heads",
-         "key/value heads dropped with their query heads", _kv_heads),
+         "key/value heads dropped with their query heads",
+         lambda shape, size, *_: {"query_heads": size * shape.queries_per_group, "kv_heads": size}),
     Unit("q_rank", "rank", "query_rank", "query_rank", "query rank", "Rank of the projection of queries",
-         "the projection of queries made of two thin factors", _q_rank,
-         cached=False),
+         "the projection of queries made of two thin factors", _q_rank, cached=False),
     *(_weight(matrix, words) for matrix, words in WORDS.items()),
     Unit("depth", "depth", "layers removed", "", "whole layer", "Whole layers", "whole layers removed",
-         lambda shape, size, folds, order: {}, swapped=False),
+         lambda *_: {}, swapped=False),
 )  # fmt: skip
 WEIGHTS = tuple(unit.kind for unit in CUTS if unit.allow == "weights")
 END_KINDS = tuple(DAMAGE + end for end in ENDS)  # of the whole model, as depth is

@@ -1,7 +1,5 @@
 """What was proved about a reshaped model."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ The format packs whole numbers of 1 to 8 bits without gaps, 32 to a word, with a
 neighbours in a row and the matrix's two sizes.
 """
 
-from __future__ import annotations
-
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of a layer
 FIELDS = tuple(f"w_{name}" for name in MATRICES)  # of a LayerShape: bits of a number of each
 ENDS = ("w_embed", "w_head")  # of a ModelShape: of the table of words, and of the output's where it is another one

@@ -46,7 +46,7 @@ function bitsOf(layer, place) {
 
 // A layer's damage in few letters, as the page was written with.
 function damageText(value) {
-  return value >= 1e-3 || value <= 0 ? String(Number(value.toPrecision(2))) : value.toExponential(0);
+  return String(Number(value.toPrecision(value >= 1e-3 || value <= 0 ? 2 : 1)));
 }
 
 // Bars of damage keep one logarithmic scale at every budget.

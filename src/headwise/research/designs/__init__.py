@@ -3,5 +3,3 @@
 Nothing is kept, because there is nothing yet: a design is a configuration that `from_config` builds and
 `headwise train` trains. Importing this is light; torch is imported when a design is made.
 """
-
-from __future__ import annotations

@@ -9,8 +9,6 @@ The theory is silent on MLPs: they go last, evenly. The integer program that fin
 For cutting trained models the theory was refuted (experiment A8, which measures these facts): here it designs new ones.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """`headwise design`: shapes for a new model, compared, and configurations written."""
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

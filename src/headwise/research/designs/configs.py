@@ -1,8 +1,5 @@
 """Configurations of new models: stock where all layers are alike, tailored where they differ."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,39 +26,25 @@ class Kind(NamedTuple):
     stock: str  # model_type
     auto: str  # class that trains it
     mlp_ratio: float
-    settings: Callable[[Sketch], dict[str, Any]]
+    sizes: dict[str, str]  # setting -> what it is of a sketch
     vocabulary: int = 0  # as published; 0: none
     longest: str = "max_position_embeddings"
     fixed_heads: bool = False  # heads must share the width, unless tailored
     architecture: str | None = None  # written into the configuration, where its family has several
 
 
-def _plain(sketch: Sketch) -> dict[str, Any]:
-    return dict(
-        hidden_size=sketch.width,
-        num_hidden_layers=sketch.depth,
-        num_attention_heads=sketch.heads,
-        intermediate_size=sketch.mlp,
-    )
-
-
-def _llama(sketch: Sketch) -> dict[str, Any]:
-    return _plain(sketch) | dict(head_dim=sketch.head_dim, num_key_value_heads=sketch.heads, tie_word_embeddings=True)
-
-
-def _gpt2(sketch: Sketch) -> dict[str, Any]:
-    return dict(n_embd=sketch.width, n_layer=sketch.depth, n_head=sketch.heads, n_inner=sketch.mlp)
-
-
+PLAIN = dict(hidden_size="width", num_hidden_layers="depth", num_attention_heads="heads", intermediate_size="mlp")
+LLAMA = PLAIN | dict(head_dim="head_dim", num_key_value_heads="heads")
+GPT2 = dict(n_embd="width", n_layer="depth", n_head="heads", n_inner="mlp")
 KINDS = {
-    "llama": Kind("llama", CAUSAL, 8 / 3, _llama, 32_000),
-    "gpt2": Kind("gpt2", CAUSAL, 4.0, _gpt2, 50_257, "n_positions", True),
-    "bert": Kind("bert", MASKED, 4.0, _plain, 30_522, fixed_heads=True, architecture="BertForMaskedLM"),
+    "llama": Kind("llama", CAUSAL, 8 / 3, LLAMA, 32_000),
+    "gpt2": Kind("gpt2", CAUSAL, 4.0, GPT2, 50_257, "n_positions", True),
+    "bert": Kind("bert", MASKED, 4.0, PLAIN, 30_522, fixed_heads=True, architecture="BertForMaskedLM"),
     "vit": Kind(
-        "vit", IMAGE_CLASSIFIER, 4.0, _plain, longest="", fixed_heads=True, architecture="ViTForImageClassification"
+        "vit", IMAGE_CLASSIFIER, 4.0, PLAIN, longest="", fixed_heads=True, architecture="ViTForImageClassification"
     ),
     "nystromformer": Kind(
-        "nystromformer", MASKED, 4.0, _plain, 30_522, fixed_heads=True, architecture="NystromformerForMaskedLM"
+        "nystromformer", MASKED, 4.0, PLAIN, 30_522, fixed_heads=True, architecture="NystromformerForMaskedLM"
     ),
 }
 
@@ -80,8 +63,7 @@ class Nystromformer:
         positions = config.max_position_embeddings + 2
         stock = BertConfig(**same, max_position_embeddings=positions, architectures=["BertForMaskedLM"])
         shape: ModelShape = bert.shape_of(stock)
-        kernel = config.conv_kernel_size or 0
-        norms = shape.layer_norms + config.num_attention_heads * kernel
+        norms = shape.layer_norms + config.num_attention_heads * (config.conv_kernel_size or 0)
         return replace(shape, family="nystromformer", layer_norms=norms)
 
 
@@ -112,14 +94,14 @@ class Maker:
 
     def source(self) -> ModelShape:
         """The shape of the model that designs should be like."""
-        shape: ModelShape = self.own.shape_of(self.like)
-        return shape
+        return self.own.shape_of(self.like)
 
     def stock(self, sketch: Sketch) -> Any:
         """The stock configuration of a model whose layers are alike."""
         from transformers import AutoConfig
 
-        settings = self.base | self.kind.settings(sketch)
+        settings = self.base | {name: getattr(sketch, size) for name, size in self.kind.sizes.items()}
+        settings |= {"tie_word_embeddings": True} if self.family == "llama" else {}
         if self.kind.fixed_heads and sketch.heads * sketch.head_dim != sketch.width:
             raise ShapeError(
                 f"{sketch.heads} heads cannot share the width {sketch.width} evenly, as {self.family} models must."
@@ -200,8 +182,7 @@ def build(config: Any, auto: str, device: str = "cpu") -> nn.Module:
 
     register()
     with families.quietly(), torch.device(device):
-        made: nn.Module = getattr(transformers, auto).from_config(config)
-    return made
+        return getattr(transformers, auto).from_config(config)
 
 
 def write(config: Any, auto: str, folder: Path, overwrite: bool = False) -> None:

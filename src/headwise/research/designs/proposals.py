@@ -1,7 +1,5 @@
 """Proposals for new models: one per strategy, with what each costs and what the papers predict of it."""
 
-from __future__ import annotations
-
 import math
 import statistics
 import time

@@ -72,83 +72,153 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
             f"strategy {strategy} gives layers different sizes, which this family cannot have; its models are designed "
             "through heads, depth and width: use uniform or leaner."
         )
+    sketching = Sketching(make, budgets, rules)
     if strategy == "uniform":
-        return make(uniform(make, budgets, rules))
+        return make(sketching.uniform())
     if strategy == "leaner":
-        return make(leaner(make, budgets, rules))
+        return make(sketching.leaner())
     if strategy == "mix":
-        return mix(make, budgets, rules)
+        return mix(sketching)
     from headwise.research.designs import bound, taper  # they import SciPy: not before a shape is wanted
 
-    source = _oversized(make, budgets, rules)
+    source = sketching.oversized()
     if strategy == "taper":
         return taper.design(source, budgets, UNITS)
     return bound.design(source, budgets, DIMENSIONS, _lags(), rules.length)
 
 
-def uniform(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
-    """The largest model of the usual proportions: 64 channels to a head, as many layers as heads."""
+class Sketching(NamedTuple):
+    """The largest sketches within budgets: how a sketch becomes a model, what that may cost, and what is fixed."""
 
-    def at(width: int) -> Sketch:
-        heads = rules.heads or _heads(width, HEAD)
-        depth = rules.depth or rules.usual_depth or max(2, round(width / HEAD))
-        return Sketch(width, depth, heads, width // heads, _mlp(width, rules))
+    make: Make
+    budgets: tuple[Budget, ...]
+    rules: Rules
 
-    if rules.width is not None and rules.depth is None:
-        return _filled(make, budgets, _deepest(make, budgets, at(rules.width)))
-    found = _widest(make, budgets, at, rules)
-    if rules.depth is None:
-        deeper = range(int(found.depth * DEEPER), found.depth, -1)
-        found = next((d for n in deeper if _fits(make, budgets, d := found._replace(depth=n))), found)
-    return _filled(make, budgets, found)
+    def uniform(self) -> Sketch:
+        """The largest model of the usual proportions: 64 channels to a head, as many layers as heads."""
+        rules = self.rules
+
+        def at(width: int) -> Sketch:
+            return self.sketch(width, rules.depth or rules.usual_depth or max(2, round(width / HEAD)), HEAD)
+
+        if rules.width is not None and rules.depth is None:
+            return self._filled(self._deepest(at(rules.width)))
+        found = self.widest(at)
+        if rules.depth is None:
+            deeper = range(int(found.depth * DEEPER), found.depth, -1)
+            found = next((d for n in deeper if self.fits(d := found._replace(depth=n))), found)
+        return self._filled(found)
+
+    def leaner(self) -> Sketch:
+        """Half of uniform's layers (or the given depth), heads of half its dimension, and the width that this pays for.
+
+        Where the width is fixed, only depth is free: the most layers that fit, at most half.
+        """
+        rules = self.rules
+        usual = self._replace(rules=rules._replace(depth=None, heads=None)).uniform()
+        depth = rules.depth or max(1, (rules.usual_depth or usual.depth) // 2)
+        head = max(SMALLEST_HEAD, usual.head_dim // 2) if usual.head_dim > SMALLEST_HEAD else usual.head_dim
+        if rules.width is not None:
+            return self._filled(self._deepest(self.sketch(rules.width, depth, head)))
+        return self.filled(depth, head)
+
+    def filled(self, depth: int, head: int) -> Sketch:
+        """As wide as the budgets allow at this depth, with heads of about this dimension."""
+        return self._filled(self.widest(lambda width: self.sketch(width, depth, head), head))
+
+    def sketch(self, width: int, depth: int, head: int) -> Sketch:
+        """Of this width and depth, with heads of about the dimension `head`, unless their number is given."""
+        heads = self.rules.heads or _heads(width, head)
+        mlp = max(MLP_STEP, round(width * self.rules.mlp_ratio / MLP_STEP) * MLP_STEP)
+        return Sketch(width, depth, heads, width // heads, mlp)
+
+    def fits(self, sketch: Sketch) -> bool:
+        """Whether a sketch meets every budget."""
+        return fits(self.make(sketch), self.budgets)
+
+    def widest(self, at: Callable[[int], Sketch], head: int = HEAD) -> Sketch:
+        """The sketch of the largest width that fits; prices rise with the width."""
+        if (width := self.rules.width) is None:
+            step = math.lcm(head, 2 * (self.rules.heads or 1))
+            width = max(1, largest(lambda steps: self.fits(at(steps * step)), WIDEST // step)) * step
+        if not self.fits(at(width)):
+            raise self._too_small(at(width))
+        return at(width)
+
+    def _deepest(self, sketch: Sketch) -> Sketch:
+        """As many of the sketch's layers as fit."""
+        for depth in range(sketch.depth, 0, -1):
+            if self.fits(fewer := sketch._replace(depth=depth)):
+                return fewer
+        raise self._too_small(sketch._replace(depth=1))
+
+    def _filled(self, sketch: Sketch) -> Sketch:
+        """Spend what is left on the MLPs, at most half their width more: strategies are compared at equal cost."""
+        most = sketch.mlp + sketch.mlp // 2
+        for mlp in range(most // MLP_STEP * MLP_STEP, sketch.mlp, -MLP_STEP):
+            if self.fits(wider := sketch._replace(mlp=mlp)):
+                return wider
+        return sketch
+
+    def loosened(self, room: float = ROOM) -> Sketching:
+        """With budgets that are so much larger."""
+        return self._replace(budgets=tuple(replace(budget, limit=budget.limit * room) for budget in self.budgets))
+
+    def oversized(self) -> ModelShape:
+        """The smallest uniform model that is clearly above the budgets, for a taper to start from."""
+        found = self.uniform()
+        for room in (ROOM, ROOM**2, ROOM**3, ROOM**4):
+            found = self.loosened(room).uniform()
+            if not self.loosened(1 + (ROOM - 1) / 3).fits(found):
+                break
+        return self.make(found)
+
+    def _too_small(self, sketch: Sketch) -> BudgetError:
+        model = self.make(sketch)
+        worst = max(self.budgets, key=lambda budget: prices.price(budget, model) / budget.limit)
+        need = f"{prices.price(worst, model):,.0f} {worst.unit}"
+        return BudgetError(
+            f"{worst.text} is too little: {sketch.depth} layers of width {sketch.width} need {need}. "
+            "Give more, or a smaller vocabulary (--vocab), fewer layers (--depth) or a smaller --width."
+        )
 
 
-def leaner(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Sketch:
-    """Half of uniform's layers (or the given depth), heads of half its dimension, and the width that this pays for.
-
-    Where the width is fixed, only depth is free: the most layers that fit, at most half.
-    """
-    usual = uniform(make, budgets, rules._replace(depth=None, heads=None))
-    depth = rules.depth or max(1, (rules.usual_depth or usual.depth) // 2)
-    head = max(SMALLEST_HEAD, usual.head_dim // 2) if usual.head_dim > SMALLEST_HEAD else usual.head_dim
-
-    def at(width: int) -> Sketch:
-        heads = rules.heads or _heads(width, head)
-        return Sketch(width, depth, heads, width // heads, _mlp(width, rules))
-
-    if rules.width is not None:
-        return _filled(make, budgets, _deepest(make, budgets, at(rules.width)))
-    return _filled(make, budgets, _widest(make, budgets, at, rules, head))
-
-
-def mix(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
+def mix(sketching: Sketching) -> ModelShape:
     """The shape of least heads term of the bound; of equals the first, which is the shallowest.
 
     Predicted conditioning has no say: it was not shown to predict anything (docs/DESIGN_RULES.md).
     """
-    found = list(dict.fromkeys(_mixed(make, budgets, rules)))
-    return min(found, key=heads_error) if found else design("leaner", make, budgets, rules)
+    found = list(dict.fromkeys(_mixed(sketching)))
+    return min(found, key=heads_error) if found else sketching.make(sketching.leaner())
 
 
-def _mixed(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> Iterator[ModelShape]:
+def _mixed(sketching: Sketching) -> Iterator[ModelShape]:
     """Every combination of depth, head dimension, MLP ratio and taper, each as wide as the budgets allow."""
     from headwise.research.designs import taper
 
-    usual = uniform(make, budgets, rules)
+    rules, usual = sketching.rules, sketching.uniform()
     depths = [rules.depth] if rules.depth else sorted({max(1, round(usual.depth * s)) for s in (1, 0.75, 0.5)})
     for depth, head, ratio, tapered in itertools.product(depths, (HEAD, SMALLEST_HEAD), (1.0, 0.75, 0.5), (0, 1)):
-        wanted = rules._replace(depth=depth, mlp_ratio=rules.mlp_ratio * ratio)
-
-        def at(width: int, depth: int = depth, head: int = head, wanted: Rules = wanted) -> Sketch:
-            heads = rules.heads or _heads(width, head)
-            return Sketch(width, depth, heads, width // heads, _mlp(width, wanted))
-
-        limits = _loosened(budgets) if tapered else budgets
+        wanted = sketching._replace(rules=rules._replace(depth=depth, mlp_ratio=rules.mlp_ratio * ratio))
         try:
-            shape = make(_filled(make, limits, _widest(make, limits, at, wanted, head)))
-            yield taper.design(shape, budgets, UNITS) if tapered else shape
+            shape = sketching.make((wanted.loosened() if tapered else wanted).filled(depth, head))
+            yield taper.design(shape, sketching.budgets, UNITS) if tapered else shape
         except BudgetError:
             continue
+
+
+def fits(model: ModelShape, budgets: tuple[Budget, ...]) -> bool:
+    """Whether a model meets every budget."""
+    return all(prices.price(budget, model) <= budget.limit for budget in budgets)
+
+
+def largest(is_small: Callable[[int], bool], most: int) -> int:
+    """The largest number up to `most` that is small enough, where all below one that is are, too; 0: none is."""
+    low, high = 0, most + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if is_small(middle) else (low, middle)
+    return low
 
 
 def layer_conditioning(layer: LayerShape, tokens: int = TOKENS) -> float:
@@ -186,71 +256,3 @@ def _heads(width: int, head: int) -> int:
     """Heads of about that dimension that share a width evenly; dimensions are even, since positions turn in pairs."""
     able = [count for count in range(1, width + 1) if width % (2 * count) == 0] or [1]
     return min(able, key=lambda count: (abs(width / count - head), count))
-
-
-def _mlp(width: int, rules: Rules) -> int:
-    return max(MLP_STEP, round(width * rules.mlp_ratio / MLP_STEP) * MLP_STEP)
-
-
-def _fits(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> bool:
-    model = make(sketch)
-    return all(prices.price(budget, model) <= budget.limit for budget in budgets)
-
-
-def _widest(
-    make: Make, budgets: tuple[Budget, ...], at: Callable[[int], Sketch], rules: Rules, head: int = HEAD
-) -> Sketch:
-    """The sketch of the largest width that fits; prices rise with the width."""
-    if rules.width is not None:
-        if not _fits(make, budgets, at(rules.width)):
-            raise _too_small(make, budgets, at(rules.width))
-        return at(rules.width)
-    step = math.lcm(head, 2 * (rules.heads or 1))
-    low, high = 0, WIDEST // step + 1  # in steps: fits, does not
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if _fits(make, budgets, at(middle * step)) else (low, middle)
-    if not low:
-        raise _too_small(make, budgets, at(step))
-    return at(low * step)
-
-
-def _deepest(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
-    """As many of the sketch's layers as fit."""
-    for depth in range(sketch.depth, 0, -1):
-        if _fits(make, budgets, fewer := sketch._replace(depth=depth)):
-            return fewer
-    raise _too_small(make, budgets, sketch._replace(depth=1))
-
-
-def _filled(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> Sketch:
-    """Spend what is left on the MLPs, by at most half their width, so that strategies are compared at equal cost."""
-    most = sketch.mlp + sketch.mlp // 2
-    for mlp in range(most // MLP_STEP * MLP_STEP, sketch.mlp, -MLP_STEP):
-        if _fits(make, budgets, wider := sketch._replace(mlp=mlp)):
-            return wider
-    return sketch
-
-
-def _oversized(make: Make, budgets: tuple[Budget, ...], rules: Rules) -> ModelShape:
-    """The smallest uniform model that is clearly above the budgets, for a taper to start from."""
-    found = uniform(make, budgets, rules)
-    for room in (ROOM, ROOM**2, ROOM**3, ROOM**4):
-        found = uniform(make, _loosened(budgets, room), rules)
-        if not _fits(make, _loosened(budgets, 1 + (ROOM - 1) / 3), found):
-            break
-    return make(found)
-
-
-def _loosened(budgets: tuple[Budget, ...], room: float = ROOM) -> tuple[Budget, ...]:
-    return tuple(replace(budget, limit=budget.limit * room) for budget in budgets)
-
-
-def _too_small(make: Make, budgets: tuple[Budget, ...], sketch: Sketch) -> BudgetError:
-    model = make(sketch)
-    worst = max(budgets, key=lambda budget: prices.price(budget, model) / budget.limit)
-    least = prices.price(worst, model)
-    return BudgetError(
-        f"{worst.text} is too little: {sketch.depth} layers of width {sketch.width} need {least:,.0f} {worst.unit}. "
-        "Give more, or a smaller vocabulary (--vocab), fewer layers (--depth) or a smaller --width."
-    )

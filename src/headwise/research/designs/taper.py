@@ -6,8 +6,6 @@ budgets. The rule is about attention only; MLP widths follow it where attention 
 cutting trained models the rule was refuted (experiment A8): here it designs new ones.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,3 +1,1 @@
 """Search for shapes by training a little: an Optuna study under a budget. Importing this is light."""
-
-from __future__ import annotations

@@ -1,7 +1,5 @@
 """`headwise search`: its flags, its trials, and the Pareto front that they found."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Annotated, Any

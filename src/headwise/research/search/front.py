@@ -1,7 +1,5 @@
 """What a study found, as data, as a picture and as a page: no model beats those on the front in loss for less."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -3,15 +3,11 @@
 A taper above 0 takes heads from later layers, one below 0 from earlier ones: the search decides which is better.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from headwise import budgets as prices
 from headwise.errors import BudgetError
-from headwise.research.designs.shapes import WIDEST, Make, Rules, Sketch, uniform
+from headwise.research.designs.shapes import WIDEST, Make, Rules, Sketch, Sketching, fits, largest
 from headwise.types import Budget, LayerShape, ModelShape
 
 HEAD_DIMS = (32, 64, 128)
@@ -31,7 +27,7 @@ class Proportions(NamedTuple):
 
 def suggest(trial: Any, make: Make, budgets: tuple[Budget, ...], rules: Rules) -> tuple[ModelShape, float]:
     """A shape and a learning rate for a trial; shapes that cannot be had are refused with a `BudgetError`."""
-    usual = uniform(make, budgets, rules).depth
+    usual = Sketching(make, budgets, rules).uniform().depth
     tapers = TAPERS if rules.uneven else (0.0,)
     wanted = Proportions(
         trial.suggest_int("depth", max(1, usual // 3), 2 * usual) if rules.depth is None else rules.depth,
@@ -51,22 +47,11 @@ def widest(make: Make, budgets: tuple[Budget, ...], rules: Rules, wanted: Propor
         model = make(Sketch(width, wanted.depth, steps, wanted.head_dim, mlp))
         return model.with_layers(tapered(model.layers, wanted.taper))
 
-    fits = _largest(at, budgets, WIDEST // wanted.head_dim)
-    if not fits:
+    heads = largest(lambda steps: fits(at(steps), budgets), WIDEST // wanted.head_dim)
+    if not heads:
         texts = " and ".join(budget.text for budget in budgets)
         raise BudgetError(f"{texts}: no {wanted.depth} layers with heads of {wanted.head_dim} fit; give more.")
-    return at(fits)
-
-
-def _largest(at: Callable[[int], ModelShape], budgets: tuple[Budget, ...], most: int) -> int:
-    """The largest number of heads that fits; prices rise with it."""
-    low, high = 0, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        model = at(middle)
-        fits = all(prices.price(budget, model) <= budget.limit for budget in budgets)
-        low, high = (middle, high) if fits else (low, middle)
-    return low
+    return at(heads)
 
 
 def tapered(layers: tuple[LayerShape, ...], slope: float) -> tuple[LayerShape, ...]:

@@ -4,8 +4,6 @@ Trials are kept in Optuna's storage. So a study resumes after a kill, and severa
 that see the same storage, can share it: each runs the same command. Trials are compared by their held-out loss.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import time

@@ -14,8 +14,6 @@ beat it; otherwise the reach grows and the table is filled again. `d_m > d` is l
 only way to spend D exactly.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ bias the second part holds only where `H_m >= m`: with fewer heads than the lag 
 (`experiments/a1_bound.py` has the proof); `below_lag` names those lags.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,12 +13,8 @@ import typer
 from headwise.errors import HeadwiseError, OutputError, ShapeError
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from headwise.research.theory.allocation import Allocation
     from headwise.research.theory.bound import Floats, Group, Term
-
-    _Lines = dict[str, list[float]]
 
 app = typer.Typer(
     help="The papers' formulas: error bound, best groups of heads, softmax saturation, conditioning.",
@@ -27,6 +23,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
+SATURATES = (
+    "The Jacobian's norm falls like 1/L once e^2c/L is below 1/2. A head's output does not follow it: errors aligned "
+    "with the values stay as they are, independent ones fall like 1/sqrt(L)."
+)
 DIGITS = 19  # a number with as many or more is no size of anything
 Dim = Annotated[int, typer.Option(help="Budget D: the sum over all heads of their dimensions.")]
 TokenDim = Annotated[int, typer.Option(help="Dimension d of a token.")]
@@ -42,6 +42,46 @@ Plot = Annotated[Path | None, typer.Option(help="Draw the result into this .svg 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 Draws = Annotated[int, typer.Option(help="Number of random draws of a simulation; 0: formulas only.")]
 Seed = Annotated[int, typer.Option(help="Random seed.")]
+
+
+class _Output:
+    """Where an answer goes: standard output, as a table with sentences or as JSON, and maybe a drawing in a file."""
+
+    def __init__(self, as_json: bool, plot: Path | None, overwrite: bool) -> None:
+        self.as_json, self.plot = as_json, plot
+        if plot is None:
+            return
+        from headwise.report.plots import check_suffix
+
+        check_suffix(plot)  # what cannot be written is refused before anything is computed
+        if plot.exists() and not overwrite:
+            raise OutputError(f"{plot} exists; choose another name or add --overwrite.")
+
+    def show(self, found: Any, rows: Sequence[dict[str, Any]], title: str, *sentences: str) -> None:
+        """The answer as JSON, or rows as a table with a column per key, and what follows from it in words."""
+        if self.as_json:
+            typer.echo(json.dumps(found, indent=1, allow_nan=False))
+            return
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
+        for row in rows:
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
+        Console().print(table)
+        for sentence in filter(None, sentences):
+            typer.echo(sentence)
+
+    def draw(self, what: str, *data: Any) -> None:
+        """The drawing of the answer: terms, a curve or lines, as `report.plots` draws them."""
+        if self.plot is None:
+            return
+        from headwise.report import plots
+
+        figure = plots.new_figure()
+        getattr(plots, f"draw_{what}")(figure, *data)
+        plots.save(figure, self.plot)
+        typer.echo(f"drawn: {self.plot}", err=self.as_json)
 
 
 @app.command()
@@ -60,14 +100,14 @@ def bound(
     overwrite: Overwrite = False,
 ) -> None:
     """The error bound: of given groups lag by lag, or of a budget over the number of heads."""
-    _may_write(plot, overwrite)
+    out = _Output(as_json, plot, overwrite)
     if (dim is None) == (not group):
         raise HeadwiseError("say what to bound: --dim 128 for the curve over heads, or --group 8x16 once per lag.")
     if group:
         given = [_group(text) for text in group]
-        _show_groups(_weights(rho, lags, ngram, len(given)), given, token_dim, norm, eps, as_json, plot)
+        _show_groups(out, _weights(rho, lags, ngram, len(given)), given, token_dim, norm, eps)
     elif dim is not None:
-        _show_curve(_weights(rho, lags, ngram, groups), dim, token_dim, groups, norm, eps, as_json, plot)
+        _show_curve(out, _weights(rho, lags, ngram, groups), dim, token_dim, groups, norm, eps)
 
 
 @app.command()
@@ -91,17 +131,12 @@ def allocate(
     from headwise.research.theory.allocation import allocate as solve
     from headwise.research.theory.bound import terms
 
-    _may_write(plot, overwrite)
-    weights = _weights(rho, lags, ngram, None)
+    out, weights = _Output(as_json, plot, overwrite), _weights(rho, lags, ngram, None)
     best = solve(weights, dim, token_dim, norm, eps, not at_most, head_step, dim_step, any_lags)
     rows = terms(weights, best.groups, token_dim, norm, eps, best.lags)
-    if as_json:
-        _say_json({"spent": best.spent, "dim": dim, **_terms_json(rows, best.error), "sentence": _sentence(best)})
-    else:
-        _show_terms(rows, f"least bound for D = {dim}, tokens of dimension {token_dim}")
-        typer.echo(_sentence(best))
-        _warn(best.groups, best.lags)
-    _draw(plot, lambda figure: _draw_terms(figure, rows), as_json)
+    title, words = f"least bound for D = {dim}, tokens of dimension {token_dim}", _sentence(best)
+    found = {"spent": best.spent, "dim": dim, **_terms_json(rows, best.error), "sentence": words}
+    _show_terms(out, found, rows, title, words, _warning(best.groups, best.lags))
 
 
 @app.command()
@@ -119,7 +154,7 @@ def saturation(
     """How the softmax Jacobian's norm falls with length, and whether a head's error does."""
     from headwise.research.theory.saturation import fit_slope, head_error, norm_bound, simulate
 
-    _may_write(plot, overwrite)
+    out = _Output(as_json, plot, overwrite)
     found: list[dict[str, float]] = []
     for length in _integers(lengths, "--lengths"):
         row = {"length": length, "norm_bound": norm_bound(length, logit_bound)}
@@ -128,19 +163,12 @@ def saturation(
         for name, aligned in (("head_error_aligned", True), ("head_error_independent", False)):
             row[name] = head_error(length, logit_bound, logit_error, norm, aligned)
         found.append(row)
-    _report(found, f"softmax over logits within {logit_bound:g}, each wrong by at most {logit_error:g}", as_json)
-    if not as_json:
-        typer.echo(
-            "The Jacobian's norm falls like 1/L once e^2c/L is below 1/2. A head's output does not follow it: errors "
-            "aligned with the values stay as they are, independent ones fall like 1/sqrt(L)."
-        )
-        known = [row for row in found if row["length"] > 1]
-        if draws and len({row["length"] for row in known}) > 2:
-            slope, error = fit_slope([row["length"] for row in known], [row["simulated_norm"] for row in known])
-            typer.echo(f"simulated: norm ~ L^{slope:.3f} (standard error {error:.3f})")
-    lines = {name: [row[name] for row in found] for name in found[0] if name not in ("length", "standard_error")}
-    bars = {"simulated_norm": [row["standard_error"] for row in found]} if draws else {}
-    _draw(plot, _lines([row["length"] for row in found], lines, "keys L", "norm or error", bars), as_json)
+    known, fitted = [row for row in found if row["length"] > 1], ""
+    if draws and len({row["length"] for row in known}) > 2:
+        slope, error = fit_slope([row["length"] for row in known], [row["simulated_norm"] for row in known])
+        fitted = f"simulated: norm ~ L^{slope:.3f} (standard error {error:.3f})"
+    title = f"softmax over logits within {logit_bound:g}, each wrong by at most {logit_error:g}"
+    _show_lines(out, found, title, ("length", "keys L", "norm or error"), found, SATURATES, fitted)
 
 
 @app.command()
@@ -157,22 +185,56 @@ def conditioning(
     """The condition number of many Gaussian heads side by side: it falls towards 1 as heads are added."""
     from headwise.research.theory.conditioning import gaussian, simulate
 
-    _may_write(plot, overwrite)
+    out = _Output(as_json, plot, overwrite)
     found: list[dict[str, float]] = []
     for count in _integers(heads, "--heads"):
         row = {"heads": count, "width": count * head_dim, "condition": gaussian(tokens, count, head_dim)}
         if draws:
             row["simulated"], row["standard_error"] = simulate(tokens, count, head_dim, draws, seed)
         found.append(row)
-    _report(found, f"{tokens} tokens, heads of dimension {head_dim}", as_json)
-    if not as_json and any(math.isinf(row["condition"]) for row in found):
-        typer.echo(f"infinite up to a width of {tokens}: {tokens} tokens need more columns than that.")
-    known = [row for row in found if math.isfinite(row["condition"])]
-    if plot is not None and not known:
+    known, words = [row for row in found if math.isfinite(row["condition"])], ""
+    if len(known) < len(found):
+        words = f"infinite up to a width of {tokens}: {tokens} tokens need more columns than that."
+    title = f"{tokens} tokens, heads of dimension {head_dim}"
+    _show_lines(out, found, title, ("heads", "heads", "condition number"), known, words)
+
+
+def _show_lines(
+    out: _Output,
+    found: list[dict[str, float]],
+    title: str,
+    axes: tuple[str, str, str],
+    drawn: list[dict[str, float]],
+    *sentences: str,
+) -> None:
+    """A table of all rows, and a line per column of those that can be drawn, with error bars where one is simulated.
+
+    `axes`: the column along which lines are drawn, and what both axes are called. In JSON, infinite numbers are null.
+    """
+    finite = [{name: v if math.isfinite(v) else None for name, v in row.items()} for row in found]
+    out.show(finite, found, title, *sentences)
+    if out.plot is not None and not drawn:
         raise HeadwiseError("every condition number is infinite, so there is nothing to draw; try more heads.")
-    lines = {name: [row[name] for row in known] for name in found[0] if name in ("condition", "simulated")}
-    bars = {"simulated": [row["standard_error"] for row in known]} if draws else {}
-    _draw(plot, _lines([row["heads"] for row in known], lines, "heads", "condition number", bars), as_json)
+    columns = {name: [row[name] for row in drawn] for name in found[0]}
+    errors, x = columns.pop("standard_error", None), columns.pop(axes[0])
+    columns.pop("width", None)
+    bars = {} if errors is None else {name: errors for name in columns if name.startswith("simulated")}
+    out.draw("lines", x, columns, *axes[1:], bars)
+
+
+def _show_terms(out: _Output, found: Any, rows: Sequence[Term], title: str, *sentences: str) -> None:
+    """The bound lag by lag, with what serves each lag."""
+    names = {"dimension term": "head too small", "heads term": "too few heads", "unserved": "not served"}
+    parts = [(row.dimension, row.heads, row.unserved) for row in rows]
+    table = []
+    for row, three in zip(rows, parts, strict=True):
+        sizes = row.group._asdict() if row.group else {"heads": "-", "dim": "-"}
+        numbers = dict(zip((*names, "sum"), (*three, row.total), strict=True))
+        table.append({"lag": row.lag, **sizes, **{name: f"{number:.4f}" for name, number in numbers.items()}})
+    out.show(found, table, title, *sentences)
+    labels = [f"{row.group.heads}x{row.group.dim}" if row.group else "-" for row in rows]
+    stacked = dict(zip(names.values(), map(list, zip(*parts, strict=True)), strict=True))
+    out.draw("terms", [row.lag for row in rows], stacked, labels)
 
 
 def _weights(rho: str | None, lags: int | None, ngram: int | None, default: int | None) -> Floats:
@@ -205,41 +267,25 @@ def _integers(text: str, option: str) -> list[int]:
     return [int(part) for part in parts]
 
 
-def _show_groups(
-    weights: Floats, groups: list[Group], token_dim: int, norm: float, eps: float, as_json: bool, plot: Path | None
-) -> None:
+def _show_groups(out: _Output, weights: Floats, groups: list[Group], token_dim: int, norm: float, eps: float) -> None:
     from headwise.research.theory.bound import terms
 
     rows = terms(weights, groups, token_dim, norm, eps)
     total = math.fsum(row.total for row in rows)
-    if as_json:
-        _say_json({"dim": sum(heads * dim for heads, dim in groups), **_terms_json(rows, total)})
-    else:
-        _show_terms(rows, f"bound for tokens of dimension {token_dim}")
-        typer.echo(f"error at most {total:.4g}")
-        _warn(groups)
-    _draw(plot, lambda figure: _draw_terms(figure, rows), as_json)
+    found = {"dim": sum(heads * dim for heads, dim in groups), **_terms_json(rows, total)}
+    title = f"bound for tokens of dimension {token_dim}"
+    _show_terms(out, found, rows, title, f"error at most {total:.4g}", _warning(groups))
 
 
-def _show_curve(
-    weights: Floats, dim: int, token_dim: int, groups: int, norm: float, eps: float, as_json: bool, plot: Path | None
-) -> None:
+def _show_curve(out: _Output, weights: Floats, dim: int, token_dim: int, groups: int, norm: float, eps: float) -> None:
     from headwise.research.theory.allocation import best_point, curve_over_heads
 
     curve = curve_over_heads(weights, dim, token_dim, groups, norm, eps)
-    best = best_point(curve)
-    if as_json:
-        _say_json({"dim": dim, "groups": groups, "best": best._asdict(), "curve": [p._asdict() for p in curve]})
-    else:
-        _report([point._asdict() for point in curve], f"bound over heads, D = {dim}, {groups} group(s) alike", False)
-        typer.echo(f"least at {best.heads_per_group} heads of dimension {best.head_dim} per group: {best.error:.4g}")
-
-    def draw(figure: Figure) -> None:
-        from headwise.report.plots import draw_curve
-
-        draw_curve(figure, [p.heads_per_group for p in curve], [p.error for p in curve], curve.index(best), "per group")
-
-    _draw(plot, draw, as_json)
+    best, points = best_point(curve), [point._asdict() for point in curve]
+    words = f"least at {best.heads_per_group} heads of dimension {best.head_dim} per group: {best.error:.4g}"
+    found = {"dim": dim, "groups": groups, "best": best._asdict(), "curve": points}
+    out.show(found, points, f"bound over heads, D = {dim}, {groups} group(s) alike", words)
+    out.draw("curve", [p.heads_per_group for p in curve], [p.error for p in curve], curve.index(best), "per group")
 
 
 def _sentence(best: Allocation) -> str:
@@ -255,14 +301,13 @@ def _sentence(best: Allocation) -> str:
     )
 
 
-def _warn(groups: Sequence[Group], lags: Sequence[int] | None = None) -> None:
+def _warning(groups: Sequence[Group], lags: Sequence[int] | None = None) -> str:
     from headwise.research.theory.bound import below_lag
 
-    if short := below_lag(groups, lags):
-        which = ("lag " if len(short) == 1 else "lags ") + ", ".join(map(str, short))
-        typer.echo(
-            f"fewer heads than the lag at {which}: heads with a linear position bias cannot keep the bound there."
-        )
+    if not (short := below_lag(groups, lags)):
+        return ""
+    which = ("lag " if len(short) == 1 else "lags ") + ", ".join(map(str, short))
+    return f"fewer heads than the lag at {which}: heads with a linear position bias cannot keep the bound there."
 
 
 def _between(values: list[int]) -> str:
@@ -274,76 +319,3 @@ def _terms_json(rows: Sequence[Term], error: float) -> dict[str, Any]:
     served = [{"lag": row.lag, **row.group._asdict()} for row in rows if row.group]
     lags = [{"lag": r.lag, "dimension": r.dimension, "heads": r.heads, "unserved": r.unserved} for r in rows]
     return {"error": error, "heads": sum(group["heads"] for group in served), "groups": served, "terms": lags}
-
-
-def _show_terms(rows: Sequence[Term], title: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("lag", "heads", "dim", "dimension term", "heads term", "unserved", "sum", title=title)
-    for row in rows:
-        sizes = (str(row.group.heads), str(row.group.dim)) if row.group else ("-", "-")
-        parts = (row.dimension, row.heads, row.unserved, row.total)
-        table.add_row(str(row.lag), *sizes, *(f"{part:.4f}" for part in parts))
-    Console().print(table)
-
-
-def _report(rows: Sequence[dict[str, Any]], title: str, as_json: bool) -> None:
-    """A table with one column per key, or the same as JSON; infinite numbers become null there."""
-    if as_json:
-        _say_json([{k: v if math.isfinite(v) else None for k, v in row.items()} for row in rows])
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*(name.replace("_", " ") for name in rows[0]), title=title)
-    for row in rows:
-        table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row.values()))
-    Console().print(table)
-
-
-def _lines(x: list[float], lines: _Lines, x_label: str, y_label: str, bars: _Lines) -> Callable[[Figure], None]:
-    def draw(figure: Figure) -> None:
-        from headwise.report.plots import draw_lines
-
-        draw_lines(figure, x, dict(lines), x_label, y_label, dict(bars))
-
-    return draw
-
-
-def _draw_terms(figure: Figure, rows: Sequence[Term]) -> None:
-    from headwise.report.plots import draw_terms
-
-    parts = {
-        "head too small": [row.dimension for row in rows],
-        "too few heads": [row.heads for row in rows],
-        "not served": [row.unserved for row in rows],
-    }
-    labels = [f"{row.group.heads}x{row.group.dim}" if row.group else "-" for row in rows]
-    draw_terms(figure, [row.lag for row in rows], dict(parts), labels)
-
-
-def _may_write(plot: Path | None, overwrite: bool) -> None:
-    """Refuse before anything is computed."""
-    if plot is None:
-        return
-    from headwise.report.plots import check_suffix
-
-    check_suffix(plot)
-    if plot.exists() and not overwrite:
-        raise OutputError(f"{plot} exists; choose another name or add --overwrite.")
-
-
-def _draw(plot: Path | None, draw: Callable[[Figure], None], as_json: bool) -> None:
-    if plot is None:
-        return
-    from headwise.report.plots import new_figure, save
-
-    figure = new_figure()
-    draw(figure)
-    save(figure, plot)
-    typer.echo(f"drawn: {plot}", err=as_json)
-
-
-def _say_json(found: Any) -> None:
-    typer.echo(json.dumps(found, indent=1, allow_nan=False))

@@ -6,8 +6,6 @@ towards 1. Up to D = N the ratio is infinite: below N columns the rows are depen
 is so often tiny that the mean does not exist.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ The papers leave `rho` free. Here every profile sums to one, so that an error of
 tokens of norm 1; a list of numbers is taken as it is.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -6,8 +6,6 @@ aligned with the values, nothing is gained by length; if they are drawn alike an
 output error falls like 1/sqrt(L) (`head_error`). Neither gives 1/L.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What a kind of training data must say."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`headwise train`: its flags and its summary."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
@@ -30,12 +28,8 @@ def command(
     """Train a model; `HELP` is the text for users."""
     from headwise.research.train.run import train
 
-    _answer(train(out=out, overwrite=overwrite, **settings), out, as_json)
-
-
-def _answer(found: dict[str, Any], out: Path, as_json: bool) -> None:
-    """Print the result, in the main process alone."""
-    if os.environ.get("RANK", "0") == "0":
+    found = train(out=out, overwrite=overwrite, **settings)
+    if os.environ.get("RANK", "0") == "0":  # the main process alone
         typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, out))
 
 

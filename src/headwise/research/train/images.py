@@ -1,7 +1,5 @@
 """Labelled images from an .npz file: x_train, y_train, x_test, y_test; bytes, rows x height x width x channels."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 from typing import Any

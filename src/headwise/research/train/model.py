@@ -1,7 +1,5 @@
 """The model of a training: from a configuration alone or with a folder's weights; and the folder that it ends in."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Iterator
@@ -34,14 +32,8 @@ def loading(failure: str, advice: str = "") -> Iterator[None]:
     try:
         with families.quietly():
             yield
-    except HeadwiseError:
-        raise
     except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of code in Rust
-            raise
-        reason = " ".join(str(error).split())[:300]
-        if isinstance(error, MemoryError) or "start new thread" in reason:
-            raise MemoryError(reason) from None
+        reason = families.reason_of(error)
         if "trust_remote_code" in str(error):
             reason = "it needs code that its repository brings, and there is no --trust-remote-code here: none is run"
         raise ModelError(f"{failure} ({reason}){advice}.") from None
@@ -93,8 +85,7 @@ def build(settings: TrainSettings, config: Any, task: str) -> nn.Module:
     how = dict(dtype=torch.float32, trust_remote_code=False)
     with loading(f"{settings.config} gives no model for the task {task}"), families.without_threads("cpu"):
         if settings.fresh or not has_weights(settings.config):
-            made: nn.Module = auto.from_config(config, **how)
-            return made
+            return auto.from_config(config, **how)
         where = families.locate(settings.config)[0]
         found, info = auto.from_pretrained(where, config=config, use_safetensors=True, output_loading_info=True, **how)
     body = f"{found.base_model_prefix}."

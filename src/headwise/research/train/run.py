@@ -1,7 +1,5 @@
 """A training with its folder: data, model, loop, checkpoints, logs, the model that comes out, and its record."""
 
-from __future__ import annotations
-
 import datetime
 import json
 import math

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
-from typing import Annotated, TypedDict
+from typing import TypedDict
 
 from headwise.errors import HeadwiseError
-from headwise.runs.flags import Flag, check_smallest
+from headwise.runs.flags import check_smallest, option
 from headwise.types import Record
 
 TASKS = ("causal", "masked", "classification", "image_classification")
@@ -21,58 +21,50 @@ TUNING = 0.05  # of the rate of a fresh model, for one that is trained already
 class TrainSettings(Record):
     """A training that was killed resumes only under the same settings; the number of processes may differ."""
 
-    config: Annotated[
-        str,
-        Flag(
-            "Folder or config.json, stock or tailored; existing weights are trained further.",
-            C,
-            value="CONFIG",
-            argument=True,
-        ),
-    ]
-    data: Annotated[
-        str,
-        Flag("Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled: .jsonl, .tsv, .npz.", C, DATA),
-    ]
-    eval: Annotated[str | None, Flag("Data to evaluate on; held out from --data if not given.", C, DATA)] = None
-    task: Annotated[
-        str | None, Flag(f"{', '.join(TASKS[:-1])} or {TASKS[-1]}; if not given, by data and model.", C)
-    ] = None
-    tokenizer: Annotated[str | None, Flag("Folder of the tokenizer, if CONFIG has none beside it.", C, DATA)] = None
-    train_tokenizer: Annotated[
-        int | None, Flag("Train a tokenizer of this many tokens on the data.", C, DATA, value="VOCAB")
-    ] = None
-    epochs: Annotated[float, Flag("Passes over the data, unless --steps or --tokens is given.", C, STEPS)] = 1.0
-    steps: Annotated[int | None, Flag("Optimizer steps.", C, STEPS, least=1)] = None
-    tokens: Annotated[int | None, Flag("Tokens to train on.", C, STEPS, least=1)] = None
-    batch_tokens: Annotated[
-        int | None, Flag("Batch size in tokens, over all processes; default 32768.", C, STEPS, least=1)
-    ] = None
-    batch_rows: Annotated[
-        int | None, Flag("Batch size in rows; default 32 labelled texts, 128 images.", C, STEPS, least=1)
-    ] = None
-    micro_tokens: Annotated[
-        int, Flag("Tokens per forward pass of a process; more are accumulated.", C, MACHINE, least=1)
-    ] = 32_768
-    length: Annotated[int, Flag("Tokens of a row of text, at most what the model takes.", C, DATA, least=8)] = 512
-    rate: Annotated[
-        float | None,
-        Flag("Peak learning rate; if not given, by width: 6e-4 at 768, a twentieth for trained weights.", C, STEPS),
-    ] = None
-    warm_up: Annotated[float, Flag("Share of the steps for warm-up.", C, STEPS)] = 0.02
-    decay: Annotated[float, Flag("Weight decay, of matrices only.", C, STEPS)] = 0.1
-    clip: Annotated[float, Flag("Gradient clipping norm; 0: none.", C, STEPS)] = 1.0
-    augment: Annotated[bool, Flag("Images: random crops and flips.", C, DATA)] = True
-    fresh: Annotated[bool, Flag("Start from random weights even where CONFIG has weights.", C)] = False
-    seed: Annotated[int, Flag("Random seed.", C, MACHINE)] = 0
-    device: Annotated[str, Flag("auto, cpu, cuda.", C, MACHINE)] = "auto"
-    bf16: Annotated[bool | None, Flag("Compute in bfloat16; if not given, on CUDA.", C, MACHINE)] = None
-    compile: Annotated[bool, Flag("Compile the model: slower start, faster steps.", C, MACHINE)] = False
-    eval_tokens: Annotated[int, Flag("Tokens to evaluate on, at most.", C, RECORD)] = 65_536
-    eval_every: Annotated[int, Flag("Steps between evaluations; 0: ten in a run.", C, RECORD)] = 0
-    save_every: Annotated[int, Flag("Steps between checkpoints.", C, RECORD, least=1)] = 1_000
-    save_minutes: Annotated[float, Flag("Minutes between checkpoints, at most.", C, RECORD)] = 10.0
-    point_every: Annotated[int, Flag("Steps between points of the curve.", C, RECORD, least=1)] = 10
+    config: str = option(
+        ...,
+        "Folder or config.json, stock or tailored; existing weights are trained further.",
+        C,
+        value="CONFIG",
+        argument=True,
+    )
+    data: str = option(
+        ..., "Text or jsonl file (also compressed), datasets name, 'stdlib'; labelled: .jsonl, .tsv, .npz.", C, DATA
+    )
+    eval: str | None = option(None, "Data to evaluate on; held out from --data if not given.", C, DATA)
+    task: str | None = option(None, f"{', '.join(TASKS[:-1])} or {TASKS[-1]}; if not given, by data and model.", C)
+    tokenizer: str | None = option(None, "Folder of the tokenizer, if CONFIG has none beside it.", C, DATA)
+    train_tokenizer: int | None = option(None, "Train a tokenizer of this many tokens on the data.", C, DATA, "VOCAB")
+    epochs: float = option(1.0, "Passes over the data, unless --steps or --tokens is given.", C, STEPS)
+    steps: int | None = option(None, "Optimizer steps.", C, STEPS, least=1)
+    tokens: int | None = option(None, "Tokens to train on.", C, STEPS, least=1)
+    batch_tokens: int | None = option(
+        None, "Batch size in tokens, over all processes; default 32768.", C, STEPS, least=1
+    )
+    batch_rows: int | None = option(
+        None, "Batch size in rows; default 32 labelled texts, 128 images.", C, STEPS, least=1
+    )
+    micro_tokens: int = option(
+        32_768, "Tokens per forward pass of a process; more are accumulated.", C, MACHINE, least=1
+    )
+    length: int = option(512, "Tokens of a row of text, at most what the model takes.", C, DATA, least=8)
+    rate: float | None = option(
+        None, "Peak learning rate; if not given, by width: 6e-4 at 768, a twentieth for trained weights.", C, STEPS
+    )
+    warm_up: float = option(0.02, "Share of the steps for warm-up.", C, STEPS)
+    decay: float = option(0.1, "Weight decay, of matrices only.", C, STEPS)
+    clip: float = option(1.0, "Gradient clipping norm; 0: none.", C, STEPS)
+    augment: bool = option(True, "Images: random crops and flips.", C, DATA)
+    fresh: bool = option(False, "Start from random weights even where CONFIG has weights.", C)
+    seed: int = option(0, "Random seed.", C, MACHINE)
+    device: str = option("auto", "auto, cpu, cuda.", C, MACHINE)
+    bf16: bool | None = option(None, "Compute in bfloat16; if not given, on CUDA.", C, MACHINE)
+    compile: bool = option(False, "Compile the model: slower start, faster steps.", C, MACHINE)
+    eval_tokens: int = option(65_536, "Tokens to evaluate on, at most.", C, RECORD)
+    eval_every: int = option(0, "Steps between evaluations; 0: ten in a run.", C, RECORD)
+    save_every: int = option(1_000, "Steps between checkpoints.", C, RECORD, least=1)
+    save_minutes: float = option(10.0, "Minutes between checkpoints, at most.", C, RECORD)
+    point_every: int = option(10, "Steps between points of the curve.", C, RECORD, least=1)
 
     def __post_init__(self) -> None:
         if self.task is not None and self.task not in TASKS:

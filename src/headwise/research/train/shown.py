@@ -1,7 +1,5 @@
 """The progress of a training on standard error, with loss, speed and time left: a bar, or lines where none is drawn."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

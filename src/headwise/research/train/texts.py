@@ -1,7 +1,5 @@
 """Plain text: for decoders the next token, for encoders hidden ones."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

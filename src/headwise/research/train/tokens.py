@@ -1,7 +1,5 @@
 """Text as one long file of token numbers, made once and mapped into memory: rows are windows of it."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable
@@ -79,8 +77,8 @@ def _write(texts: Iterable[str], tokenizer: Any, path: Path, dtype: np.dtype[Any
 
 def _changed(source: str) -> list[int]:
     """Sizes and times of files, so that a training never resumes on another text than it began with."""
-    files = [Path(source)] if Path(source).is_file() else text_files(Path(source))
-    return [number for file in files for number in (file.stat().st_size, file.stat().st_mtime_ns)]
+    found = [file.stat() for file in text_files(Path(source))]
+    return [number for stat in found for number in (stat.st_size, stat.st_mtime_ns)]
 
 
 def _print_of(tokenizer: Any) -> str:
