@@ -16,6 +16,7 @@ from headwise.types import GONE, LayerKeep, LayerShape, Plan, Sweep
 GAP = 0.4  # between heads that do not share keys, in heads
 MLP_SHARE = 96  # percent of its column that the widest MLP fills
 DECADES = 6  # that bars of damage span at most
+LEAST = -5  # power of ten of the least damage that is told from none
 DENSE = 34  # more layers: rows too low for text
 
 
@@ -98,21 +99,24 @@ def damage_scale(values: Iterable[float | None]) -> tuple[float, float]:
 
     Measured damage may lie below zero by chance; it has no bar.
 
-    >>> damage_scale([0.03, 2e-5, 0.0, None, -1e-6])
-    (1e-05, 0.1)
+    >>> damage_scale([0.03, 2e-5, 0.0, None, -1e-6]), damage_scale([3e-7])
+    ((1e-05, 0.1), (1e-05, 0.0001))
     """
     positive = [value for value in values if value and 0 < value < math.inf]
     high = math.ceil(math.log10(max(positive, default=1.0)) - 1e-9)
     low = math.floor(math.log10(min(positive, default=1.0)) + 1e-9)
-    return float(f"1e{max(low, high - DECADES)}"), float(f"1e{max(high, low + 1)}")
+    low = max(low, high - DECADES, LEAST)
+    return float(f"1e{low}"), float(f"1e{max(high, low + 1)}")
 
 
 def damage_text(damage: float) -> str:
     """A layer's damage in few letters, as the script writes it too.
 
-    >>> damage_text(0.0), damage_text(0.123), damage_text(0.00004)
-    ('0', '0.12', '0.00004')
+    >>> damage_text(0.0), damage_text(0.123), damage_text(0.00004), damage_text(3e-7)
+    ('0', '0.12', '0.00004', '<0.00001')
     """
+    if 0 < damage < 10**LEAST:
+        return f"<{10**LEAST:.{-LEAST}f}"
     return f"{damage:.2g}" if damage >= 1e-3 or damage <= 0 else small(damage, 1)
 
 
@@ -184,7 +188,7 @@ def _row(row: ModelRow, rows: Sequence[ModelRow], scale: tuple[float, float], pr
     if priced:
         damage = row.damage or 0.0
         level = 100 * max(0.02, Scale(*scale, 0.0, 1.0, log=True)(damage)) if damage > 0 else 0.0
-        cells += f'<td class="c-damage">{_bar(0, level, "dmg", "")}<span>{damage_text(damage)}</span></td>'
+        cells += f'<td class="c-damage">{_bar(0, level, "dmg", "")}<span>{escape(damage_text(damage))}</span></td>'
     gone = ' class="removed"' if new.gone else ""
     return f'<tr data-layer="{row.layer}"{gone}><th scope="row">{row.layer}</th>{cells}</tr>'
 

@@ -157,7 +157,7 @@ def measured(verdict: Verdict) -> Table:
             before, after = (as_number(m.value) if m else None for m in (both.before, both.after))
             ends = interval(*known) if (known := known_ends(both.after)) else MISSING
             rows.append((words(name), number(before), number(after), relative(before, after), ends))
-    heads = ("quantity", "before", "after", "change", "95% interval of after")
+    heads = ("quantity", "before", "after", "change", "95% interval of after (times: range)")
     return Table(heads, tuple(rows), range(1, 5), "measured")
 
 
@@ -168,7 +168,7 @@ def main_numbers(dossier: Dossier) -> Table:
         name = f"{fact.label}{f', {fact.unit}' if fact.unit else ''}{' (planned)' if fact.planned else ''}"
         change = relative(fact.before, fact.after)
         rows.append((name, human(fact.before), human(fact.after), change, fact.interval or MISSING))
-    return Table(("", "before", "after", "change", "95% interval of after"), tuple(rows), range(1, 5))
+    return Table(("", "before", "after", "change", "95% interval of after (times: range)"), tuple(rows), range(1, 5))
 
 
 def lengths(verdict: Verdict) -> Table:

@@ -46,6 +46,7 @@ function bitsOf(layer, place) {
 
 // A layer's damage in few letters, as the page was written with.
 function damageText(value) {
+  if (value > 0 && value < 1e-5) return "<0.00001";
   return String(Number(value.toPrecision(value >= 1e-3 || value <= 0 ? 2 : 1)));
 }
 
