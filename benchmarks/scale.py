@@ -245,7 +245,7 @@ def estimated_as(label: str) -> str:
     known |= {"layers, one at a time": "prices", "measured damage": "single cuts", "loading the model": "loading"}
     known |= {"text by the model": "text by the model", "saving the model": "saving"}
     known |= {name: f"healing by {name}" for name in ("refit", "blockwise", "distill")}
-    later = ("loading the new", "quality", "retrieval", "answers", "writing samples", "reloading", "timing both")
+    later = ("loading the new", "quality", "retrieval", "answers", "writing", "reloading", "timing both")
     return "verifying" if label.startswith(later) else known.get(label, "")
 
 

@@ -36,6 +36,8 @@ SIZES = dict(tokens=8_192, eval_tokens=8_192, swap_tokens=1_024, length=256)
 
 def measured(way: tuple[bool, str, str], work: Path) -> dict[str, Any]:
     """The divergence of the answers at every budget, read in one way."""
+    from quality import full_rows
+
     from headwise import families, pipeline
     from headwise.budgets import parse
     from headwise.checks import quality
@@ -53,18 +55,20 @@ def measured(way: tuple[bool, str, str], work: Path) -> dict[str, Any]:
     folder = RunFolder(work)
     folder.claim(asked, "embedded")
     bench = load_streaming(asked) if streamed else pipeline.load_source(asked)
+    evaluation = full_rows(bench, asked.eval_tokens)
     readings = bench.probe(asked, folder, diagnose=False).readings
     for limit in LIMITS:
         plan = pipeline.allocate(asked, bench, readings, (parse(limit, bench.shape),))
         folder.write_plan(plan)
         pipeline.carry_out(asked, folder, bench, plan)
         cut = family.tailor(families.load(str(folder.model))[0])
-        told = quality.compare(family, source, cut, bench.evaluation).summary()
+        told = quality.compare(family, source, cut, evaluation).summary()
         found[limit] = {key: told[key] for key in ("kl", "kl_low", "kl_high")}
         print(way, limit, found[limit], file=sys.stderr, flush=True)
     shutil.rmtree(work)
     return {
         **found,
+        "evaluated": evaluation.shape[1],
         "commit": commit(),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "hardware": hardware(),
@@ -82,8 +86,8 @@ def section(result: dict[str, Any]) -> str:
         "## Models larger than memory, with a cache in few bits (`benchmarks/streamed_bits.py`)",
         "",
         "Measured damage of the embedded model (KL divergence from the source, nats per token), 95% intervals on "
-        f"{result['sizes']['eval_tokens']:,} held-out tokens ({result['sizes']['tokens']:,} of calibration; refitted, "
-        "where nothing else is said):",
+        f"{result['sizes']['eval_tokens']:,} held-out tokens in rows of the full context "
+        f"({result['sizes']['tokens']:,} of calibration; refitted, where nothing else is said):",
         "",
         "| cache | " + " | ".join(LIMITS) + " |",
         "| --- |" + " --- |" * len(LIMITS),

@@ -136,7 +136,7 @@ def test_a_run_pools_heads_and_its_model_loads_without_us(source: Path, tmp_path
         again = families.load(str(tmp_path / "run" / "model"))[0]
         assert torch.allclose(loaded(rows).logits, again(rows).logits, atol=1e-5)
     card = (tmp_path / "run" / "report.md").read_text()
-    assert "--pool all" in card and "shared by 2 key/value heads" in card
+    assert "--pool all" in card and "2 key/value heads share a row of the cache" in card
     assert "| uniform |" in card and "| taper |" not in card, "rivals are those that could be carried out"
 
 

@@ -61,7 +61,9 @@ def test_a_table_is_added_to_and_the_source_is_asked_once(quality, folder, tmp_p
 def part(path, plans, options=("tokens=9",), **changes):
     """A result with a few plans, as a run beside others leaves it."""
     settings = {"model": "m", "budgets": ["kv=50%"], "seed": 0, "heal_options": list(options)}
-    about = dict.fromkeys(("evaluation", "evaluation_tokens", "calibration_tokens", "healing_tokens"), 9)
+    about = dict.fromkeys(
+        ("evaluation", "evaluation_tokens", "evaluation_length", "calibration_tokens", "healing_tokens"), 9
+    )
     about |= {"versions": {}, "hardware": "a GPU", "date": "2026-01-02", "probe_seconds": 2.0, "perplexity_before": 4.0}
     known = {"budget": "kv=50%", "of_published": None, "heal_tokens": 1, "seconds": 1.0, "measured_low": 0.1}
     rows = [
