@@ -38,8 +38,8 @@ before, by the distance to it. Column `stores`: `bits` is the default, with more
 more damage; `directions` keeps some directions in 16 bits and drops the others (`--allow qk,v,mlp`). Column
 `calibrated for`: `whole context` is the default; `calibrated length` is a run with `--context` equal to `--length`,
 which is what earlier versions of Headwise did, and what other methods that project after rotary do. Heads are cut
-`per head`, or `pooled` (all key/value heads of a layer share a row). Rows of bits were measured when codes had at most 8
-bits; since then they have up to 12."""
+`per head`, or `pooled` (all key/value heads of a layer share a row). Rows of bits were measured when codes had at most
+8 bits; since then they have up to 12."""
 
 
 def measure(asked: argparse.Namespace) -> None:
