@@ -30,7 +30,7 @@ from headwise.data import NOTHING
 from headwise.families.bert import FAMILY as bert
 from headwise.families.llama import FAMILY as llama
 from headwise.heal import distill
-from headwise.probes import gram
+from headwise.probes import fisher, gram
 from headwise.runs.heal_options import Options
 from headwise.tasks.causal import Causal
 from headwise.tasks.embedding import TASK as Embedding
@@ -119,10 +119,20 @@ def told(job):
     return {**record.to_json(), "curve": [point.loss for point in record.curve], "weights": weights}
 
 
+def prices():
+    """Prices of bits from so little text that it is one batch, unless processes need more."""
+    torch.manual_seed(0)
+    source = llama.tailor(llama.tiny(vocab_size=4096))
+    rows = torch.randint(3, 4096, (8, 32), generator=torch.Generator().manual_seed(1))
+    found = fisher.collect(llama, source, rows, 0)
+    return [float(price) for layer in found for name in "kv" for price in layer[f"{name}_price"].double().flatten()]
+
+
 def worker(folder, killed_at):
     """All that several processes are asked for."""
     processes.begin("cpu")
     found = {
+        "prices": prices(),
         "copies": told(decoder()),
         "shared": told(decoder(replace(PLAIN, shard=1))),
         "lean": told(decoder(replace(LEAN, shard=1))),
@@ -182,6 +192,15 @@ def alike(one, other, rel=1e-4):
     assert one["curve"] == pytest.approx(other["curve"], rel=rel)
     assert one["divergence_after"] == pytest.approx(other["divergence_after"], rel=rel)
     assert one["weights"] == pytest.approx(other["weights"], rel=1e-6)
+
+
+def test_two_processes_find_the_prices_of_one(found):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as in the processes: sums of several threads have another order
+    try:
+        assert found["prices"] == pytest.approx(prices(), rel=1e-12, abs=0), "a near tie would give another plan"
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_two_processes_learn_as_one_does(found, alone):

@@ -61,6 +61,11 @@ def mine(items: Sequence[T], each: bool = False) -> Sequence[T]:
     return items[index() :: count()]
 
 
+def batch_tokens(most: int, places: int) -> int:
+    """Tokens of a batch, so that every process has one; equal for one process and two, whose sums then are equal."""
+    return min(most, places // max(2, count()))
+
+
 def wait() -> None:
     """Return when all processes have called this."""
     if count() > 1:

@@ -55,7 +55,7 @@ def passes(
             device = ways.enter_context(spread(model)) if spread_out else model.device
             if recompute:
                 ways.enter_context(recomputing(family.layers(model)))
-            size = min(at_once, places(tokens, task.row_tokens) // processes.count())
+            size = processes.batch_tokens(at_once, places(tokens, task.row_tokens))
             parts = processes.mine(task.prepare(tokens, seed).batches(size), each=True)
             for part in track(parts, title):
                 batch = part.to(device)

@@ -27,7 +27,7 @@ def collect(
     which is large and needed less exactly, is in float32.
     """
     layers, row = family.blocks(model), family.row_tokens(model.config, tokens)
-    size = min(4096, places(tokens, row) // processes.count())  # every process has something to read
+    size = processes.batch_tokens(4096, places(tokens, row))
     sums = Sums(len(layers))
     with watching(layers, sums.attention, sums.channels if mlp else None):
         for batch in track(processes.mine(batches(tokens, size, row), each=True), "second moments"):
