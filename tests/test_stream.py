@@ -160,6 +160,18 @@ def test_shared_rows_are_cut_and_layers_trained_as_in_memory(name, allow, tmp_pa
     assert all(torch.equal(ours[key], theirs[key]) for key in theirs), "tensors are equal to the bit"
 
 
+def test_where_bits_alone_are_chosen_only_they_are_priced_and_alike(tmp_path):
+    family = made("llama", tmp_path / "m")
+    source = Streamed(tmp_path / "m", pooled=lambda stock: 2)
+    rows, asked = family.example(source.model.config, 6, 24), probe.Wanted("m", bits=True, few=96)
+    alone = probe.probe(source, rows, asked._replace(sizes=False), tmp_path / "alone")
+    every = probe.probe(source, rows, asked, tmp_path / "every")
+    assert {curve.kind for curve in alone.curves} == {"damage.k_bits", "damage.v_bits"}
+    assert all(every.curve(curve.kind) == curve for curve in alone.curves)
+    limits = (parse("kv=30%", source.shape),)
+    assert strategies.allocate(alone, limits, allow=("bits",)) == strategies.allocate(every, limits, allow=("bits",))
+
+
 @pytest.mark.parametrize("name", ["gpt_neox", "gemma2"])  # LayerNorm, and scaled embeddings
 def test_in_bfloat16_a_streamed_model_has_the_same_prices(name, tmp_path):
     family = made(name, tmp_path / "m")

@@ -11,7 +11,7 @@ from headwise.memory import available_bytes
 from headwise.probes._backward import LOGITS, ROOM, TOKENS, Way, chosen_way, kept_per_token
 from headwise.runs.settings import Settings
 from headwise.stages.probe import HEALING_TOKENS
-from headwise.stages.source import codes_rows, heads_to_pool
+from headwise.stages.source import codes_alone, codes_rows, heads_to_pool
 from headwise.stages.texts import sources
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
@@ -79,7 +79,7 @@ class _Run:
         self.fitted = settings.tokens * (REHEARSAL - 1) // REHEARSAL
         self.refit = SOLVED * 8 * self.wide**2
         self.coded = codes_rows(settings, shape, Causal())
-        self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+        self.bits_alone = codes_alone(settings, shape, Causal())
 
     def _stage(
         self, name: str, held: float, way: str = "all at once", host: float = 0, spare: int = SPARE, beside: float = 0

@@ -27,7 +27,7 @@ from headwise.runs.settings import Settings
 from headwise.runs.unfinished import Progress
 from headwise.stages import packing
 from headwise.stages.allocate import units_to_measure
-from headwise.stages.source import Probed, Source, codes_rows, packs_weights
+from headwise.stages.source import Probed, Source, codes_alone, codes_rows, packs_weights
 from headwise.tasks.causal import Causal
 from headwise.types import DAMAGE, GONE, LayerShape, ModelShape, Reading, Readings
 from headwise.types.weights import ENDS
@@ -83,7 +83,7 @@ class _Probing:
         self.shape = self.family.shape_of(self.model.config)
         self.mlp = not settings.only_kv and "mlp" in settings.allow
         self.coded = codes_rows(settings, self.shape, self.task)
-        self.bits_alone = self.coded and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+        self.bits_alone = codes_alone(settings, self.shape, self.task)
         self.packed = packs_weights(settings, self.shape, self.task)
         self.ranked = "rank" in settings.allow and type(self.task) is Causal
         self.ranked &= not (settings.only_kv or self.packed or settings.portable)

@@ -207,6 +207,11 @@ def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
     return settings.may_code and shape.codable and task.has_past
 
 
+def codes_alone(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
+    """Whether a run chooses nothing but bits of cached keys and values: no bits at all drop a direction."""
+    return codes_rows(settings, shape, task) and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+
+
 def packs_weights(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
     """Whether a run chooses the bits of weights."""
     return settings.may_pack and shape.packable and type(task) is Causal

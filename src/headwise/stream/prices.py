@@ -7,6 +7,7 @@ over the error is the layer's `gain`, and a price is an error times the gain. Th
 of a model in memory: one gain for all units and sizes of a layer, and nothing is healed.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -35,6 +36,19 @@ class Priced(NamedTuple):
     reference: float  # error of the cut whose effect is followed
 
 
+class Uncut(NamedTuple):
+    """A batch of rows as a layer reads it: queries, keys, values, and the stream before and after its attention."""
+
+    stream: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    z: torch.Tensor  # outputs of the heads (B, T, H, V)
+    own: torch.Tensor  # the same as the output projection takes them (B, T, H O)
+    whole: torch.Tensor  # the stream after attention
+    weight: torch.Tensor  # of every token: one by its squared size
+
+
 class Pricing:
     """Prices one layer that is in memory, from its moments and a few rows."""
 
@@ -50,17 +64,21 @@ class Pricing:
         self.pair_sizes = grain.qk_sizes(shape.qk_width)
         self.sums: dict[str, torch.Tensor] = {}
         self.tokens = 0
+        self._made = 0, self.p  # the size and the matrices of the last read-out
 
     def _count(self, name: str, value: torch.Tensor) -> None:
         self.sums[name] = self.sums[name] + value if name in self.sums else value
 
     def _readout(self, size: int) -> torch.Tensor:
-        """Head outputs seen through `size` value directions, as the cut refits them (H, V, V)."""
+        """Head outputs seen through `size` value directions, as the cut refits them (H, V, V); the last one is kept."""
+        if size == self._made[0]:
+            return self._made[1]
         sharing = self.shape.queries_per_group
         p = self.p[..., :size].repeat_interleave(sharing, 0)
         inner = p.mT @ self.gram_z @ p
         inner += 1e-9 * inner.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None] * torch.eye(size).to(inner)
-        return (p @ least_solution(inner, p.mT @ self.gram_z)).to(self.block.output.weight)
+        self._made = size, (p @ least_solution(inner, p.mT @ self.gram_z)).to(self.block.output.weight)
+        return self._made[1]
 
     def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: dict[str, Any]) -> torch.Tensor:
         return self.block.attention.attend(q, k, v, context.get("attention_mask"))[0]
@@ -71,16 +89,23 @@ class Pricing:
         return (q.unflatten(1, (groups, -1)) @ self.p_q).flatten(1, 2), k @ self.p_k.squeeze(1)
 
     @torch.no_grad()
-    def measure(self, pairs: bool, mlp: bool) -> Priced:
-        """Errors of all sizes: `pairs` also of rotary pairs, `mlp` also of channels (their moments are there then)."""
+    def measure(self, pairs: bool, mlp: bool, sizes: bool = True) -> Priced:
+        """Errors of all sizes: `pairs` also of rotary pairs, `mlp` also of channels (their moments are there then).
+
+        Without `sizes` only the error of the cut that is followed.
+        """
+        if not sizes:
+            for stream, context in self.rows:
+                self._follow(stream, context)
+            return Priced({}, {}, float(self.sums["reference"]) / self.tokens)
         strongest = strongest_pairs(self.moments) if self.grain.rotary and not self.shape.projected else None
         for stream, context in self.rows:
             self._see(stream, context, strongest if pairs else None)
-        sizes = {"qk_projected": self.qk_sizes, "v": self.v_sizes}
+        legal_sizes = {"qk_projected": self.qk_sizes, "v": self.v_sizes}
         if pairs and strongest is not None:
-            sizes["qk_pairs"] = self.pair_sizes
+            legal_sizes["qk_pairs"] = self.pair_sizes
         errors: dict[str, Curve] = {}
-        for name, legal in sizes.items():
+        for name, legal in legal_sizes.items():
             seen = legal if name == "qk_pairs" else spread(legal)
             found = [0.0, *(float(self.sums[f"{name}.{size}"]) / self.tokens for size in seen[1:])]
             errors[name] = (legal, tuple(np.interp(legal, seen[::-1], found[::-1]).tolist()))
@@ -99,8 +124,9 @@ class Pricing:
         found |= dict(zip(("gate", "up") if len(inner) > 1 else ("up",), inner, strict=True))
         return {f"{name}.weight": module.weight for name, module in found.items()}
 
-    def _see(self, stream: torch.Tensor, context: dict[str, Any], pairs: Any) -> None:
-        block, groups = self.block, self.shape.kv_heads
+    def _seen(self, stream: torch.Tensor, context: dict[str, Any]) -> Uncut:
+        """What a layer makes of a batch of rows, uncut."""
+        block = self.block
         q, k, v = block.heads(stream, context)
         q, k = block.attention.project(q, k)
         z = self._attend(q, k, v, context)
@@ -108,23 +134,34 @@ class Pricing:
         whole = block.middle(stream, own)
         weight = 1 / whole.square().sum(-1).clamp_min(1e-30)  # tokens differ in size, some a thousandfold
         self.tokens += weight.numel()
+        return Uncut(stream, q, k, v, z, own, whole, weight)
 
-        def count(name: str, other: torch.Tensor) -> None:
-            error = (block.middle(stream, block.attention.own_values(other)) - whole).square().sum(-1)
-            self._count(name, (error * weight).double().sum())
+    def _compare(self, name: str, seen: Uncut, other: torch.Tensor) -> None:
+        """Count the error that other head outputs leave."""
+        found = self.block.middle(seen.stream, self.block.attention.own_values(other))
+        self._count(name, ((found - seen.whole).square().sum(-1) * seen.weight).double().sum())
 
+    def _follow(self, stream: torch.Tensor, context: dict[str, Any]) -> None:
+        seen = self._seen(stream, context)
+        self._compare("reference", seen, self._cut(*self._projected(seen.q, seen.k), seen.v, context))
+
+    def _see(self, stream: torch.Tensor, context: dict[str, Any], pairs: Any) -> None:
+        seen, groups = self._seen(stream, context), self.shape.kv_heads
+        _, q, k, v, z, own, _, weight = seen
+        count = partial(self._compare, seen=seen)
         q_all, k_all = self._projected(q, k)
         for size in spread(self.qk_sizes)[1:]:
-            count(f"qk_projected.{size}", self._attend(q_all[..., :size], k_all[..., :size], v, context))
+            count(f"qk_projected.{size}", other=self._attend(q_all[..., :size], k_all[..., :size], v, context))
         for size in spread(self.v_sizes)[1:]:
-            count(f"v.{size}", self._through(z, size))
+            count(f"v.{size}", other=self._through(z, size))
         for size in self.pair_sizes[1:] if pairs else ():
             kept = torch.zeros(groups, self.shape.qk_width // 2, device=q.device)
             for group, order in enumerate(pairs):
                 kept[group, list(order[: size // 2])] = 1
             mask = torch.cat((kept, kept), 1)[:, None, None]
-            count(f"qk_pairs.{size}", self._attend((q.unflatten(1, (groups, -1)) * mask).flatten(1, 2), k, v, context))
-        count("reference", self._cut(q_all, k_all, v, context))
+            turned = (q.unflatten(1, (groups, -1)) * mask).flatten(1, 2)
+            count(f"qk_pairs.{size}", other=self._attend(turned, k, v, context))
+        count("reference", other=self._cut(q_all, k_all, v, context))
         self._count_heads((own * weight.sqrt()[..., None]).flatten(0, 1).unflatten(1, (self.shape.query_heads, -1)))
         self._count("weight", weight.double().sum())
 

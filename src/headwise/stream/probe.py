@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from headwise import processes
 from headwise.data import batches, count_tokens, places
 from headwise.errors import PlanError
 from headwise.families import repeated, rows_of_context
@@ -49,6 +50,7 @@ class Wanted(NamedTuple):
     bits: bool = False  # also bases and prices for codes of cached rows
     few: int = 4_096  # tokens that errors and gains are measured on; 0: no gains
     context: int = 0  # tokens over which rows begin
+    sizes: bool = True  # also prices of dimensions and heads; without them bits alone can be chosen
 
 
 class Walk:
@@ -58,7 +60,7 @@ class Walk:
         self.source, self.tokens, self.wanted, self.folder = source, tokens, wanted, folder
         pooled = [layer.pooled for layer in source.shape.layers]
         self.at_once = FEW // max(pooled)  # queries are as wide as the rows that heads share
-        self.parts = batches(tokens, 2 * self.at_once)
+        self.parts = batches(tokens, processes.batch_tokens(2 * self.at_once, places(tokens)))
         count = max(1, followed_tokens(wanted.few, len(source.layers)) // tokens.shape[1])
         self.few = batches(spaced(tokens, count), self.at_once)
         self.count = len(source.layers)
@@ -90,7 +92,7 @@ class Walk:
         shape = self.source.shape
         rows = [(store[index, f"few.0.{number}"], context) for number, context in enumerate(few)]
         pricing = Pricing(block, shape.layers[index], shape.grain, moments, rows)
-        priced = pricing.measure(self.wanted.pairs, self.wanted.mlp)
+        priced = pricing.measure(self.wanted.pairs, self.wanted.mlp, self.wanted.sizes)
         if self.wanted.bits:
             moments |= fisher.local(block, self._every_row(index, contexts), self.wanted.seed)
         if self.wanted.few:

@@ -20,7 +20,16 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.heal_options import Options
 from headwise.runs.healing import read_healing
 from headwise.runs.settings import Settings
-from headwise.stages.source import Fitted, Judged, Probed, Source, codes_rows, pooled_heads, refuse_other_plan
+from headwise.stages.source import (
+    Fitted,
+    Judged,
+    Probed,
+    Source,
+    codes_alone,
+    codes_rows,
+    pooled_heads,
+    refuse_other_plan,
+)
 from headwise.stages.texts import read_texts, sources
 from headwise.stream._checkpoint import Checkpoint
 from headwise.stream._model import Streamed, refuse_config
@@ -46,7 +55,8 @@ class Streaming(Source):
             mlp = not settings.only_kv and "mlp" in settings.allow
             pairs = not settings.only_kv or settings.strategy == "published"
             bits = codes_rows(settings, self.shape, self.task)
-            wanted = Wanted(settings.model, self.seed, mlp, pairs, bits, settings.swap_tokens, self.context)
+            sizes = not codes_alone(settings, self.shape, self.task)
+            wanted = Wanted(settings.model, self.seed, mlp, pairs, bits, settings.swap_tokens, self.context, sizes)
             probe(self.model, self.calibration, wanted, folder.streaming, track).save(folder.readings_file)
             folder.ledger.record("probe", ("readings.json", "streaming/moments"))
         return Probed(Readings.read(folder.readings_file), [])
