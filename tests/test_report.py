@@ -55,7 +55,7 @@ def test_the_answer_comes_first() -> None:
     assert "http://" not in page and "https://" not in page
     first = page[: page.index("<section")]
     for fact in (
-        "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "✓ quality within limit", "Safe to use", "+2.9%",
+        "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "quality within limit", "Safe to use", "+2.9%",
         "perplexity, measured after healing", "95% interval +1.6% to +4.3%", "counted, exact", "3.210 → 2.870 ms",
         "KV cache at most 90% of the source", "limit: 90%", "less KV cache", "fewer parameters",
         "FLOPs a prompt", "load it", "headwise.load(",

@@ -46,7 +46,7 @@ def test_a_command_finds_writes_and_goes_on(text: str, tmp_path: Path) -> None:
     best = next(row for row in found["rows"] if row["number"] == found["best"])
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out / "best"))
     assert sum(p.numel() for p in model.parameters()) == best["parameters"], "the best shape, ready to train"
-    assert (out / "pareto.svg").is_file() and "<table>" in (out / "search.html").read_text()
+    assert (out / "pareto.svg").is_file() and "<table" in (out / "search.html").read_text()
     more = ask(3, "--depth", 2)
     assert "3 of 3 trials" in more.stderr and "1 of 3" not in more.stderr, "what was done is not done again"
     assert "was begun with depth 2, not 1" in str(ask(4, "--depth", 1).exception)
@@ -120,7 +120,7 @@ class TestFront:
         layer = {"query_heads": 2, "qk_dim": 8}
         rows = [row | {"layers": [layer], "hidden_size": 16} for row in self.ROWS]
         page = front.page(front.summary(rows, {"data": "<script>alert(1)</script>"}), "")
-        assert "<script>" not in page and "&lt;script&gt;" in page and "given up" in page
+        assert "<script>alert" not in page and "&lt;script&gt;" in page and "given up" in page
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.devices import chosen
 from headwise.files.disk import explained, recover, refuse_pipes
-from headwise.research.designs.command import choose_device
 from headwise.research.search import front
 from headwise.runs.lock import locked
 
@@ -54,7 +54,7 @@ def command(
         tokens=tokens,
         depth=depth,
         seed=seed,
-        device=choose_device(device),
+        device=chosen(device),
     )
     front.refuse(out)
     refuse_pipes(out)
