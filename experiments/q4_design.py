@@ -74,7 +74,6 @@ def _designs(depth: int) -> dict[str, Wanted]:
         f"taper, {depth} layers": Wanted("taper", 70, depth),
         f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
         f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
-        "mix": Wanted("mix", 70, depth // 2),
         f"bound, {depth} layers": Wanted("bound", 70, depth),
     }
 

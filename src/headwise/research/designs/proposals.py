@@ -114,7 +114,6 @@ def priced(shape: ModelShape, length: int) -> dict[str, float]:
         "activation_bytes_per_token": activation_bytes(shape),
         "log_conditioning": shapes.log_conditioning(shape),
         "worst_conditioning": max(map(shapes.layer_conditioning, shape.layers)),
-        "heads_error": shapes.heads_error(shape),
     }
 
 
