@@ -15,6 +15,7 @@ from headwise.cli.commands import app
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.research.designs import configs
 from headwise.research.search import front, space, study
+from headwise.research.search.settings import SearchSettings
 
 pytest.importorskip("optuna")
 SMALL = dict(family="llama", budget=("params=800k",), steps=6, batch=2, length=32, tokens=2_000)
@@ -27,8 +28,8 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def settings(text: str, trials: int = 3, **changes: Any) -> study.SearchSettings:
-    return study.SearchSettings(**{**SMALL, "data": text, "trials": trials, "depth": 2, **changes})
+def settings(text: str, trials: int = 3, **changes: Any) -> SearchSettings:
+    return SearchSettings(**{**SMALL, "data": text, "trials": trials, "depth": 2, **changes})
 
 
 def test_a_command_finds_writes_and_goes_on(text: str, tmp_path: Path) -> None:
