@@ -96,7 +96,8 @@ def test_trust_in_a_file_counts_for_nothing(hostile: tuple[Path, Path], copy: Pa
     folder, mark = hostile
     path = copy / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": str(folder), "trust_remote_code": True}))
-    (copy / "finished.json").unlink()  # which would tell that the model is another one
+    record = copy / "finished.json"  # its inputs would tell that the model is another one
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"inputs": {}}))
     for command in (api.reshape, api.verify):
         with pytest.raises(ModelError, match="--trust-remote-code"):
             command(copy)
