@@ -232,10 +232,6 @@ class RunFolder:
         except PlanError:  # damaged
             return False
 
-    def record_probe(self) -> None:
-        """Record readings and moments that are written."""
-        self.ledger.record("probe", ("readings.json", "moments.safetensors"))
-
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
         """Record a model that is written; verdict and report of an older one are deleted."""
         self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
@@ -309,7 +305,7 @@ class RunFolder:
         try:
             return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
         except (ValueError, RecursionError):
-            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise verify {self.path}") from None
+            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise heal {self.path}") from None
 
 
 UNVERIFIED = {
