@@ -18,7 +18,6 @@ from torch import nn
 from headwise.families import Family, widened
 from headwise.families._watch import batches, capped, spaced, watching
 from headwise.probes._jacobian import jacobian_norm
-from headwise.probes._layers import reading
 from headwise.progress import Track, silently
 from headwise.types import Reading
 
@@ -129,13 +128,21 @@ def _readings(layers: list[SoftmaxRows], lengths: tuple[int, ...], tokens: int, 
         "logit_growth": ("length", "nats", growth),
         "largest_weight": ("length", "", weights),
     }
-    readings = []
-    for name, (axis, unit, table) in found.items():
-        ticks = [lengths if axis == "length" else tuple(range(len(mean))) for mean, _ in table]
-        numbers = [tuple(tuple(column.tolist()) for column in columns) for columns in table]
-        by_layer = [(own, values, errors) for own, (values, errors) in zip(ticks, numbers, strict=True)]
-        readings.append(reading(NAME, f"{NAME}.{name}", axis, by_layer, unit, MEANINGS[name], tokens, seed))
-    return readings
+    return [
+        Reading(
+            probe=NAME,
+            kind=f"{NAME}.{name}",
+            axis=axis,
+            ticks=tuple(lengths if axis == "length" else tuple(range(len(mean))) for mean, _ in table),
+            values=tuple(tuple(mean.tolist()) for mean, _ in table),
+            standard_error=tuple(tuple(error.tolist()) for _, error in table),
+            unit=unit,
+            meaning=MEANINGS[name],
+            tokens=tokens,
+            seed=seed,
+        )
+        for name, (axis, unit, table) in found.items()
+    ]
 
 
 MEANINGS = {
