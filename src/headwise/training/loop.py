@@ -213,7 +213,7 @@ def optimiser_for(model: nn.Module, settings: FitSettings) -> torch.optim.AdamW:
 
 
 def bf16_on(device: torch.device, settings: FitSettings) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context in which the loss is computed: bfloat16 if the settings say so or, by default, on CUDA."""
+    """The context in which the loss is computed: bfloat16 as the settings have it; by default on CUDA."""
     wanted = device.type == "cuda" if settings.bf16 is None else settings.bf16
     return lambda: torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
