@@ -99,7 +99,7 @@ def decode(qk_dim: int, v_dim: int, ours: bool = False) -> dict[str, Any]:
 
 
 def prefill(qk_dim: int, v_dim: int) -> dict[str, Any]:
-    """The same for a prompt."""
+    """Times of every size for a prompt."""
     q, k, v, seen = drawn(*PREFILL, PREFILL[1], qk_dim, v_dim)
     k, v, found = k.contiguous(), v.contiguous(), {}
     for name, path in prefill_paths(q.device, qk_dim, v_dim).items():

@@ -66,7 +66,7 @@ def ours(model: Any, rows: int, context: int, steps: int) -> tuple[list[float], 
 
 @torch.no_grad()
 def stocks(model: Any, rows: int, context: int, steps: int, compiled: bool = False) -> tuple[list[float], int]:
-    """The same for stock code."""
+    """Times of decode steps of stock code."""
     before = _fresh()
     if compiled:
         torch.compiler.reset()

@@ -226,7 +226,7 @@ def summary(file: str, name: str) -> str:
     for part in name.split("."):
         node = next(inner for inner in node.body if getattr(inner, "name", None) == part)
     text = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-    if text.startswith("See `Source`"):  # a method that says there what it is for
+    if not text:  # a method of a source: its base class says what it is for
         return summary("stages/source.py", f"Source.{name.rpartition('.')[2]}")
     return text.split(". ")[0].rstrip(".") + "."
 

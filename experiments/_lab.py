@@ -32,8 +32,8 @@ from benchmarks.provenance import commit
 from experiments import _claims_a, _claims_b, _claims_q, _provenance
 from experiments._judge import RULES_DATE, Claim, Judged, Results
 from experiments._provenance import made_by, shown
+from headwise.devices import chosen
 from headwise.errors import HeadwiseError, OutputError, UnknownNameError
-from headwise.research.designs.command import choose_device
 from headwise.types import write_atomically
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def check(name: str, request: Request) -> Path:
 def run(name: str, request: Request, track: Track) -> dict[str, Any]:
     """Run one experiment, write its result and return it."""
     path = check(name, request)
-    module, device = load(name), choose_device(request.device)
+    module, device = load(name), chosen(request.device)
     hardware = machine(device)
     busy = ", shared with other work" if request.shared else ""
     conditions = [request.size, hardware, code := _provenance.digest(name)]

@@ -23,10 +23,10 @@ from headwise import heal, pipeline, strategies
 from headwise.budgets import parse, price
 from headwise.checks import quality
 from headwise.cuts import Moments, reshape
+from headwise.devices import timed
 from headwise.errors import BudgetError
 from headwise.heal.refit import refit
 from headwise.progress import Track
-from headwise.research.designs.proposals import seconds
 from headwise.runs.folder import Settings
 from headwise.types import Plan, Readings
 
@@ -139,7 +139,7 @@ def prompt_time(source: nn.Module, cut: nn.Module, tokens: torch.Tensor, prompts
     ids = tokens[torch.arange(prompts) % len(tokens)].to(device)
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
         turns = [
-            [seconds(lambda model=model: model.model(ids, use_cache=False), device) for model in (source, cut)]
+            [timed(lambda model=model: model.model(ids, use_cache=False), device)[1] for model in (source, cut)]
             for _ in range(count)
         ][2:]  # the first turns warm up
     ratios = [after / before for before, after in turns]

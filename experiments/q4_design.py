@@ -20,6 +20,7 @@ from experiments import _data, _points, _rates
 from experiments._stack import Layer, Net
 from experiments._tasks import NextToken, facts, learn_at, times
 from headwise import budgets, cost
+from headwise.devices import timed
 from headwise.progress import Track
 from headwise.research.designs import configs, proposals, shapes
 from headwise.types import ModelShape
@@ -73,7 +74,6 @@ def _designs(depth: int) -> dict[str, Wanted]:
         f"taper, {depth} layers": Wanted("taper", 70, depth),
         f"leaner, {depth // 2} layers": Wanted("leaner", 70, depth // 2),
         f"leaner, {depth // 2} layers, half": Wanted("leaner", 50, depth // 2),
-        "mix": Wanted("mix", 70, depth // 2),
         f"bound, {depth} layers": Wanted("bound", 70, depth),
     }
 
@@ -199,7 +199,7 @@ def speed(plan: Plan, device: torch.device) -> dict[str, Any]:
         for each in made
     }
     steps = {each.strategy: proposals.steps_of(each, rows, length, device)[0] for each in made}
-    turns = [{name: proposals.seconds(step, device) for name, step in steps.items()} for _ in range(plan.repeats + 2)]
+    turns = [{name: timed(step, device)[1] for name, step in steps.items()} for _ in range(plan.repeats + 2)]
     for name, known in found.items():
         known["seconds"] = statistics.median(turn[name] for turn in turns[2:])
         known["flops_per_second"] = known["flops"] / known["seconds"]

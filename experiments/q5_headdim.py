@@ -105,7 +105,7 @@ def contests(found: Mapping[str, Any]) -> list[Contest]:
 
 
 def items(found: Mapping[str, Any]) -> Iterator[Any]:
-    """The same for advice, where more heads of fewer dimensions are spoken for: heads above the usual turn round."""
+    """Comparisons for advice, which speaks for more heads of fewer dimensions: heads above the usual turn round."""
     from experiments._advice import Item, Where
 
     any_model = next(iter(found["models"].values()))

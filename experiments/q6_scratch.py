@@ -148,7 +148,7 @@ def contests(found: Mapping[str, Any], claimed: bool = True) -> list[Contest]:
 
 
 def items(found: Mapping[str, Any]) -> Iterator[Any]:
-    """The same for advice."""
+    """Comparisons for advice."""
     from experiments._advice import Item, Where
 
     flat = found["models"][FLAT]

@@ -12,13 +12,15 @@ from xml.etree import ElementTree
 
 from headwise.cost import kv_bytes_per_token, parameters
 from headwise.report._html import policy, script
-from headwise.runs.dossier import Dossier
+from headwise.runs.dossier import Baseline, Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     Budget,
     Check,
     FrontierPoint,
+    Gain,
     Grain,
+    Healing,
     LayerKeep,
     LayerShape,
     ModelShape,
@@ -133,18 +135,12 @@ def make_dossier(layers: int = 6, model: str = "acme/tiny-llama", text: str = ""
         allow=("qk", "v", "mlp", "heads", "kv_heads"),
     )  # fmt: skip
     versions = {"headwise": "0.1", "torch": f"2.0{text}"}
-    layer_gains = [
-        {
-            "attention": {"error_before": 0.1 / (i + 1), "error_after": 0.04 / (i + 1)},
-            "mlp": {"error_before": 0.2, "error_after": 0.15},
-        }
-        for i in range(layers)
-    ]
-    healing = {"method": f"refit{text}", "tokens": 65536, "layers": layer_gains, "seconds": 12.5}
+    layer_gains = [{"attention": Gain(0.1 / (i + 1), 0.04 / (i + 1)), "mlp": Gain(0.2, 0.15)} for i in range(layers)]
+    healing = Healing(f"refit{text}", tokens=65536, layers=tuple(layer_gains), seconds=12.5)
     full = kv_bytes_per_token(plan.source)
     baselines = (
-        {"strategy": f"uniform{text}", "predicted_damage": 0.05, "spent": {"kv": 0.88 * full}, "measured_damage": 0.07},
-        {"strategy": "portable", "predicted_damage": 0.031, "spent": {"kv": 0.89 * full}},
+        Baseline(f"uniform{text}", 0.05, {"kv": 0.88 * full}),
+        Baseline("portable", 0.031, {"kv": 0.89 * full}),
     )
     readings, verdict = make_readings(plan.source, model), make_verdict(plan, text)
     return Dossier(settings, readings, plan, healing, verdict, baselines, versions=versions)

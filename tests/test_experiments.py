@@ -102,7 +102,7 @@ class TestKeeping:
         with pytest.raises(HeadwiseError, match="no size is called 'huge'; give --size tiny, small, full"):
             _lab.check("a4_ngram", _lab.Request(size="huge", out=tmp_path))
         with pytest.raises(HeadwiseError, match="no device is called 'tpu'"):
-            _lab.choose_device("tpu")
+            _lab.chosen("tpu")
         with pytest.raises(HeadwiseError, match="is no folder; give --assets"):
             _lab.check("a4_ngram", tiny(tmp_path, assets=tmp_path / "absent"))
 
@@ -127,7 +127,7 @@ class TestKeeping:
         assert len(trained) == 2 and again and not set(trained) & set(again)
 
     def test_an_idle_gpu_is_not_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(_lab, "choose_device", lambda asked: "cuda")
+        monkeypatch.setattr(_lab, "chosen", lambda asked: "cuda")
         monkeypatch.setattr(_lab, "machine", {"cuda": "a GPU", "cpu": "a CPU"}.get)
         monkeypatch.setattr(_lab, "load", lambda name: a4_ngram)
         monkeypatch.setattr(a4_ngram, "run", lambda *_: {})

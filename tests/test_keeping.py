@@ -135,14 +135,12 @@ def test_another_healing_ends_verdict_and_report(finished: RunFolder, world: Set
     assert not finished.finished("model", world), "the run itself asked for another healing"
 
 
-def test_a_run_of_an_earlier_version_is_not_called_verified(finished: RunFolder, world: Settings) -> None:
+def test_a_run_without_its_record_is_not_called_verified(finished: RunFolder) -> None:
     finished.ledger.file.unlink()
     dossier = write_report(finished)
-    assert dossier.verdict is None and "earlier version" in str(dossier.unverified)
-    assert dossier.plan is not None and dossier.healing is not None
-    finished.require_model()
-    finished.record_verdict(make_verdict(dossier.plan))
-    assert finished.dossier().verdict is not None, "it can be verified again"
+    assert dossier.verdict is None and dossier.healing is None and dossier.plan is not None
+    with pytest.raises(PlanError, match="no finished model yet; run: headwise heal"):
+        finished.require_model()
 
 
 def test_commands_to_copy_repeat_the_healing(finished: RunFolder, world: Settings) -> None:
@@ -228,9 +226,8 @@ def test_a_file_of_our_name_that_somebody_else_wrote_is_no_run(tmp_path: Path, w
 def test_a_folder_with_nothing_but_unfinished_files_is_empty(tmp_path: Path, world: Settings) -> None:
     folder = RunFolder(tmp_path / "new")
     folder.path.mkdir()
-    for name in (".run.json.ab12cd34", ".moments.safetensors", f"{disk.UNFINISHED}plan.json.1"):
-        (folder.path / name).write_text("half")
-    (folder.path / ".model.ab12cd34").mkdir()
+    (folder.path / f"{disk.UNFINISHED}plan.json.1").write_text("half")
+    (folder.path / f"{disk.UNFINISHED}model.ab12cd34").mkdir()
     run(folder, world)
     assert not [path for path in folder.path.iterdir() if path.name.startswith(".")]
 

@@ -29,6 +29,8 @@ from headwise.types import (
     BeforeAfter,
     Budget,
     Check,
+    Healing,
+    HealingStage,
     Measure,
     Reading,
     Sweep,
@@ -53,10 +55,10 @@ def test_the_answer_comes_first() -> None:
     assert "http://" not in page and "https://" not in page
     first = page[: page.index("<section")]
     for fact in (
-        "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "Not judged yet", "+2.9%",
+        "<h1>tiny-llama at kv=90%, params=1T</h1>", "✓ sizes verified", "quality within limit", "Safe to use", "+2.9%",
         "perplexity, measured after healing", "95% interval +1.6% to +4.3%", "counted, exact", "3.210 → 2.870 ms",
         "KV cache at most 90% of the source", "limit: 90%", "less KV cache", "fewer parameters",
-        "FLOPs a prompt", "measure its quality", "headwise verify DIR",
+        "FLOPs a prompt", "load it", "headwise.load(",
     ):  # fmt: skip
         assert fact in first, fact
     assert first.count("%</div>") == 5, "one quality, three sizes, one time"
@@ -155,7 +157,7 @@ def test_any_key_of_the_verdict_may_be_missing_or_odd() -> None:
     assert dossier.verdict is not None
     for odd in ({}, {"perplexity_after": float("nan")}, {"perplexity_after": 3.0, "new_thing": 7.5}):
         verdict = replace(dossier.verdict, quality=grouped(odd), size={}, speed={}, damage={}, samples=())
-        page = render(replace(dossier, verdict=verdict, healing={"layers": [3, {"mlp": 4}]}, baselines=({"x": 1},)))
+        page = render(replace(dossier, verdict=verdict, healing=Healing("none"), baselines=()))
         check_page(page)
     assert "New thing" in page and "7.5" in page
 
@@ -292,7 +294,7 @@ def test_importing_the_report_does_not_import_torch() -> None:
 
 def test_a_healing_that_was_left_out_is_not_called_one() -> None:
     dossier = make_dossier()
-    left_out = {"method": "refit", "kept": False, "stages": [{"method": "refit", "kept": False}]}
+    left_out = Healing("refit", kept=False, stages=(HealingStage("refit", 0, 0.0, kept=False),))
     assert facts.measured_words(dossier) == "measured after healing"
     assert facts.measured_words(replace(dossier, healing=left_out)) == "measured, without healing"
 

@@ -28,6 +28,7 @@ from headwise.runs.settings import Settings
 from headwise.stages import frontier
 from headwise.types import (
     UNITS,
+    Healing,
     Plan,
     code_bytes,
 )
@@ -37,7 +38,7 @@ from headwise.types import (
 def dossier() -> Dossier:
     """A coded run, with its frontier and its rivals."""
     readings, plan, sweep = coded()
-    found = Dossier(Settings(plan.model, ("kv=25%",)), readings, plan, {"method": "none"}, make_verdict(plan))
+    found = Dossier(Settings(plan.model, ("kv=25%",)), readings, plan, Healing("none"), make_verdict(plan))
     return replace(found, sweep=sweep, baselines=frontier.rivals(readings, plan, ALLOW))
 
 
@@ -212,9 +213,9 @@ def test_the_frontier_knows_codes_and_limits_of_other_budgets() -> None:
 
 
 def test_rivals_keep_dimensions(dossier: Dossier) -> None:
-    names = [rival["strategy"] for rival in dossier.baselines]
+    names = [rival.strategy for rival in dossier.baselines]
     assert names == ["uniform", "exact, no bits"]
-    assert all(rival["predicted_damage"] > plan_of(dossier).predicted_damage for rival in dossier.baselines)
+    assert all(rival.predicted_damage > plan_of(dossier).predicted_damage for rival in dossier.baselines)
     page = render(dossier)
     assert (
         "The others code nothing" in page

@@ -36,7 +36,7 @@ from headwise.report._chart import draw
 from headwise.report._compare import best, read_runs
 from headwise.report._data import cut_pairs
 from headwise.report._explore import heat
-from headwise.report._healing import held_out_curve, loss_curve
+from headwise.report._healing import loss_curve
 from headwise.report._samples import differences, in_common
 from headwise.report._text import for_script
 from headwise.report.figures import save_figures
@@ -44,7 +44,7 @@ from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
-from headwise.types import GONE, Answer, LayerShape, Sweep, Verdict
+from headwise.types import GONE, Answer, Healing, LayerShape, LossPoint, Sweep, Verdict
 
 
 def test_data_cannot_leave_its_script_element() -> None:
@@ -107,23 +107,25 @@ def test_predictions_stand_beside_measurements() -> None:
         assert old not in page, f"{old} is no word of the report any more"
 
 
-def test_loss_curves_are_read_in_any_form_and_drawn() -> None:
-    assert loss_curve({"curve": [3.0, 2.0]}) == ((0.0, 3.0), (1.0, 2.0))
-    assert loss_curve({"curve": [{"step": 10, "loss": 2.0}, {"step": 5, "kl": 3.0}]}) == ((5.0, 3.0), (10.0, 2.0))
-    assert loss_curve({"curve": [[0, 1.0], "x", [1, math.nan]]}) == ((0.0, 1.0),) and loss_curve({"curve": 3}) == ()
-    looked = {"curve": [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.5, "held_out": 1.7}]}
-    assert held_out_curve(looked) == ((2.0, 1.7),) and held_out_curve({"curve": [3.0]}) == ()
+def trained(*losses: float, held_out: float | None = None) -> Healing:
+    """A healing that trained, with a loss at every step; the last step was also measured on held-out text."""
+    points = [LossPoint(step, loss) for step, loss in enumerate(losses)]
+    return Healing("distill", curve=(*points[:-1], replace(points[-1], held_out=held_out)))
+
+
+def test_loss_curves_are_drawn() -> None:
+    looked = trained(2.0, math.nan, 1.5, held_out=1.7)
+    assert loss_curve(looked) == ((0.0, 2.0), (2.0, 1.5)) and loss_curve(looked, held_out=True) == ((2.0, 1.7),)
     chart = pictures.loss(looked)
-    assert chart is not None and "step 2: 1.7" in draw(chart) and pictures.loss({"curve": [3.0]}) is None
-    dossier = make_dossier()
-    page = render(replace(dossier, healing={**(dossier.healing or {}), "curve": [3.0, 2.0, 1.0]}))
+    assert chart is not None and "step 2: 1.7" in draw(chart) and pictures.loss(trained(3.0)) is None
+    page = render(replace(make_dossier(), healing=trained(3.0, 2.0, 1.0)))
     check_page(page)
     assert "loss while healing" in page
 
 
 @pytest.mark.parametrize("values", [[1e300, 1e300], [1e17, 1e17, 1e17], [-1.7e308, 1.7e308], [0.0, 0.0]], ids=str)
 def test_a_loss_curve_may_be_flat_or_huge(values: list[float]) -> None:
-    chart = pictures.loss({"curve": values})
+    chart = pictures.loss(trained(*values))
     assert chart is not None
     drawn = draw(chart)
     points = re.search(r'd="M([^"]+)"|points="([^"]+)"', drawn)
@@ -210,7 +212,7 @@ def test_runs_are_compared_on_one_frontier() -> None:
     )
     check_page(page)
     for fact in (
-        "4 runs compared", "better than half and wide", "+2.9%", "+1.6% to +4.3%", "(predicted)", "partly verified",
+        "4 runs compared", "better than half and wide", "+2.9%", "+1.6% to +4.3%", "(predicted)", "✓ verified",
         "50.0%", "18.21 → 18.74", '<a href="../half/report.html">half</a>',
     ):  # fmt: skip
         assert fact in page, fact

@@ -15,6 +15,7 @@ from headwise.cli.commands import app
 from headwise.errors import BudgetError, HeadwiseError
 from headwise.research.designs import configs
 from headwise.research.search import front, space, study
+from headwise.research.search.settings import SearchSettings
 
 pytest.importorskip("optuna")
 SMALL = dict(family="llama", budget=("params=800k",), steps=6, batch=2, length=32, tokens=2_000)
@@ -27,8 +28,8 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def settings(text: str, trials: int = 3, **changes: Any) -> study.SearchSettings:
-    return study.SearchSettings(**{**SMALL, "data": text, "trials": trials, "depth": 2, **changes})
+def settings(text: str, trials: int = 3, **changes: Any) -> SearchSettings:
+    return SearchSettings(**{**SMALL, "data": text, "trials": trials, "depth": 2, **changes})
 
 
 def test_a_command_finds_writes_and_goes_on(text: str, tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_a_command_finds_writes_and_goes_on(text: str, tmp_path: Path) -> None:
     best = next(row for row in found["rows"] if row["number"] == found["best"])
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(out / "best"))
     assert sum(p.numel() for p in model.parameters()) == best["parameters"], "the best shape, ready to train"
-    assert (out / "pareto.svg").is_file() and "<table>" in (out / "search.html").read_text()
+    assert (out / "pareto.svg").is_file() and "<table" in (out / "search.html").read_text()
     more = ask(3, "--depth", 2)
     assert "3 of 3 trials" in more.stderr and "1 of 3" not in more.stderr, "what was done is not done again"
     assert "was begun with depth 2, not 1" in str(ask(4, "--depth", 1).exception)
@@ -120,7 +121,7 @@ class TestFront:
         layer = {"query_heads": 2, "qk_dim": 8}
         rows = [row | {"layers": [layer], "hidden_size": 16} for row in self.ROWS]
         page = front.page(front.summary(rows, {"data": "<script>alert(1)</script>"}), "")
-        assert "<script>" not in page and "&lt;script&gt;" in page and "given up" in page
+        assert "<script>alert" not in page and "&lt;script&gt;" in page and "given up" in page
 
 
 def test_without_optuna_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

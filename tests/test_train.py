@@ -78,8 +78,11 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(tmp_path, text):
     whole = headwise.train(config, text, tmp_path / "whole", **KILLED)
     code = (
         "import os, signal, headwise\n"
-        "kill = lambda now: os.kill(os.getpid(), signal.SIGKILL) if now.step == 7 else None\n"
-        f"headwise.train({config!r}, {text!r}, {str(tmp_path / 'killed')!r}, watch=kill, **{KILLED!r})"
+        "def kill(steps, label):\n"
+        "    for step in steps:\n"
+        "        yield step\n"
+        "        if step == 6: os.kill(os.getpid(), signal.SIGKILL)  # seven are done\n"
+        f"headwise.train({config!r}, {text!r}, {str(tmp_path / 'killed')!r}, track=kill, **{KILLED!r})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == -signal.SIGKILL, done.stderr

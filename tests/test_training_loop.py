@@ -15,8 +15,13 @@ from headwise.errors import HeadwiseError
 from headwise.research.train.settings import parts_of_step, usual_rate
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.training import checkpoint
-from headwise.training.loop import FitSettings, begin, fit, next_token, optimiser_for, pace, right_class
+from headwise.training.loop import FitSettings, begin, fit, next_token, optimiser_for, pace
 from headwise.training.order import Order
+
+
+def right_class(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Mean cross-entropy on inputs and labels."""
+    return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def toy() -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -63,20 +63,13 @@ def test_the_tokenizer_of_a_cut_model_needs_no_trust(finished: Path) -> None:
     assert read[0]("def add(a, b):")["input_ids"] == read[1]("def add(a, b):")["input_ids"]
 
 
-def failed_reload(verdict) -> str:
-    check = next(check for check in verdict.checks if check.name.startswith("reloads"))
-    assert not check.passed and not verdict.passed
-    return check.observed
-
-
 def test_a_tampered_runtime_is_never_run(copy: Path, tmp_path: Path) -> None:
     code, mark = copy / "model" / "modeling_headwise.py", tmp_path / "ran"
     code.write_text(code.read_text() + EVIL.format(mark=str(mark)))
     with pytest.raises(PlanError, match="model is not what Headwise wrote"):
         api.verify(copy)
-    (copy / "finished.json").unlink()  # as a run of an earlier version, which has no fingerprints
-    found = failed_reload(api.verify(copy))
-    assert found == "model/modeling_headwise.py is not the file Headwise wrote; it was not run"
+    found = exactness.reload_check(copy / "model", copy / "proof.safetensors", False)
+    assert found.observed == "model/modeling_headwise.py is not the file Headwise wrote; it was not run"
     headwise.load(copy / "model")
     assert not mark.exists()
 
@@ -103,7 +96,8 @@ def test_trust_in_a_file_counts_for_nothing(hostile: tuple[Path, Path], copy: Pa
     folder, mark = hostile
     path = copy / "run.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model": str(folder), "trust_remote_code": True}))
-    (copy / "finished.json").unlink()  # which would tell that the model is another one
+    record = copy / "finished.json"  # its inputs would tell that the model is another one
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"inputs": {}}))
     for command in (api.reshape, api.verify):
         with pytest.raises(ModelError, match="--trust-remote-code"):
             command(copy)

@@ -15,13 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 from headwise.errors import HeadwiseError, PlanError, ShapeError
-from headwise.runs.dossier import Dossier
+from headwise.runs.dossier import Baseline, Dossier
 from headwise.runs.settings import Settings
 from headwise.types import (
     VERSION,
     Budget,
     Check,
     FrontierPoint,
+    Healing,
     LayerKeep,
     LayerShape,
     ModelShape,
@@ -111,9 +112,13 @@ def test_json_gives_back_an_equal_value(value: LayerShape | ModelShape | Plan) -
     assert through_json(value) == value
 
 
+HEALING = Healing("new", 3, rounds=(Healing("refit", details={"b": None}),), details={"own": 1.5})
+DOSSIER = Dossier(Settings("m"), invent(2), PLAN, HEALING, VERDICT, (Baseline("uniform", 0.1, {"kv": 2.0}),))
+
+
 @pytest.mark.parametrize(
     "value",
-    [GRAIN, PLAN, VERDICT, invent(1), Dossier(Settings("m"), invent(2), PLAN, {"b": None}, VERDICT, ({"c": 1},))],
+    [GRAIN, PLAN, VERDICT, invent(1), DOSSIER],
     ids=lambda value: type(value).__name__,
 )
 def test_files_give_back_an_equal_value(value: Any, tmp_path: Path) -> None:

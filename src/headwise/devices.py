@@ -33,7 +33,8 @@ def check(device: str) -> None:
 
 
 def chosen(device: str) -> str:
-    """The device that a setting means: auto is a GPU, where there is one."""
+    """The device that a setting means, once it is known to be there: auto is a GPU, where there is one."""
+    check(device)
     if device != "auto":
         return device
     import torch

@@ -1,7 +1,7 @@
 """What the processor may do in this process, settled before torch is imported. No torch.
 
 A virtual machine or sandbox may show AMX tiles in CPUID and yet refuse them to programs: the first product in bfloat16
-then ends the process with an illegal instruction. oneDNN, which computes these products, can be told to do without.
+then ends the process with an illegal instruction. oneDNN, which computes these products, can be set to do without.
 """
 
 import ctypes

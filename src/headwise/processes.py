@@ -27,7 +27,6 @@ PATIENCE = timedelta(hours=12)  # the other processes wait while the main proces
 
 def begin(device: str) -> str:
     """Join the processes that were started with this one, if that is not done yet; returns this process's device."""
-    devices.check(device)
     device = devices.chosen(device)
     started = int(os.environ.get("WORLD_SIZE", "1"))
     if started > 1 and distributed.is_available() and not distributed.is_initialized():

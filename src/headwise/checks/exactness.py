@@ -102,8 +102,8 @@ def _reloaded(
     if how[2] == "cuda":
         torch.cuda.empty_cache()  # the other process needs room on the device
     out = Path(fresh.scratch.name) / "logits.safetensors"
-    told = [str(folder), str(proof), str(out), "no" if portable else "yes", *how]
-    errors = fresh.process.communicate(json.dumps(told) + "\n")[1]
+    asked = [str(folder), str(proof), str(out), "no" if portable else "yes", *how]
+    errors = fresh.process.communicate(json.dumps(asked) + "\n")[1]
     if fresh.process.returncode:
         reason = (errors.strip().splitlines() or ["no message"])[-1]
         if any(os.strerror(code) in errors for code in NO_ROOM):
@@ -121,8 +121,7 @@ def _read_proof(proof: Path) -> tuple[tuple[str, str, str], torch.Tensor]:
     """The class that loads the model, format and device that it is computed in; its logits before it was saved."""
     advice = "run headwise heal again"
     noted = tensors.metadata(proof, advice=advice)
-    earlier = (noted.get("auto", "AutoModelForCausalLM"), noted.get("dtype", "float32"), noted.get("device", "cpu"))
-    auto, dtype, device = [*noted.get("how", " ".join(earlier)).split(" "), "", "", ""][:3]
+    auto, dtype, device = [*noted.get("how", "").split(" "), "", "", ""][:3]
     logits = tensors.read(proof, advice=advice).get("logits")
     known = auto in families.TASKS.values() and dtype in FORMATS and device in ("cpu", "cuda")
     if not known or logits is None or not logits.is_floating_point():
@@ -130,31 +129,31 @@ def _read_proof(proof: Path) -> tuple[tuple[str, str, str], torch.Tensor]:
     return (auto, dtype, device), logits
 
 
-def cache_bytes_per_token(model: nn.Module, element_bytes: int, length: int = 2) -> int:
+def cache_bytes_per_token(model: nn.Module, element_bytes: int) -> int:
     """Bytes that the model keeps in its cache per token: of rows of bytes as they are, of numbers times those of one.
 
     First and newest tokens that are kept beside codes are spread over a text of `COUNTED_TOKENS`; they are counted in
     layers with a window too, which keep none. An encoder-decoder keeps numbers for a token of the input and for one of
     the output.
     """
-    found, rows = _cached(model, element_bytes, length)
+    found, rows = _cached(model, element_bytes)
     return found + sum(count * -(-kept_beside(*row, element_bytes) // COUNTED_TOKENS) for count, row in rows)
 
 
 def cache_bytes(model: nn.Module, element_bytes: int, tokens: int) -> int:
-    """The same for a whole text of so many tokens."""
-    found, rows = _cached(model, element_bytes, 2)
+    """Bytes that the model keeps in its cache for a whole text of so many tokens."""
+    found, rows = _cached(model, element_bytes)
     return found * tokens + sum(count * kept_beside(*row, element_bytes) for count, row in rows)
 
 
 @torch.no_grad()
-def _cached(model: nn.Module, element_bytes: int, length: int) -> tuple[int, list[tuple[int, tuple[int, int]]]]:
+def _cached(model: nn.Module, element_bytes: int) -> tuple[int, list[tuple[int, tuple[int, int]]]]:
     """Bytes of a token's rows in a real cache; and of rows beside which tokens are kept: how many there are, and their
     numbers and the bytes of a near token."""
     family = families.family_of(model.config)
     if not family.shape_of(model.config).cached:
         return 0, []
-    inputs = family.arguments(family.example(model.config, 1, length).to(model.device))
+    inputs = family.arguments(family.example(model.config, 1, 2).to(model.device))
     cache = model(**inputs, use_cache=True).past_key_values
     parts = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     layers = [layer for part in (parts if parts[0] is not None else [cache]) for layer in part.layers]

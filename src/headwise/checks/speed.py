@@ -21,7 +21,7 @@ from headwise.types import Budget, Check, Plan, Workload
 def runtime(source: nn.Module, cut: nn.Module) -> str:
     """The runtime of both models: decoders on CUDA with `optimise=True`, if joined weights fit into memory.
 
-    A cache in bits is timed as it runs by itself: its kernels are built for every layer, which takes minutes.
+    A cache in bits is timed without `optimise=True`: its kernels are built for every layer, which takes minutes.
     """
     device: Any = source.device
     if any(layer.coded for layer in families.family_of(cut.config).shape_of(cut.config).layers):

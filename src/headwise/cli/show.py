@@ -15,7 +15,7 @@ from headwise.errors import HeadwiseError, PlanError
 from headwise.files.json import read_object
 from headwise.runs.dossier import Dossier
 from headwise.strategies import POOLING
-from headwise.types import LayerKeep, LayerShape, Plan, Reading, Readings, Verdict
+from headwise.types import BeforeAfter, LayerKeep, LayerShape, Plan, Reading, Readings, Verdict
 from headwise.types.verdict import FAILED, PARTLY, VERIFIED
 
 Size = tuple[float, float, str]  # after, before, colour
@@ -279,13 +279,12 @@ def in_short(verdict: Verdict) -> str:
     """What is left of the sizes, quality at the calibrated length, and the verdict: a line each."""
     from headwise.report import headline, status
 
-    size, names = verdict.to_json()["size"], {"kv_bytes_per_token": "cache"}
-    names |= {"weight_bytes": "bytes of weights", "parameters": "parameters"}
-    shares = {k: size[f"{k}_after"] / size[f"{k}_before"] for k in names if f"{k}_after" in size}
-    kept = [f"{names[k]} {share:.1%}" for k, share in shares.items()]
+    names = {"kv_bytes_per_token": "cache", "weight_bytes": "bytes of weights", "parameters": "parameters"}
+    both = {words: verdict.size[name] for name, words in names.items() if name in verdict.size}
+    kept = [f"{words} {b.after.value / b.before.value:.1%}" for words, b in both.items() if b.after and b.before]
     at = f", rows of {verdict.length:,} tokens" if verdict.length else ""
     data = verdict.evaluation.replace("held out from", "data held out from")
-    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.to_json()['quality'])} on {data}{at}"]
+    lines = [f"{', '.join(kept)} of the source", f"{_quality_of(verdict.quality)} on {data}{at}"]
     return "\n".join([*lines, f"{status(verdict)}: {headline(verdict)}"])
 
 
@@ -315,19 +314,27 @@ def _could_pool(dossier: Dossier) -> bool:
     return apart and only_kv and plan.source.cached and not (dossier.settings and dossier.settings.portable)
 
 
-def _quality_of(quality: dict[str, float]) -> str:
+def _quality_of(quality: dict[str, BeforeAfter]) -> str:
     """Perplexity, or what else the task has: the loss, the cosine of embeddings, the KL."""
     for name in ("perplexity", "loss"):
-        if f"{name}_after_low" in quality:
-            before, after, low, high = (quality[f"{name}_{e}"] for e in ("before", "after", "after_low", "after_high"))
-            change = (after / before - 1) * 100
-            return f"{name} {before:.3f} -> {after:.3f} ({change:+.2f}%; 95% interval {low:.3f} to {high:.3f})"
-    name = "cosine" if "cosine" in quality else "kl"
-    label = "mean cosine to the source's embeddings" if name == "cosine" else "KL to the source"
-    low, high = quality[f"{name}_low"], quality[f"{name}_high"]
-    form = ".4f" if name == "cosine" else ".3g"
-    said = f"{label} {quality[name]:{form}} (95% interval {low:{form}} to {high:{form}})"
-    if "accuracy_after" not in quality:
+        both = quality.get(name, BeforeAfter())
+        if both.before and both.after and both.after.low is not None:
+            before, after, ends = _numbers(both, ".3f")
+            change = (both.after.value / both.before.value - 1) * 100
+            return f"{name} {before} -> {after} ({change:+.2f}%; {ends})"
+    name, label, form = "kl", "KL to the source", ".3g"
+    if "cosine" in quality:
+        name, label, form = "cosine", "mean cosine to the source's embeddings", ".4f"
+    _, value, ends = _numbers(quality[name], form)
+    said = f"{label} {value} ({ends})"
+    if "accuracy" not in quality:
         return said
-    before, after, low, high = (quality[f"accuracy_{e}"] for e in ("before", "after", "after_low", "after_high"))
-    return f"accuracy {before:.2%} -> {after:.2%} (95% interval {low:.2%} to {high:.2%}), {said}"
+    before, after, ends = _numbers(quality["accuracy"], ".2%")
+    return f"accuracy {before} -> {after} ({ends}), {said}"
+
+
+def _numbers(both: BeforeAfter, form: str) -> tuple[str, str, str]:
+    """What was before, what is after, and the interval of that, in words."""
+    assert both.after is not None
+    before = f"{both.before.value:{form}}" if both.before else ""
+    return before, f"{both.after.value:{form}}", f"95% interval {both.after.low:{form}} to {both.after.high:{form}}"

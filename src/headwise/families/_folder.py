@@ -117,8 +117,8 @@ def check_loaded(model: Any, where: str) -> None:
 
 def check_values(tensor: torch.Tensor, name: str, where: str) -> None:
     """Refuse numbers that would overflow in the first product."""
-    if told := odd_values(tensor):
-        raise ModelError(f"{where} is damaged: {name} holds values {told}. Fetch it again.")
+    if odd := odd_values(tensor):
+        raise ModelError(f"{where} is damaged: {name} holds values {odd}. Fetch it again.")
 
 
 def odd_values(tensor: torch.Tensor) -> str:

@@ -170,7 +170,7 @@ def _processor(family: Family, where: str, options: dict[str, Any]) -> Any:
 
 
 def tokenizer_of(model: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a model; a folder that has none is told as such."""
+    """The tokenizer of a model; a folder that has none is refused with that reason."""
     from transformers import AutoTokenizer
 
     where, extra = locate(model)

@@ -1,4 +1,4 @@
-"""A model that is not on this machine: a mistyped folder is told at once, before anybody waits for a network."""
+"""A model that is not on this machine: a mistyped folder is reported before anybody waits for a network."""
 
 import difflib
 import os

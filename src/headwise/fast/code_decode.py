@@ -111,7 +111,7 @@ def _score_plane(
     PLANE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, UNROLLED: tl.constexpr,
     HELD: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The same for all chunks of a plane, the first of which has number `CHUNK`, and its first segment `FIRST`."""
+    """Scores and what all chunks of a plane add; its first chunk has number `CHUNK`, its first segment `FIRST`."""
     F: tl.constexpr = 16 // PLANE
     rows += CHUNK * SEG
     q += FIRST * (SEG * M)

@@ -19,7 +19,7 @@ from headwise.runtime.cache_headwise import NEAR, WHOLE, Rows
 
 SIDE = -(-(WHOLE + NEAR) // 16) * 16  # tokens that are not coded, as kernels read them
 KERNEL_DEVICES = ["cuda"]  # where the kernels run
-CHANGED = "this text began with rows in bits for our kernels, and cannot go on without them: "
+CHANGED = "this text began with rows in bits for our kernels, and cannot continue without them: "
 
 
 class CodedSide:

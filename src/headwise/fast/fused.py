@@ -225,7 +225,7 @@ class FusedAttention(TailoredAttention):
     def _placed_heads(
         self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool
     ) -> torch.Tensor:
-        """Queries; keys and values are written where they are told, at the place of the step."""
+        """Queries; keys and values are written into the given buffers, at the place of the step."""
         from headwise.fast.small import place_heads
 
         qkv = linear(hidden, self.joint, self.joint_bias)

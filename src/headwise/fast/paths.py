@@ -121,21 +121,15 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if all(begin * x.element_size() % 16 == 0 for begin in begins) else x.contiguous()
 
 
-def _split(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile: Any) -> torch.Tensor:
-    """Our kernel, for one token per row on CUDA."""
+def _split(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, wide: bool = False, **tile: Any
+) -> torch.Tensor:
+    """Our kernels for one token per row on CUDA: the one for single heads, or for wide rows of pooled heads."""
     from headwise.fast.flash_decode import Tile, flash_decode
-
-    how = (seen.ends_B, seen.starts_B, seen.scaling, seen.softcap, seen.window)
-    return flash_decode(q[:, :, 0], k, v, *how, Tile(**tile))[:, None]
-
-
-def _rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, **tile: Any) -> torch.Tensor:
-    """Our kernel for rows of pooled heads."""
-    from headwise.fast.flash_decode import Tile
     from headwise.fast.row_decode import row_decode
 
     how = (seen.ends_B, seen.starts_B, seen.scaling, seen.softcap, seen.window)
-    return row_decode(q[:, :, 0], k, v, *how, Tile(**tile))[:, None]
+    return (row_decode if wide else flash_decode)(q[:, :, 0], k, v, *how, Tile(**tile))[:, None]
 
 
 WIDE = 512  # numbers of a place that our kernel for single heads reads at once, at most
@@ -156,7 +150,7 @@ def decode_paths(device: torch.device, qk_dim: int, v_dim: int) -> dict[str, Pat
     found: dict[str, Path] = {"eager": eager}
     if device.type == "cuda":
         if find_spec("triton") and qk_dim + v_dim > WIDE:
-            found |= {name: partial(_rows, **tile) for name, tile in ROW_TILES.items()}
+            found |= {name: partial(_split, wide=True, **tile) for name, tile in ROW_TILES.items()}
         elif find_spec("triton"):
             found |= {name: partial(_split, **tile) for name, tile in TILES.items()}
         return found | {name: partial(_sdpa, backend=kind) for name, kind in BACKENDS.items()}

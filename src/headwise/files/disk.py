@@ -15,11 +15,6 @@ UNFINISHED = ".headwise-tmp-"  # begins the name of whatever is being written or
 WHOLE = ".headwise-new-"  # begins the name of a finished folder on its way to its place; put there at the next start
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # from file systems that cannot sync a folder
-# How earlier versions named unfinished files.
-EARLIER = re.compile(
-    r"\.(?:(?:run|readings|plan|heal|verdict|frontier|train|training|latency-[\w-]+)\.json|report\.(?:html|md)"
-    r"|curve\.jsonl|model)\.\w{8}|\.moments\.safetensors"
-)
 
 
 def temporary(path: Path) -> Path:
@@ -28,8 +23,8 @@ def temporary(path: Path) -> Path:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a name is one of an unfinished file or folder, of this version or an earlier one."""
-    return name.startswith((UNFINISHED, WHOLE)) or EARLIER.fullmatch(name) is not None
+    """Whether a name is one of an unfinished file or folder."""
+    return name.startswith((UNFINISHED, WHOLE))
 
 
 def sync(path: Path) -> None:

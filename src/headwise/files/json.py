@@ -25,12 +25,10 @@ def regular(path: Path, error: type[HeadwiseError] = PlanError, advice: str = AG
     return found.st_size
 
 
-def read_bytes(
-    path: Path, error: type[HeadwiseError] = PlanError, advice: str = AGAIN, largest: int = LARGEST
-) -> bytes:
+def read_bytes(path: Path, error: type[HeadwiseError] = PlanError, advice: str = AGAIN) -> bytes:
     """The bytes of a regular file that is not too large."""
-    if (size := regular(path, error, advice)) > largest:
-        raise error(f"{path} has {size:,} bytes, more than the {largest:,} that are read; {advice}.")
+    if (size := regular(path, error, advice)) > LARGEST:
+        raise error(f"{path} has {size:,} bytes, more than the {LARGEST:,} that are read; {advice}.")
     try:
         return Path(path).read_bytes()
     except OSError as problem:

@@ -157,8 +157,8 @@ def _measured(
         with suppress(OSError):  # a cache that cannot be written is done without
             _write(path, noted(table))
 
-    told = clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime
-    table = noted(latency.measure(clock, *told))
+    asked = clock.shape, work, allow, clock.chain, device, facts, known, keep, track, runtime
+    table = noted(latency.measure(clock, *asked))
     if clock.device.type == "cuda" and work.phase == "decode" and not table.captured:
         warnings.warn(f"{work}: steps were not captured but launched one by one, which hides savings.", stacklevel=2)
     if folder is not None:

@@ -37,7 +37,7 @@ def note_all(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -
 
 
 def memory_needed(settings: Settings, streamed: bool = False) -> list[needed.Needed]:
-    """What a run will take of memory, stage by stage, as far as can be told without loading the model."""
+    """What a run will take of memory, stage by stage, as far as it is known without loading the model."""
     config = families.configuration(settings.model, settings.trust_remote_code, settings.task)
     return needed.needed(settings, config, devices.chosen(settings.device), streamed)
 

@@ -46,8 +46,10 @@ def _repeats(settings: Settings) -> list[str]:
     found = overlap.repeated(source, settings.tokens + settings.eval_tokens, settings.seed)
     if found is None or found < MOSTLY:
         return []
-    told = f"{found:.0%} of the lines of {source} occur more than once, so the text that is held out for the evaluation"
-    return [f"{told} is partly calibration text; give another text with --eval."]
+    often = (
+        f"{found:.0%} of the lines of {source} occur more than once, so the text that is held out for the evaluation"
+    )
+    return [f"{often} is partly calibration text; give another text with --eval."]
 
 
 def _too_few(settings: Settings, family: Family, config: Any, task: str, length: int, name: str) -> list[str]:

@@ -127,7 +127,7 @@ def collect(
 
 
 def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:
-    """The same for one layer alone, whose gradients reach no further than the residual stream after its attention.
+    """Bases, means and prices of one layer alone; gradients reach no further than the stream after its attention.
 
     In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half
     a squared error is half of that.

@@ -48,11 +48,11 @@ def asked(dossier: Dossier) -> str:
         limit = _limit(budget)
         share = f"{limit} of the source's" if limit.endswith("%") else f"{limit} {budget.unit}"
         parts.append(f"{meaning} at most {share}")
-    own = (verdict.max_loss if verdict else "") or (dossier.settings.max_loss if dossier.settings else "") or MAX_LOSS
+    own = verdict.max_loss if verdict else (dossier.settings and dossier.settings.max_loss) or MAX_LOSS
     lost = f"with a damage of at most {own}"
     if facts.damage_unit(dossier) == facts.NATS and own.endswith("%"):
         lost = f"with at most {own} more perplexity"
-    elif verdict and verdict.limit:
+    elif verdict:
         lost = f"with a damage of at most {number(verdict.limit, 3)} {facts.damage_unit(dossier)}"
     return f"{listing(parts) or 'no budget'}, {lost}."
 
@@ -93,13 +93,10 @@ def _quality(dossier: Dossier) -> Card:
         return Card("Quality", "not a number", (facts.measured_words(dossier),))
     change = judged.percent(worst.value) if judged.has_perplexity(verdict) else f"{worst.value:.3g}"
     what = "perplexity" if judged.has_perplexity(verdict) else judged.amount(verdict, worst.value).partition(" ")[2]
-    limit = f"; limit: {verdict.max_loss}" if verdict.max_loss else ""
-    lines = (f"{what}, {facts.measured_words(dossier)}{limit}", f"95% interval {judged.ends(verdict, worst)}")
-    meter = None
-    if verdict.limit > 0:
-        meter = Meter(
-            *(None if v is None else v / verdict.limit for v in (worst.value, verdict.limit, worst.low, worst.high))
-        )
+    said = f"{what}, {facts.measured_words(dossier)}; limit: {verdict.max_loss}"
+    lines = (said, f"95% interval {judged.ends(verdict, worst)}")
+    shares = (None if v is None else v / verdict.limit for v in (worst.value, verdict.limit, worst.low, worst.high))
+    meter = Meter(*shares)
     return Card("Quality", change, lines, meter)
 
 

@@ -164,7 +164,7 @@ def _marks(one: Series, across: Scale, up: Scale) -> str:
 
 def _mark(style: str, x: float, y: float) -> str:
     if style == "diamond":
-        return svg.diamond(x, y, 5, "k b")
+        return svg.diamond(x, y)
     if style == "cross":
         return path(f"M{xy(x - 4)} {xy(y - 4)}l8 8m0 -8l-8 8", "x")
     return svg.circle(x, y, 4, "o" if style == "ring" else "k") if style in ("ring", "dot") else ""

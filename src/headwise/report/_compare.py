@@ -167,7 +167,7 @@ def _made(run: ComparedRun) -> tuple[str, ...]:
     return (
         *(run.letter, run.name, ", ".join(budget.text for budget in plan.budgets)),
         "portable" if plan.portable else plan.strategy,
-        str((run.dossier.healing or {}).get("method", MISSING)),
+        run.dossier.healing.method if run.dossier.healing else MISSING,
         f"{average_bits(plan):.1f}" if is_coded(plan) else MISSING,
         number(run.damage) if run.measured else f"{number(run.damage)} (predicted)",
         interval(*run.ends) if run.ends else MISSING,

@@ -224,7 +224,7 @@ def value_range(values: Sequence[float], log: bool) -> tuple[float, float]:
 
 
 def cut_pairs(readings: Readings) -> tuple[Pair, ...]:
-    """The damage of every cut that two probes looked at: the first predicted it, the last measured it."""
+    """The damage of every cut that two probes priced: the first predicted it, the last measured it."""
     pairs: list[Pair] = []
     for kind in dict.fromkeys(r.kind for r in readings.curves if r.kind.startswith(DAMAGE)):
         versions = [reading for reading in readings.curves if reading.kind == kind]

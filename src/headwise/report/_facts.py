@@ -175,12 +175,12 @@ def _size(dossier: Dossier, label: str, unit: str, key: str, formula: Callable[[
 
 def measured_words(dossier: Dossier) -> str:
     """Measured, and whether anything was healed before."""
-    record = dossier.healing or {}
-    if (method := record.get("method")) is None:
+    healing = dossier.healing
+    if healing is None:
         return "measured"
-    stages = record.get("stages")
-    used = [stage.get("kept") is not False for stage in stages or () if isinstance(stage, dict)]
-    return "measured, without healing" if method == "none" or (used and not any(used)) else "measured after healing"
+    used = [stage.kept is not False for stage in healing.stages or ()]
+    none = healing.method == "none" or (used and not any(used))
+    return "measured, without healing" if none else "measured after healing"
 
 
 def sizes(dossier: Dossier) -> tuple[Fact, ...]:
@@ -254,7 +254,7 @@ def way_out(dossier: Dossier) -> str:
         text += f" Heads are pooled: {most} key/value heads share a row of the cache"
         text += "." if coded else ", and dimensions of heads are those of a row."
     text += f" The cache is coded in bits: {plan_in_bits(coded)}." if coded else ""
-    others = [row for row in rivals(dossier) if not row.chosen and row.predicted is not None]
+    others = [row for row in rivals(dossier) if not row.chosen]
     rival = next((row for row in others if (row.strategy == "portable") != is_portable(dossier)), None)
     if rival is None or dossier.plan is None:
         return text
@@ -282,7 +282,7 @@ def damages(dossier: Dossier) -> dict[str, Measure]:
 
 
 def damage_in_words(dossier: Dossier) -> str:
-    """Every number of the whole plan's damage, with its name, and whether calibration text told what was measured."""
+    """Every number of the plan's damage, with its name, and whether calibration text predicted what was measured."""
     found = damages(dossier)
     if not found:
         return ""

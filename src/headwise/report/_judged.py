@@ -91,8 +91,6 @@ def quality(verdict: Verdict) -> str:
     words = f"Measured quality: {amount(verdict, worst.value)} ({ends(verdict, worst)})"
     if verdict.verified_up_to:
         words += f" up to {verdict.verified_up_to:,} tokens"
-    if not verdict.max_loss:
-        return f"{words}, not judged against a limit: an earlier version measured it; run headwise verify again."
     limit = f"the limit of {verdict.max_loss}"
     if verdict.quality_state == WITHIN:
         return f"{words}, within {limit}."
@@ -152,8 +150,6 @@ def _signed(found: float, digits: int) -> str:
 def not_measured(verdict: Verdict) -> tuple[str, ...]:
     """What the certificate does not cover, and why."""
     found = list(verdict.not_measured)
-    if not verdict.max_loss:
-        found.append("Quality by length, retrieval and a limit of quality: an earlier version made this verdict.")
     if not verdict.speed and not any(words.startswith("Speed") for words in found):
         found.append("Speed.")
     return tuple(found)

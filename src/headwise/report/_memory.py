@@ -111,7 +111,7 @@ def table(plan: Plan, readings: Readings | None) -> Table:
 
 
 def _costs(plan: Plan, readings: Readings) -> dict[str, float]:
-    """Predicted damage by part: of cuts and bits in its layers; bits of all matrices of a layer are told apart."""
+    """Predicted damage by part: of cuts and bits in its layers; bits of matrices are priced one by one."""
     found: dict[str, float] = {}
     by_unit: dict[str, float] = {}
     for row in damage_rows(readings, plan):

@@ -16,7 +16,7 @@ from headwise.types import GONE, LayerKeep, LayerShape, Plan, Sweep
 GAP = 0.4  # between heads that do not share keys, in heads
 MLP_SHARE = 96  # percent of its column that the widest MLP fills
 DECADES = 6  # that bars of damage span at most
-LEAST = -5  # power of ten of the least damage that is told from none
+LEAST = -5  # power of ten of the least damage that is distinguished from none
 DENSE = 34  # more layers: rows too low for text
 
 

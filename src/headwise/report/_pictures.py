@@ -3,20 +3,19 @@
 import math
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
 
 from headwise.report import _judged as judged
 from headwise.report._bits import WHOLE, BitRow, bit_words, is_coded
 from headwise.report._chart import SQUARE, WIDE, Axis, Bar, Chart, Row, RowChart, Series, ends_of
 from headwise.report._data import LOG_AXES, Curve, CurveSet, DamageRow, Pair, counts_bytes, value_range
 from headwise.report._diagnostics import StripSet
-from headwise.report._healing import HealRow, held_out_curve, loss_curve
+from headwise.report._healing import HealRow, loss_curve
 from headwise.report._rivals import Rival, rivals
 from headwise.report._sizes import sizes_of
 from headwise.report._text import as_number, interval, number
 from headwise.report._words import axis_words, known_ends, reading_words
 from headwise.runs.dossier import Dossier
-from headwise.types import UNITS, Measure, Verdict
+from headwise.types import UNITS, Healing, Measure, Verdict
 from headwise.types.unit import LABELS
 from headwise.types.verdict import LEAST_ROWS
 
@@ -112,9 +111,9 @@ def healing(part: str, rows: Sequence[HealRow], every: Mapping[str, Sequence[Hea
     return RowChart(title, value_range(values, log), tuple(found), log)
 
 
-def loss(record: dict[str, Any]) -> Chart | None:
+def loss(healing: Healing) -> Chart | None:
     """The loss while healing, and dots on held-out text; None where fewer than two steps were kept."""
-    points, held = loss_curve(record), held_out_curve(record)
+    points, held = loss_curve(healing), loss_curve(healing, held_out=True)
     if len(points) < 2:
         return None
     steps = ends_of(x for x, _ in points)
@@ -170,7 +169,7 @@ def frontier(dossier: Dossier) -> Chart | None:
     solved = sweep is not None and len(sweep.answers) > 1
     found = sweep.answers if sweep and solved else plan.frontier
     points = tuple(sorted((p.share, p.damage) for p in found if math.isfinite(p.share + p.damage)))
-    plans = [_rival(row, dossier) for row in rivals(dossier) if row.share is not None and row.predicted is not None]
+    plans = [_rival(row, dossier) for row in rivals(dossier) if row.share is not None]
     if not points and len(plans) < 2:
         return None
     known = [Series(points)] if points else []
@@ -190,11 +189,11 @@ def frontier(dossier: Dossier) -> Chart | None:
 def _rival(row: Rival, dossier: Dossier) -> Series:
     measured = dossier.verdict.damage.get("measured") if dossier.verdict and row.chosen else None
     ends = (known,) if (known := known_ends(measured)) else ()
-    share, predicted = row.share or 0.0, row.predicted or 0.0
+    share = row.share or 0.0
     cross = () if row.measured is None else (Series(((share, row.measured),), "cross", intervals=ends),)
     words = f"{row.strategy}: predicted before healing {number(row.predicted)}, measured {number(row.measured)}"
     style, name = ("diamond", "this run") if row.chosen else ("ring", row.strategy[:24])
-    return Series(((share, predicted),), style, words, name, parts=cross)
+    return Series(((share, row.predicted),), style, words, name, parts=cross)
 
 
 def by_length(verdict: Verdict) -> Chart | None:

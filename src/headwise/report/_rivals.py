@@ -1,10 +1,11 @@
 """What other strategies would have done with the same budgets."""
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from headwise.report._bits import WHOLE, is_coded
 from headwise.report._sizes import size_of
-from headwise.report._text import MISSING, as_number, human
+from headwise.report._text import MISSING, human
 from headwise.runs.dossier import Dossier
 from headwise.types import Readings
 
@@ -14,8 +15,8 @@ class Rival(NamedTuple):
 
     strategy: str
     share: float | None  # of the source's size, in the first budget's unit
-    predicted: float | None
-    measured: float | None
+    predicted: float
+    measured: float | None  # of the run's own
     spent: str
     chosen: bool
 
@@ -28,24 +29,28 @@ def rivals(dossier: Dossier) -> tuple[Rival, ...]:
     measured = verdict.damage.get("measured") if verdict else None
     own = _rival(dossier, plan.strategy, plan.spent, plan.predicted_damage, measured.value if measured else None, True)
     others = [
-        _rival(dossier, b.get("strategy", "?"), b.get("spent"), b.get("predicted_damage"), b.get("measured_damage"))
+        _rival(dossier, b.strategy, b.spent, b.predicted_damage)
         for b in dossier.baselines
-        if b.get("strategy") != plan.strategy or b.get("predicted_damage") != plan.predicted_damage
+        if b.strategy != plan.strategy or b.predicted_damage != plan.predicted_damage
     ]
-    return (own, *sorted(others, key=lambda row: float("inf") if row.predicted is None else row.predicted))
+    return (own, *sorted(others, key=lambda row: row.predicted))
 
 
 def _rival(
-    dossier: Dossier, strategy: object, spent: Any, predicted: Any, measured: Any, chosen: bool = False
+    dossier: Dossier,
+    strategy: str,
+    spent: Mapping[str, float],
+    predicted: float,
+    measured: float | None = None,
+    chosen: bool = False,
 ) -> Rival:
-    amounts = {str(k): as_number(v) for k, v in spent.items()} if isinstance(spent, dict) else {}
     share = None
     if dossier.plan and dossier.plan.budgets:
         first = dossier.plan.budgets[0]
-        full, amount = size_of(first, dossier.plan.source), amounts.get(first.key)
+        full, amount = size_of(first, dossier.plan.source), spent.get(first.key)
         share = amount / full if full and amount is not None else None
-    text = ", ".join(f"{name} {human(amount)}" for name, amount in amounts.items()) or MISSING
-    return Rival(str(strategy), share, as_number(predicted), as_number(measured), text, chosen)
+    text = ", ".join(f"{name} {human(amount)}" for name, amount in spent.items()) or MISSING
+    return Rival(strategy, share, predicted, measured, text, chosen)
 
 
 def left_out(dossier: Dossier) -> str:
@@ -65,7 +70,7 @@ def left_out(dossier: Dossier) -> str:
 
 
 def _without_bits(readings: Readings) -> str:
-    """What other plans do where this one codes the cache, and which probe says so."""
+    """What other plans do where this one codes the cache, and by which probe damages were predicted."""
     ways = [readings.curve(kind) for kind in ("damage.k_bits", "damage.qk_projected")]
     probes = [reading.probe for reading in ways if reading is not None]
     words = f" The others code nothing: they keep fewer dimensions of {WHOLE} bits each."

@@ -225,9 +225,10 @@ def _strip_words(group: StripSet) -> str:
 
 
 def _healing(dossier: Dossier, maps: Maps) -> Blocks:
-    record = dossier.healing or {}
-    parts, chart = healing_parts(record), pictures.loss(record)
-    yield Words(healing_in_words(record) + ("" if parts else " It recorded no errors per layer."))
+    healing = dossier.healing
+    assert healing is not None
+    parts, chart = healing_parts(healing), pictures.loss(healing)
+    yield Words(healing_in_words(healing) + ("" if parts else " It recorded no errors per layer."))
     yield Html('<div class="grid" style="--min:300px">')
     for part, rows in parts.items():
         picture = draw_rows(pictures.healing(part, rows, parts))
@@ -241,7 +242,7 @@ def _healing(dossier: Dossier, maps: Maps) -> Blocks:
             "How far every layer's output lies from the source's, relative to it: ring before, dot after the repair. "
             "Errors add up from layer to layer, so late layers have more to make up for."
         )
-        yield Folded("As a table", tables.healing(record))
+        yield Folded("As a table", tables.healing(healing))
 
 
 def _certificate(dossier: Dossier, maps: Maps) -> Blocks:

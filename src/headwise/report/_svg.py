@@ -82,10 +82,9 @@ def circle(x: float, y: float, radius: float, name: str) -> str:
     return f'<circle class="{name}" cx="{xy(x)}" cy="{xy(y)}" r="{xy(radius)}"/>'
 
 
-def diamond(x: float, y: float, radius: float, name: str) -> str:
+def diamond(x: float, y: float) -> str:
     """A square on its corner: the mark of what was chosen."""
-    r = xy(radius)
-    return path(f"M{xy(x)} {xy(y - radius)}l{r} {r}l-{r} {r}l-{r} -{r}z", name)
+    return path(f"M{xy(x)} {xy(y - 5)}l5 5l-5 5l-5 -5z", "k b")
 
 
 def titled(title: object, body: str, layer: int | None = None, depth: float | None = None) -> str:

@@ -1,7 +1,7 @@
 """Every table of the report as plain data: page, model card, notebook and terminal write the same ones."""
 
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from headwise.report import _facts as facts
 from headwise.report import _judged as judged
@@ -13,7 +13,7 @@ from headwise.report._sizes import size_of
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
 from headwise.report._words import known_ends
 from headwise.runs.dossier import Dossier
-from headwise.types import CUTS, UNITS, Plan, Readings, Verdict
+from headwise.types import CUTS, UNITS, Healing, Plan, Readings, Verdict
 from headwise.types.codes import CACHE_BYTES
 from headwise.types.shape import SIZES
 from headwise.types.unit import LABELS
@@ -133,11 +133,11 @@ def frontier(plan: Plan) -> Table:
     )
 
 
-def healing(record: dict[str, Any]) -> Table:
+def healing(found: Healing) -> Table:
     """Errors of every layer's parts before and after healing."""
     rows = tuple(
         (str(row.layer), part, number(row.before), number(row.after), relative(row.before, row.after))
-        for part, layers in healing_parts(record).items()
+        for part, layers in healing_parts(found).items()
         for row in layers
     )
     return Table(("layer", "part", "error before", "error after", "change"), rows, (2, 3, 4), "healing", layers=True)
@@ -186,8 +186,6 @@ def lengths(verdict: Verdict) -> Table:
 
 
 def _against(verdict: Verdict, low: float, high: float) -> str:
-    if not verdict.max_loss:
-        return MISSING
     return "✓ within" if high <= verdict.limit else "✗ BEYOND" if low > verdict.limit else "! uncertain"
 
 

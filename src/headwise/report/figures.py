@@ -63,7 +63,7 @@ def charts(dossier: Dossier) -> dict[str, Picture]:
         found[_file_name(group.kind)] = pictures.strips(dots) if dots else pictures.curves(group)
     parts = healing_parts(dossier.healing)
     found |= {_file_name(f"healing-{part}"): pictures.healing(part, rows, parts) for part, rows in parts.items()}
-    found["loss"] = pictures.loss(dossier.healing or {})
+    found["loss"] = pictures.loss(dossier.healing) if dossier.healing else None
     found["lengths"] = pictures.by_length(dossier.verdict) if dossier.verdict else None
     return {name: picture for name, picture in found.items() if picture is not None}
 

@@ -1,6 +1,6 @@
 """Figures in one style: made without a display, saved the same byte for byte, readable by the colour-blind.
 
-Data comes in, a drawing goes onto a given figure; nothing is computed here. matplotlib is loaded on first use only.
+Each function draws given data on a given figure; nothing is computed here. matplotlib is loaded on first use only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,18 @@
 """Everything that one run folder holds: the only argument of the report."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from headwise.runs.settings import Settings
-from headwise.types import Plan, Readings, Record, Sweep, Verdict
+from headwise.types import Healing, Plan, Readings, Record, Sweep, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Baseline(Record):
+    """What another strategy would have done with the same budgets."""
+
+    strategy: str
+    predicted_damage: float
+    spent: dict[str, float]  # by budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,9 +22,9 @@ class Dossier(Record):
     settings: Settings | None = None  # those that plan and model follow; None: no run, as with a plan shown alone
     readings: Readings | None = None
     plan: Plan | None = None
-    healing: dict[str, Any] | None = None
+    healing: Healing | None = None
     verdict: Verdict | None = None
-    baselines: tuple[dict[str, Any], ...] = ()  # what other strategies would have done
+    baselines: tuple[Baseline, ...] = ()
     sweep: Sweep | None = None
     unverified: str | None = None  # why a verdict that is there does not count: the plan or the model changed
     versions: dict[str, str] = field(default_factory=dict)  # of packages

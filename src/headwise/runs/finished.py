@@ -36,11 +36,6 @@ class Ledger:
     def __init__(self, folder: Path) -> None:
         self.folder, self.file = folder, folder / NAME
 
-    @property
-    def complete(self) -> bool:
-        """Whether the record goes back to the start of the run; runs of earlier versions have none."""
-        return bool(self.read().inputs)
-
     def read(self) -> Finished:
         """The record; an empty one where there is none."""
         if not self.file.exists():
@@ -48,7 +43,7 @@ class Ledger:
         try:
             return Finished.read(self.file)
         except PlanError as error:
-            raise OutputError(f"{error} Or delete it: the stages before are then done or verified again.") from None
+            raise OutputError(f"{error} Or delete it: the stages before are then done again.") from None
 
     def begin(self, inputs: dict[str, str]) -> None:
         """Record the inputs of a run; those that are known already stay."""

@@ -34,11 +34,6 @@ FOLLOWED = {  # settings that a stage follows
     "plan": ("budgets", "strategy", "allow", "portable", "serve", "multiple", "same_dims", "seed"),
     "model": ("heal", "heal_options"),
 }
-UNRECORDED = {  # files of finished stages in runs of earlier versions, which kept no record
-    "probe": ("readings.json", "moments.safetensors"),
-    "model": ("plan.json", "model", "heal.json"),
-    "report": ("report.html",),
-}
 
 
 class RunFolder:
@@ -100,11 +95,8 @@ class RunFolder:
         It is if its files are those that it wrote, and what it was made from is as it was. With `settings`, it must
         have followed these; for a model, so must its plan. A report counts once it shows a verdict: it may be edited.
         """
-        record = self.ledger.stage(stage)
-        if not self.ledger.complete and (record is None or stage == "report"):
-            files = UNRECORDED.get(stage, ())
-            return bool(files) and all((self.path / name).exists() for name in files)
         if stage == "report":
+            record = self.ledger.stage(stage)
             return record is not None and bool(record.used.get("verdict.json")) and self.report_file.exists()
         if settings is None:
             return self.ledger.current(stage)
@@ -169,9 +161,10 @@ class RunFolder:
 
     def same_inputs(self, source: str) -> None:
         """Refuse inputs that changed since the run began."""
-        if not self.ledger.complete or not is_first():
+        known = self.ledger.read().inputs
+        if not known or not is_first():
             return
-        if changed := fingerprint.difference(self.ledger.read().inputs, self.require().inputs(source)):
+        if changed := fingerprint.difference(known, self.require().inputs(source)):
             raise OutputError(
                 f"{changed} changed since the run in {self.path} began; restore it, or begin again: headwise probe or "
                 f"run with --out {self.path} --overwrite."
@@ -239,10 +232,6 @@ class RunFolder:
         except PlanError:  # damaged
             return False
 
-    def record_probe(self) -> None:
-        """Record readings and moments that are written."""
-        self.ledger.record("probe", ("readings.json", "moments.safetensors"))
-
     def record_model(self, settings: Settings, made: tuple[str, ...]) -> None:
         """Record a model that is written; verdict and report of an older one are deleted."""
         self.ledger.record("model", made, ("plan.json",), settings.asked(FOLLOWED["model"]), ends=("verdict", "report"))
@@ -252,8 +241,6 @@ class RunFolder:
     def record_verdict(self, verdict: Verdict, more: tuple[str, ...] = ()) -> None:
         """Write a verdict on the plan and the model that are there, and record it; `more` was written with it."""
         used = tuple(name for name in ("plan.json", "model", "heal.json") if name not in more)
-        if not self.ledger.complete:  # an earlier version's model, which was found to follow the plan
-            self.ledger.record("model", used[1:], used[:1])
         for stale in (self.report_file, self.card_file):
             stale.unlink(missing_ok=True)
         self.write_card(None)
@@ -282,7 +269,7 @@ class RunFolder:
         differs = self.ledger.difference("verdict")
         if differs is None:
             return Verdict.read(self.verdict_file), None
-        if not self.verdict_file.exists() or (differs == "verdict" and self.ledger.complete):
+        if not self.verdict_file.exists() or differs == "verdict":
             return None, None
         return None, UNVERIFIED.get(differs, f"{differs} changed after the model was verified")
 
@@ -295,14 +282,13 @@ class RunFolder:
         verdict, unverified = self.verdict()
         readings = Readings.read(self.readings_file) if self.readings_file.exists() else None
         plan = self.read_plan() if self.plan_file.exists() else None
-        built = self.finished("model") and self.heal_file.exists()  # runs of earlier versions may lack it
         if readings and plan and readings.source.layers != plan.source.layers:
             raise PlanError(f"{self.plan_file} and {self.readings_file.name} are of different models; allocate again.")
         return Dossier(
             settings=self._asked(),
             readings=readings,
             plan=plan,
-            healing=read_healing(self.heal_file).to_json() if built else None,
+            healing=read_healing(self.heal_file) if self.finished("model") else None,
             verdict=verdict,
             unverified=unverified,
             versions=_versions(),
@@ -319,11 +305,10 @@ class RunFolder:
         try:
             return {name: json.loads(text) for stage in stages for name, text in stage.asked.items()}
         except (ValueError, RecursionError):
-            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise verify {self.path}") from None
+            raise PlanError(f"{self.ledger.file} is damaged; delete it, then: headwise heal {self.path}") from None
 
 
 UNVERIFIED = {
-    "verdict": "this run has no record of what was verified: it was made by an earlier version",
     "plan.json": "the plan changed after the model was verified",
     "model": "the model changed after it was verified",
     "heal.json": "the model changed after it was verified",

@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields, replace
 
 from headwise.errors import HeadwiseError
 
-REMOVED = ("match", "cache", "side_by_side", "attention", "truth", "embeddings")  # no measured gain
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -56,11 +54,6 @@ class Options:
         found: dict[str, float] = {}
         for text in texts:
             name, _, value = (part.strip() for part in text.partition("="))
-            if name in REMOVED:
-                raise HeadwiseError(
-                    f"the healing option {name} was removed, because it has no measured gain; leave it out. "
-                    "A run that was started with it needs the version of headwise that started it, or a new folder."
-                )
             if name not in kinds:
                 raise HeadwiseError(f"no healing option is called '{name}'. Known: {', '.join(kinds)}.")
             try:

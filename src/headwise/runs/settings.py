@@ -172,7 +172,8 @@ class Settings(Record):
         """Refuse settings that heads with shared rows cannot have."""
         if {"heads", "kv_heads"} & set(self.allow):
             raise HeadwiseError(
-                "pooled heads cannot go one by one; leave heads and kv_heads out of --allow, or probe with --pool none."
+                "pooled heads cannot be cut one by one; leave heads and kv_heads out of --allow, or probe with --pool "
+                "none."
             )
         if self.portable:
             raise HeadwiseError(

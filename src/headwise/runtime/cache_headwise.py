@@ -117,7 +117,7 @@ class CodedLayer(DynamicLayer):
         return found.scatter_(2, place.expand(-1, found.shape[1], -1, found.shape[3]), _at(start, slot))
 
     def restore_near(self, near: torch.Tensor, start: torch.Tensor, before: int) -> torch.Tensor:
-        """The same for the rows of the newest tokens, with so many tokens before them."""
+        """Rows of the newest tokens, with so many tokens before them; first tokens of a text as they were."""
         if before >= self.begun:
             return near
         slot = torch.arange(near.shape[2], device=near.device) + before - self.padding.unsqueeze(1)
@@ -168,14 +168,14 @@ class Rows(NamedTuple):
     gains: tuple[Any, Any] | None = None  # what keys and values are still to be divided by (G, K) and (G, V)
 
     def plain(self) -> Rows:
-        """The same with keys and values divided by their gains."""
+        """These rows with keys and values divided by their gains."""
         if self.gains is None:
             return self
         k_gain, v_gain = (gain.unsqueeze(1) for gain in self.gains)
         return self._replace(gains=None).changed(lambda keys: keys / k_gain, lambda values: values / v_gain)
 
     def changed(self, keys: Callable[[torch.Tensor], torch.Tensor], values: Any) -> Rows:
-        """The same after a linear map of all keys and one of all values."""
+        """These rows after a linear map of all keys and one of all values."""
         near = (keys(self.near[0]), values(self.near[1])) if self.near else ()
         return self._replace(k=keys(self.k), v=values(self.v), near=near)
 
@@ -253,7 +253,7 @@ def remembered(
 def _remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
 ) -> Rows:
-    """The same without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
+    """Rows without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)
@@ -276,7 +276,7 @@ def _remembered(
 def _from_bytes(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
 ) -> Rows:
-    """The same with transformers' own cache, which holds rows of bytes."""
+    """Rows without gains in transformers' own cache, which holds rows of bytes."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:

@@ -1,4 +1,4 @@
-"""Softmax attention in plain steps, and what a paged cache must be told. Lies beside every tailored model.
+"""Softmax attention in plain steps, and what a paged cache must know. Lies beside every tailored model.
 
 An engine such as vLLM owns the cache. It takes a few head sizes only, one for keys and values of a layer, and asks the
 configuration for them. So rows are filled up with zeros there, which changes no answer, and their outputs are cut back.

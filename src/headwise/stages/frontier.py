@@ -11,11 +11,12 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from headwise import budgets as prices
 from headwise import strategies
 from headwise.errors import HeadwiseError, PlanError
+from headwise.runs.dossier import Baseline
 from headwise.types import Answer, Budget, LayerShape, ModelShape, Plan, Readings, Sweep
 
 if TYPE_CHECKING:
@@ -181,9 +182,9 @@ def coarse_first(texts: list[str]) -> list[str]:
     return [texts[place] for place in places]
 
 
-def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[dict[str, Any], ...]:
+def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[Baseline, ...]:
     """What other strategies would have predicted for the same budgets, where the same probe priced them."""
-    found: list[dict[str, Any]] = []
+    found: list[Baseline] = []
     names = {"exact": "exact", "uniform": "uniform"}  # what a rival is called, and the strategy
     names |= {"published": "published"} if "qk_pairs" in strategies.ways(readings) else {}
     names |= {"depth": "depth"} if "depth" in allow and readings.curve("damage.depth") else {}
@@ -198,5 +199,5 @@ def rivals(readings: Readings, plan: Plan, allow: tuple[str, ...]) -> tuple[dict
             other = strategies.allocate(readings, plan.budgets, strategy, units, seed=plan.seed)
         except HeadwiseError:
             continue
-        found.append({"strategy": name, "predicted_damage": other.predicted_damage, "spent": other.spent})
+        found.append(Baseline(name, other.predicted_damage, other.spent))
     return tuple(found)

@@ -48,8 +48,6 @@ def probe_in(
     if not processes.agrees(folder.finished("probe")):
         readings, _ = probe(settings, source, track, diagnose, folder.probing)
         processes.by_first(partial(_write, settings, folder, readings))
-    elif folder.ledger.stage("probe") is None:  # killed between the last file and its record
-        processes.by_first(folder.record_probe)
     processes.by_first(partial(disk.remove, folder.probing))
     layers = source.family.shape_of(source.current.config).layers
     return Probed(Readings.read(folder.readings_file), read_moments(folder.moments_file, source.current.device, layers))
@@ -58,7 +56,7 @@ def probe_in(
 def _write(settings: Settings, folder: RunFolder, readings: Readings) -> None:
     readings.save(folder.readings_file)
     os.replace(folder.probing / MOMENTS, folder.moments_file)
-    folder.record_probe()
+    folder.ledger.record("probe", ("readings.json", "moments.safetensors"))
     if "" in folder.ledger.read().inputs.values():  # of a hub, known since it was fetched
         folder.ledger.begin(settings.inputs(families.locate(settings.model)[0]))
 

@@ -61,7 +61,7 @@ def solved(folder: RunFolder, dossier: Dossier) -> Dossier:
     if known is None or not frontier.complete(known, plan):
         try:
             known = frontier.solve(readings, plan, allow, known)
-        except HeadwiseError:  # readings of an older version that price too little: the page does without
+        except HeadwiseError:  # readings that price too little for the exact strategy: the page does without
             return dossier
         if known is not None:
             folder.write_json(folder.frontier_file, {"headwise": "Sweep", "version": VERSION, **known.to_json()}, None)

@@ -23,6 +23,7 @@ from headwise.files.json import read_object
 from headwise.heal._layer import in_full
 from headwise.linalg import fast_products
 from headwise.probes import fisher
+from headwise.probes._layers import Row, reading
 from headwise.probes._magnitude import Orders
 from headwise.probes.gram import Sums
 from headwise.probes.sensitivity import AXES
@@ -205,17 +206,12 @@ def _row_prices(folder: Path, shape: ModelShape, gains: list[float]) -> list[dic
 
 def _reading(name: str, layers: list[Priced], gains: list[float], n: int, seed: int, unit: str) -> Reading:
     axis, what = AXES[name]
-    pairs = list(zip(layers, gains, strict=True))
-    return Reading(
-        probe=NAME,
-        kind=f"damage.{name}",
-        axis=axis,
-        ticks=tuple(layer.errors[name][0] for layer in layers),
-        values=tuple(tuple(gain * error for error in layer.errors[name][1]) for layer, gain in pairs),
-        standard_error=None,
-        unit=unit,
-        meaning=f"Predicted without gradients, with {what}, by the size that is kept: the error left in the residual "
-        "stream times what such errors of this layer do to the answers.",
-        tokens=n,
-        seed=seed,
+    rows: list[Row] = []
+    for layer, gain in zip(layers, gains, strict=True):
+        sizes, errors = layer.errors[name]
+        rows.append((sizes, tuple(gain * error for error in errors), None))
+    meaning = (
+        f"Predicted without gradients, with {what}, by the size that is kept: the error left in the residual stream "
+        "times what such errors of this layer do to the answers."
     )
+    return reading(NAME, f"damage.{name}", axis, rows, unit, meaning, n, seed)

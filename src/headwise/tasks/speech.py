@@ -1,4 +1,4 @@
-"""A recording is heard, its transcript or translation is written.
+"""Speech recognition and translation: a recording in, its transcript or translation out.
 
 The text is given with the recording, or sampled from the source model. Either way it begins with the model's own tokens
 for the language, the task and no timestamps.

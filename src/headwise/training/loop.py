@@ -213,7 +213,7 @@ def optimiser_for(model: nn.Module, settings: FitSettings) -> torch.optim.AdamW:
 
 
 def bf16_on(device: torch.device, settings: FitSettings) -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """The context in which the loss is computed: bfloat16 if the settings say so or, by default, on CUDA."""
+    """The context in which the loss is computed: bfloat16 as the settings have it; by default on CUDA."""
     wanted = device.type == "cuda" if settings.bf16 is None else settings.bf16
     return lambda: torch.autocast(device.type, torch.bfloat16) if wanted else contextlib.nullcontext()
 
@@ -228,9 +228,3 @@ def next_token(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     """Mean cross-entropy of a causal language model on unpadded rows (B, T), without the first token."""
     logits = model(input_ids=ids, use_cache=False).logits
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), ids[:, 1:].flatten())
-
-
-def right_class(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Mean cross-entropy on a batch (inputs, labels), for a plain module or a transformers one."""
-    out = model(batch[0])
-    return nn.functional.cross_entropy(getattr(out, "logits", out).float(), batch[1])

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Any, Self, cast
+from typing import Any
 
 from headwise.errors import PlanError
-from headwise.types._record import Record, _decode
+from headwise.types._record import Record
 
 NULLABLE = ("rate", "tokens_per_second")  # of a method that trains: written even where there is none
 FINITE = ("rehearsed", "rehearsed_before", "tokens", "seconds", *NULLABLE)
@@ -89,17 +89,8 @@ class Healing(Record):
         return found | details
 
     @classmethod
-    def from_json(cls, data: Any, where: str = "") -> Self:
-        """The healing that a dictionary describes; fields that are not named above go to `details`."""
-        return cast(Self, _decode(cls, _with_details(data), where or "healing"))
-
-
-def _with_details(data: Any) -> Any:
-    """A healing's JSON with the fields that `Healing` does not name in `details`, in its rounds as well."""
-    if not isinstance(data, dict):
-        return data
-    named = {f.name for f in fields(Healing)} - {"details"}
-    found: dict[str, Any] = {name: value for name, value in data.items() if name in named}
-    if isinstance(found.get("rounds"), list):
-        found["rounds"] = [_with_details(item) for item in found["rounds"]]
-    return {**found, "details": {name: value for name, value in data.items() if name not in named}}
+    def from_file(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Fields that are not named above go to `details`."""
+        named = {f.name for f in fields(cls)} - {"details"}
+        found: dict[str, Any] = {name: value for name, value in data.items() if name in named}
+        return {**found, "details": {name: value for name, value in data.items() if name not in named}}

@@ -121,8 +121,8 @@ class Verdict(Record):
     retrieval: tuple[Retrieval, ...] = ()
     length: int = 0  # tokens of the rows that `quality` was measured on; 0: rows have no one length
     context: int = 0  # tokens of context that will be served; 0: not known, or the model reads no growing text
-    max_loss: str = ""  # the limit as it was given; empty: an earlier version, which judged nothing
-    limit: float = 0.0  # the same as damage
+    max_loss: str = MAX_LOSS  # the limit as it was given
+    limit: float = damage_limit(MAX_LOSS)  # the same as damage
     not_measured: tuple[str, ...] = ()  # and why
 
     @classmethod
@@ -178,7 +178,7 @@ class Verdict(Record):
     @property
     def quality_state(self) -> str:
         """Whether the damage is within the limit at every measured length, its interval included."""
-        if not self.max_loss or not self.measured:
+        if not self.measured:
             return NOT_JUDGED
         found = [measure for _, measure in self.measured]
         if any((m.low or 0.0) > self.limit or not math.isfinite(m.value) for m in found):

@@ -73,7 +73,7 @@ def command(
         depth=_one(depth, "depth"),
         heads=_one(heads, "heads"),
         width=width,
-        device=choose_device(device),
+        device=devices.chosen(device),
         measure=measure,
     )
     _answer(found, {"family": family, "budgets": budget}, out, overwrite, as_json)
@@ -142,14 +142,6 @@ def _one(text: str | None, what: str) -> int | None:
     return found
 
 
-def choose_device(asked: str) -> str:
-    """The device to use: the one that was given, once it is certain to be there, or the best there is."""
-    import torch
-
-    devices.check(asked)
-    return asked if asked != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def _table(found: list[Any], length: int) -> None:
     """A column per strategy, a row per size and price."""
     from rich.console import Console
@@ -211,5 +203,5 @@ def _redesign(
                 raise OutputError(f"{out} exists; add --overwrite or give another file with --out.")
             write_atomically(out, json.dumps(found, indent=1) + "\n")
     share = 1 - counts[1] / counts[0]
-    told = f"{name}: {counts[0] / 1e6:.1f}M -> {counts[1] / 1e6:.1f}M parameters ({share:.1%} fewer)"
-    typer.echo(json.dumps(found, indent=1) if as_json else told)
+    words = f"{name}: {counts[0] / 1e6:.1f}M -> {counts[1] / 1e6:.1f}M parameters ({share:.1%} fewer)"
+    typer.echo(json.dumps(found, indent=1) if as_json else words)

@@ -2,7 +2,6 @@
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch import nn
 
 from headwise import budgets as prices
 from headwise import cost
+from headwise.devices import timed
 from headwise.errors import BudgetError, PlanError
 from headwise.families import IMAGE_CLASSIFIER
 from headwise.research.designs import configs, shapes
@@ -114,7 +114,6 @@ def priced(shape: ModelShape, length: int) -> dict[str, float]:
         "activation_bytes_per_token": activation_bytes(shape),
         "log_conditioning": shapes.log_conditioning(shape),
         "worst_conditioning": max(map(shapes.layer_conditioning, shape.layers)),
-        "heads_error": shapes.heads_error(shape),
     }
 
 
@@ -139,10 +138,10 @@ def activation_bytes(shape: ModelShape) -> float:
     return 4.0 * (kept + 2 * shape.vocab_size)
 
 
-def machine_rates(device: torch.device, size: int = 1024) -> tuple[float, float]:
+def machine_rates(device: torch.device) -> tuple[float, float]:
     """FLOPs per second of a matrix product and bytes per second of a copy, as this device does them now."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    size = 8 * size if device.type == "cuda" else size
+    size = 8192 if device.type == "cuda" else 1024
     a = torch.ones(size, size, device=device, dtype=dtype)
     product = median_seconds(lambda: a @ a, device)
     copied = median_seconds(lambda: a.clone(), device)
@@ -164,7 +163,7 @@ def _measure(found: Sequence[Proposal], length: int, device: str) -> None:
     """Real times of training and of reading one row, all proposals in turns."""
     where = torch.device(device)
     steps = [steps_of(proposal, 1, length, where) for proposal in found]
-    rounds = [[(seconds(train, where), seconds(read, where)) for train, read in steps] for _ in range(4)]
+    rounds = [[(timed(train, where)[1], timed(read, where)[1]) for train, read in steps] for _ in range(4)]
     for proposal, times in zip(found, zip(*rounds[1:], strict=True), strict=True):  # the first round warms up
         trained, read = (statistics.median(column) for column in zip(*times, strict=True))
         proposal.prices["measured_train_seconds_per_million_tokens"] = STEP * trained / length
@@ -209,14 +208,4 @@ def _inputs(proposal: Proposal, rows: int, length: int, device: torch.device) ->
 
 def median_seconds(work: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
     """Median seconds of a call; the first call is left out."""
-    return statistics.median([seconds(work, device) for _ in range(repeats + 1)][1:])
-
-
-def seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, until the device has finished it."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    work()
-    wait()
-    return time.perf_counter() - start
+    return statistics.median([timed(work, device)[1] for _ in range(repeats + 1)][1:])

@@ -3,15 +3,13 @@
 - uniform: all layers alike, in the proportions that published models have;
 - leaner: "Leaner Transformers: More Heads, Less Depth" (arXiv 2505.20802): half the layers, heads half as wide, so more
   of them, and the parameters saved go into width; heads stop at `SMALLEST_HEAD`, below which they are known to lose;
-- taper and bound: "Allocation of Parameters in Transformers" (arXiv 2510.03784): layers differ;
-- mix: of depths, head dimensions, MLP ratios and tapers, the shape that the first paper's heads term ranks best.
+- taper and bound: "Allocation of Parameters in Transformers" (arXiv 2510.03784): layers differ.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -24,7 +22,6 @@ STRATEGIES = {
     "leaner": "half the layers, more and smaller heads, wider: the second paper's rule",
     "taper": "heads and dimensions fall with depth: the first paper's rule",
     "bound": "the first paper's bound, minimised",
-    "mix": "a search over depth, heads, MLP and taper by the first paper's heads term",
 }
 HEAD, SMALLEST_HEAD = 64, 32
 WIDEST = 16_384
@@ -67,7 +64,7 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
     """The shape of a strategy that meets every budget."""
     if strategy not in STRATEGIES:
         raise PlanError(f"no way to design is called '{strategy}'. Known: {', '.join(STRATEGIES)}.")
-    if strategy in ("taper", "bound", "mix") and not rules.uneven:
+    if strategy in ("taper", "bound") and not rules.uneven:
         raise PlanError(
             f"strategy {strategy} gives layers different sizes, which this family cannot have; its models are designed "
             "through heads, depth and width: use uniform or leaner."
@@ -77,8 +74,6 @@ def design(strategy: str, make: Make, budgets: tuple[Budget, ...], rules: Rules)
         return make(sketching.uniform())
     if strategy == "leaner":
         return make(sketching.leaner())
-    if strategy == "mix":
-        return mix(sketching)
     from headwise.research.designs import bound, taper  # they import SciPy: not before a shape is wanted
 
     source = sketching.oversized()
@@ -120,10 +115,6 @@ class Sketching(NamedTuple):
         head = max(SMALLEST_HEAD, usual.head_dim // 2) if usual.head_dim > SMALLEST_HEAD else usual.head_dim
         if rules.width is not None:
             return self._filled(self._deepest(self.sketch(rules.width, depth, head)))
-        return self.filled(depth, head)
-
-    def filled(self, depth: int, head: int) -> Sketch:
-        """As wide as the budgets allow at this depth, with heads of about this dimension."""
         return self._filled(self.widest(lambda width: self.sketch(width, depth, head), head))
 
     def sketch(self, width: int, depth: int, head: int) -> Sketch:
@@ -160,7 +151,7 @@ class Sketching(NamedTuple):
                 return wider
         return sketch
 
-    def loosened(self, room: float = ROOM) -> Sketching:
+    def loosened(self, room: float) -> Sketching:
         """With budgets that are so much larger."""
         return self._replace(budgets=tuple(replace(budget, limit=budget.limit * room) for budget in self.budgets))
 
@@ -181,30 +172,6 @@ class Sketching(NamedTuple):
             f"{worst.text} is too little: {sketch.depth} layers of width {sketch.width} need {need}. "
             "Give more, or a smaller vocabulary (--vocab), fewer layers (--depth) or a smaller --width."
         )
-
-
-def mix(sketching: Sketching) -> ModelShape:
-    """The shape of least heads term of the bound; of equals the first, which is the shallowest.
-
-    Predicted conditioning has no say: it was not shown to predict anything (docs/DESIGN_RULES.md).
-    """
-    found = list(dict.fromkeys(_mixed(sketching)))
-    return min(found, key=heads_error) if found else sketching.make(sketching.leaner())
-
-
-def _mixed(sketching: Sketching) -> Iterator[ModelShape]:
-    """Every combination of depth, head dimension, MLP ratio and taper, each as wide as the budgets allow."""
-    from headwise.research.designs import taper
-
-    rules, usual = sketching.rules, sketching.uniform()
-    depths = [rules.depth] if rules.depth else sorted({max(1, round(usual.depth * s)) for s in (1, 0.75, 0.5)})
-    for depth, head, ratio, tapered in itertools.product(depths, (HEAD, SMALLEST_HEAD), (1.0, 0.75, 0.5), (0, 1)):
-        wanted = sketching._replace(rules=rules._replace(depth=depth, mlp_ratio=rules.mlp_ratio * ratio))
-        try:
-            shape = sketching.make((wanted.loosened() if tapered else wanted).filled(depth, head))
-            yield taper.design(shape, sketching.budgets, UNITS) if tapered else shape
-        except BudgetError:
-            continue
 
 
 def fits(model: ModelShape, budgets: tuple[Budget, ...]) -> bool:
@@ -234,15 +201,6 @@ def layer_conditioning(layer: LayerShape, tokens: int = TOKENS) -> float:
 def log_conditioning(model: ModelShape) -> float:
     """The logarithm of all layers' condition numbers multiplied: what a signal has to pass through."""
     return sum(math.log(layer_conditioning(layer)) for layer in model.layers)
-
-
-def heads_error(model: ModelShape) -> float:
-    """The first paper's heads term, squared and summed over the first half of the layers, which it is about."""
-    from headwise.research.designs import bound
-
-    rho = _lags()
-    early = model.layers[: (len(model.layers) + 1) // 2]
-    return sum(bound.heads_error(rho, layer.query_heads) ** 2 for layer in early) / len(early)
 
 
 def _lags() -> tuple[float, ...]:

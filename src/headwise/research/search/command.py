@@ -6,60 +6,40 @@ from typing import Annotated, Any
 
 import typer
 
+from headwise.devices import check
 from headwise.files.disk import explained, recover, refuse_pipes
-from headwise.research.designs.command import choose_device
 from headwise.research.search import front
+from headwise.research.search.settings import SearchSettings
+from headwise.runs.flags import with_flags
 from headwise.runs.lock import locked
 
 PATIENCE = 60.0  # seconds that a worker waits for another to write
 Option = typer.Option
 
 
+@with_flags(SearchSettings, "search")
 def command(
-    budget: Annotated[list[str], Option("--budget", help="params=5M, flops=2G@1k, kv=1MiB@1k; repeatable.")],
+    settings: dict[str, Any],
     out: Annotated[Path, Option(help="Folder for the study, pareto.json, pareto.svg, search.html and best/.")],
-    family: Annotated[str, Option(help="llama or gpt2.")] = "llama",
-    data: Annotated[str, Option(help="Text to train trials on: a file, a datasets name, 'stdlib'.")] = "stdlib",
-    tokenizer: Annotated[str, Option(help="Folder or hub id of a tokenizer; 'embedded' for code.")] = "embedded",
-    trials: Annotated[int, Option(help="Trials of the study in all, those of other workers included.")] = 20,
-    steps: Annotated[int, Option(help="Training steps of a trial that is not stopped early.")] = 200,
-    batch: Annotated[int, Option(help="Batch size in rows.")] = 8,
-    length: Annotated[int, Option(help="Tokens in a row.")] = 128,
-    tokens: Annotated[int, Option(help="Tokens of training text.")] = 400_000,
-    depth: Annotated[int | None, Option(help="Layers; searched if not given.")] = None,
     storage: Annotated[
         str | None, Option(help="sqlite:///study.db, another database, or a journal file; shared by workers.")
     ] = None,
     study: Annotated[str, Option(help="Name of the study in the storage.")] = "headwise",
     minutes: Annotated[float | None, Option(help="Start no further trial after this many minutes.")] = None,
-    seed: Annotated[int, Option(help="Random seed.")] = 0,
-    device: Annotated[str, Option(help="auto, cpu, cuda.")] = "auto",
     as_json: Annotated[bool, Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Search shapes under a budget by training each for a few steps; bad ones are stopped early.
 
     The same command resumes an interrupted study. On several machines, give all workers the same --storage.
     """
-    from headwise.research.search.study import SearchSettings, search
+    asked = SearchSettings(**settings)
+    from headwise.research.search.study import search
 
-    settings = SearchSettings(
-        family=family,
-        budget=tuple(budget),
-        data=data,
-        tokenizer=tokenizer,
-        trials=trials,
-        steps=steps,
-        batch=batch,
-        length=length,
-        tokens=tokens,
-        depth=depth,
-        seed=seed,
-        device=choose_device(device),
-    )
+    check(asked.device)
     front.refuse(out)
     refuse_pipes(out)
-    done, made = search(settings, out, storage, study, minutes, watch=_say)
-    found = front.summary(rows := front.rows_of(done), settings.to_json())
+    done, made = search(asked, out, storage, study, minutes, watch=_say)
+    found = front.summary(rows := front.rows_of(done), asked.to_json())
     best = next((row for row in rows if row["number"] == found["best"]), None)
     page = _write(found, best, made, out)
     typer.echo(json.dumps(found, indent=1) if as_json else _summary(found, best, page))

@@ -11,11 +11,6 @@ from headwise.errors import DataError, HeadwiseError, OutputError
 from headwise.types import LayerShape, write_atomically
 
 PRICES = {"parameters": "parameters", "train_flops_per_token": "training FLOPs per token"}
-STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse}td,th{padding:.2rem .7rem;border-bottom:1px solid #ddd}"
-    ".num{text-align:right}svg{max-width:100%;height:auto}"
-)
 HEADING = ("trial", "on the front", "loss", "parameters", "FLOPs per token", "layers", "width", "heads", "rate")
 
 
@@ -119,19 +114,17 @@ def draw(found: dict[str, Any]) -> str:
 
 def page(found: dict[str, Any], drawing: str) -> str:
     """A small page that stands alone: the picture, and a table of all trials, the best first."""
-    from headwise.report._html import paragraph, table
+    from headwise.report._html import NO_DATA, document, paragraph, section, table, top
     from headwise.report._tables import Table
 
     ordered = sorted(found["rows"], key=lambda row: (row["loss"] is None, row["loss"] or 0.0))
     rows = tuple(_cells(row, row["number"] in found["fronts"]["parameters"]) for row in ordered)
     settings = ", ".join(f"{name} {value}" for name, value in found["settings"].items())
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Headwise search</title><style>{STYLE}</style>'
-        f"<h1>Search: {found['trials']} trials, {found['given_up']} given up</h1>{paragraph(settings)}"
-        f"{drawing[max(0, drawing.find('<svg')) :]}"
-        f"{paragraph('On the front: no other trial has a lower loss with as few parameters.')}"
-        f"{table(Table(HEADING, rows, (0, *range(2, len(HEADING)))))}</html>\n"
-    )
+    title = f"Search: {found['trials']} trials, {found['given_up']} given up"
+    words = paragraph("On the front: no other trial has a lower loss with as few parameters.")
+    trials = table(Table(HEADING, rows, (0, *range(2, len(HEADING))), "trials"))
+    body = section("trials", "Trials", drawing[max(0, drawing.find("<svg")) :] + words + trials)
+    return document("Headwise search", top(title, (), settings), "", body, NO_DATA)
 
 
 def _cells(row: dict[str, Any], on_front: bool) -> tuple[str, ...]:

@@ -9,7 +9,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +16,29 @@ import torch
 from torch import nn
 
 from headwise import budgets as prices
-from headwise import cost, data, families
+from headwise import cost, data
+from headwise.devices import chosen
 from headwise.errors import BudgetError, DataError, HeadwiseError
 from headwise.research.designs import configs
 from headwise.research.designs.proposals import train_flops
 from headwise.research.designs.shapes import Sketch
 from headwise.research.search import front, space
+from headwise.research.search.settings import SearchSettings
 from headwise.research.train.model import read_tokenizer
 from headwise.training.loop import FitSettings, fit
-from headwise.types import ModelShape, Record
+from headwise.types import ModelShape
 
 LOOKS = 6  # evaluations of a trial
 HELD_OUT = 10  # one block of so many is held out
 START_UP = 4  # trials that are never given up
 STALE = 10  # seconds until the journal's lock counts as left behind by a worker that was killed
-CAUSAL_FAMILIES = ("llama", "gpt2")
-
-
-@dataclass(frozen=True, slots=True)
-class SearchSettings(Record):
-    """What to search, and how long each trial trains."""
-
-    family: str
-    budget: tuple[str, ...]
-    data: str = "stdlib"
-    tokenizer: str = families.EMBEDDED
-    trials: int = 20
-    steps: int = 200
-    batch: int = 8
-    length: int = 128
-    tokens: int = 400_000
-    depth: int | None = None
-    seed: int = 0
-    device: str = "cpu"
-
-    def __post_init__(self) -> None:
-        for name in ("trials", "steps", "batch", "length"):
-            if getattr(self, name) < 1:
-                raise HeadwiseError(f"{name} is {getattr(self, name)}; it must be at least 1.")
-        if self.family not in CAUSAL_FAMILIES:
-            raise HeadwiseError(
-                f"trials train language models, which {self.family} is none of; search {', '.join(CAUSAL_FAMILIES)}, "
-                "or compare designs of it with headwise design --measure."
-            )
 
 
 class Trials:
     """What all trials of a worker share: text, budgets, and the family's way to make models."""
 
     def __init__(self, settings: SearchSettings) -> None:
-        self.settings = settings
+        self.settings, device = settings, chosen(settings.device)
         tokenizer = read_tokenizer(settings.tokenizer)
         count = max(2 * HELD_OUT, settings.tokens // settings.length)
         texts = data.documents(settings.data, settings.seed)
@@ -74,7 +46,7 @@ class Trials:
         if len(blocks) < 2:
             raise DataError(f"{settings.data} has one block of {settings.length} tokens; give more text, or --length.")
         judged = torch.arange(len(blocks)) % min(HELD_OUT, len(blocks)) == 0
-        self.train, self.held = (blocks[part].to(settings.device) for part in (~judged, judged))
+        self.train, self.held = (blocks[part].to(device) for part in (~judged, judged))
         self.maker = configs.Maker(settings.family, len(tokenizer), settings.length)
         self.make = self.maker.make
         if shares := [text for text in settings.budget if "%" in text]:
@@ -105,7 +77,7 @@ class Trials:
             raise optuna.TrialPruned(str(error)) from None
         self.note(trial, shape)
         torch.manual_seed(self.settings.seed)
-        model = configs.build(self.maker.config(shape), self.maker.kind.auto).to(self.settings.device)
+        model = configs.build(self.maker.config(shape), self.maker.kind.auto).to(self.train.device)
         looks: list[float] = []
 
         def look(now: nn.Module) -> Mapping[str, float]:

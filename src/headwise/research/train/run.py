@@ -5,6 +5,7 @@ import json
 import math
 import platform
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,6 +15,8 @@ from torch import nn
 from headwise import cost, families
 from headwise.errors import HeadwiseError, ModelError
 from headwise.families._config import stored_dtype
+from headwise.progress import Track
+from headwise.progress.shown import following
 from headwise.research.train import model
 from headwise.research.train._source import TrainingRows
 from headwise.research.train.claim import claim, held
@@ -27,7 +30,6 @@ from headwise.research.train.settings import (
     steps_of,
     usual_rate,
 )
-from headwise.research.train.shown import TrainProgress, Watch, watching
 from headwise.research.train.texts import HiddenTokens, NextToken
 from headwise.runs.keywords import with_keywords
 from headwise.training import checkpoint
@@ -44,25 +46,25 @@ def train(
     data: str,
     out: Path | str,
     overwrite: bool = False,
-    watch: Watch | None = None,
+    track: Track | None = None,
     progress: bool = True,
     **settings: Unpack[TrainKeywords],
 ) -> dict[str, Any]:
     """Train a model into a folder and return what training.json says. `settings` are the fields of `TrainSettings`.
 
-    A training that was killed resumes with the same call, and ends as if it had not stopped. `watch` is told how far it
-    is; without it that is shown, unless `progress` is False.
+    A training that was killed resumes with the same call, and ends as if it had not stopped. `track` wraps the loop
+    over steps; without it progress is shown, unless `progress` is False.
     """
     wanted = TrainSettings(config=str(config), data=str(data), **settings)
     if not wanted.fresh:
         model.has_weights(wanted.config)  # what it refuses is refused before the folder is touched
     accelerator = accelerator_for(wanted.device)
     folder = Path(out)
-    with held(folder, wanted), watching(watch, progress) as told:
+    with held(folder, wanted), following(track, progress) as shown:
         if accelerator.is_main_process:
             claim(folder, wanted, overwrite)
         accelerator.wait_for_everyone()
-        return Training(wanted, folder, accelerator).run(told)
+        return Training(wanted, folder, accelerator).run(shown)
 
 
 class Training:
@@ -149,13 +151,14 @@ class Training:
             found[f"{name}_se"] = math.sqrt(spread / (count - 1)) if count > 1 else 0.0
         return found
 
-    def run(self, watch: Watch | None) -> dict[str, Any]:
+    def run(self, track: Track) -> dict[str, Any]:
         """Train from the beginning or the newest checkpoint to the end."""
         state = begin(self.model, self.fitting, self.accelerator)
         checkpoints = self.folder / "checkpoints"
         resumed = checkpoint.restore(checkpoints, self.model, state)
         logs = Logs(self.folder, state.curve, self.accelerator.is_main_process)
-        tokens = self.tokens_of_step
+        steps = iter(track(range(state.step, self.fitting.steps), partial(self._label, state)))
+        next(steps, None)
 
         def after(state: State) -> None:
             new = logs.write(state.curve)
@@ -164,10 +167,7 @@ class Training:
                 if self.accelerator.is_main_process:
                     checkpoint.save(checkpoints, self.model, state)
                 self.accelerator.wait_for_everyone()
-            if watch is not None and self.accelerator.is_main_process:
-                last = state.curve[-1] if state.curve else None
-                speed = tokens * last.step / last.seconds if last and last.seconds else None
-                watch(TrainProgress(state.step, self.fitting.steps, last.loss if last else None, speed))
+            next(steps, None)
 
         more: dict[str, Any] = dict(evaluate=self.evaluate, on_step=after, state=state)
         try:
@@ -180,6 +180,14 @@ class Training:
         finally:
             logs.close()
         return self._finish(state, resumed)
+
+    def _label(self, state: State) -> str:
+        """Loss and speed at the last point of the curve."""
+        if not state.curve:
+            return "training"
+        last = state.curve[-1]
+        speed = self.tokens_of_step * last.step / max(1e-9, last.seconds)
+        return f"training, loss {last.loss:.3f}, {speed:,.0f} tokens/s"
 
     def _due(self, state: State, at_point: bool) -> bool:
         """Whether it is time for a checkpoint; by the clock, the main process decides for all."""
