@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
+import lzma
 import os
+import random
 import re
 import shutil
 import sys
@@ -115,3 +119,15 @@ def test_the_embedded_model_is_offered_for_a_name_like_it(monkeypatch):
 
 def test_completion_offers_what_users_call():
     assert {name for name in dir(headwise) if not name.startswith("__")} == {*headwise.__all__} - {"__version__"}
+
+
+@pytest.mark.parametrize(("suffix", "pack"), [(".bz2", bz2.compress), (".gz", gzip.compress), (".xz", lzma.compress)])
+def test_a_packed_text_that_is_damaged_far_inside_is_refused_in_one_line(model, tmp_path, suffix, pack):
+    draw = random.Random(0)
+    text = "\n".join("".join(draw.choices("abcdefghij klmnop", k=60)) for _ in range(20_000))
+    whole, path = pack(text.encode()), tmp_path / f"text.txt{suffix}"
+    path.write_bytes(whole[: len(whole) * 4 // 5] + whole[len(whole) * 4 // 5 + 40 :])
+    assert notes(model, data=str(path)) == [], "its beginning is sound"
+    assert overlap.repeated(str(path), 1_000_000) == 0.0
+    with pytest.raises(DataError, match="cannot be read as text"):
+        list(data.documents(str(path)))

@@ -16,6 +16,7 @@ from headwise.errors import DataError
 SEPARATOR = "<|endoftext|>"
 PEEKED = 1 << 16  # characters of a file that are checked before it is read
 OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+DAMAGED = (EOFError, lzma.LZMAError, zlib.error, OSError)  # what reading a damaged packed file raises
 MEANING = (
     "a text or jsonl file (also .xz, .gz, .bz2), a folder of them, a datasets name (name:config:split), 'stdlib', "
     "'self' or FILE+self"
@@ -43,7 +44,7 @@ def _readable(path: Path) -> Iterator[None]:
     """Refuse a file that is no text in one line."""
     try:
         yield
-    except (ValueError, RecursionError, EOFError, lzma.LZMAError, zlib.error, OSError) as error:
+    except (ValueError, RecursionError, *DAMAGED) as error:
         raise DataError(f"{path} cannot be read as text ({error}). Give {MEANING}.") from None
 
 

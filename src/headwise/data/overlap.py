@@ -6,6 +6,7 @@ Stripped lines are compared by their hashes; very short ones are left out. No to
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 SHORTEST = 20  # characters of a line that counts
@@ -63,12 +64,13 @@ def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
 
 
 def _file_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file or of the texts of a jsonl file; damaged files are refused elsewhere."""
+    """The lines of a text file or of the texts of a jsonl file, up to where it is damaged: it is refused elsewhere."""
     from headwise.data import OPENERS
+    from headwise.data.files import DAMAGED
 
     opener = OPENERS.get(path.suffix, open)
     records = ".jsonl" in path.suffixes[-2:]
-    with opener(path, "rt", encoding="utf-8", errors="replace") as file:
+    with suppress(*DAMAGED), opener(path, "rt", encoding="utf-8", errors="replace") as file:
         while line := file.readline(MOST):
             yield from _record_lines(line) if records else (line,)
 
