@@ -99,12 +99,23 @@ def test_a_mistyped_budget_and_healing_are_told_before_anything_is_imported(tmp_
     for command, words in (
         (["--budget", "kv=75"], "did you mean kv=75%?"),
         (["--budget", "kv=50%", "--heal", "refti"], "Did you mean 'refit'?"),
+        (["--budget", "cache=50%"], "did you mean kv, as in kv=75%?"),
+        ([], "--budget is missing, as in: headwise run embedded --budget kv=25% --out runs/first"),
     ):
         monkeypatch.setattr(sys, "argv", ["headwise", "run", "embedded", *command, "--out", str(tmp_path / "run")])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         found = capsys.readouterr().err
         assert stop.value.code == 2 and words in found and "starting" not in found
+
+
+def test_a_missing_folder_is_answered_with_an_example(monkeypatch, capsys):
+    for name in ("allocate", "heal", "verify"):
+        monkeypatch.setattr(sys, "argv", ["headwise", name, *(["--budget", "kv=20%"] * (name == "allocate"))])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        told = f"FOLDER is missing, as in: headwise {name} runs/first"
+        assert stop.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_the_embedded_model_is_offered_for_a_name_like_it(monkeypatch):
