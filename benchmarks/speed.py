@@ -37,9 +37,12 @@ Is a cut model faster? One decode step on a GPU, with `headwise.load(..., optimi
 - A cache in bits saves memory, hardly time: [its decode steps](#decode-steps) are about as fast as those of the uncut
   model. [On a CPU](#a-cut-model-on-a-cpu) it is slower.
 
-Below: [kernels](#attention-kernels), [rows that heads share](#rows-that-heads-share) and their [bits](#widths-of-codes),
-[decode steps](#decode-steps), [latency as a budget](#latency-as-a-budget), [a CPU](#a-cut-model-on-a-cpu), [what probing
-costs](#what-probing-costs), [models larger than memory](#models-larger-than-memory-benchmarksstreamingpy). Models that are compared are timed alternately in one run. Every table is printed by `benchmarks/speed.py` from the
+Below: [kernels](#attention-kernels), [rows that heads share](#rows-that-heads-share), their [bits](#widths-of-codes),
+[decode steps](#decode-steps), [latency as a budget](#latency-as-a-budget), [a CPU](#a-cut-model-on-a-cpu),
+[the cost of probing](#what-probing-costs),
+[models larger than memory](#models-larger-than-memory-benchmarksstreamingpy).
+
+Models that are compared are timed alternately in one run. Every table is printed by `benchmarks/speed.py` from the
 committed result of the script that is named above it.
 """
 
