@@ -61,7 +61,7 @@ def searched(browser: Browser, words: str) -> list[str]:
     page = browser.new_page()
     page.set_default_timeout(PATIENCE)
     page.goto((SITE / "index.html").as_uri())
-    page.locator(".md-search__input").fill(words)
+    page.locator(".md-search__input").press_sequentially(words)
     page.locator(".md-search-result__item").first.wait_for(state="attached")
     found = page.locator(".md-search-result__item h1").all_inner_texts()
     page.close()

@@ -20,6 +20,7 @@ EXAMPLES = {  # what to type where something is missing
     "probe": "embedded --out runs/first",
     "allocate": "runs/first --budget kv=20%",
     "show": "runs/first/plan.json",
+    "export": "runs/first --to gguf",
     **dict.fromkeys(("reshape", "heal", "verify", "report"), "runs/first"),
 }
 
