@@ -126,3 +126,12 @@ def test_the_embedded_model_is_offered_for_a_name_like_it(monkeypatch):
 
 def test_completion_offers_what_users_call():
     assert {name for name in dir(headwise) if not name.startswith("__")} == {*headwise.__all__} - {"__version__"}
+
+
+def test_the_demo_can_be_made_again_as_its_answer_says(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("headwise.cli.commands._run", lambda out, as_json, **settings: asked.update(settings))
+    monkeypatch.setattr(sys, "argv", ["headwise", "demo", "--out", "runs/demo", "--overwrite"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code and asked["overwrite"] and asked["model"] == "embedded"
