@@ -16,7 +16,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "BITS.md"
-START, END = "<!-- bits: printed by benchmarks/bits_page.py -->", "<!-- end of bits -->"
+MARKS = {
+    name: (f"<!-- {name}: printed by benchmarks/bits_page.py -->", f"<!-- end of {name} -->")
+    for name in ("overview", "bits")
+}
+SHARES = ("50%", "25%", "12.5%")  # of the overview
 OURS = "ours, pooled"
 MOST, FACTOR = 0.3, 1.5  # predictions are judged up to so many nats, and by this factor
 KEPT = ("rivals", "library", "rank")  # groups whose rows may be of an earlier commit
@@ -34,7 +38,7 @@ Row = dict[str, Any]
 
 def tables(folder: Path = RESULTS) -> str:
     """One section for every result, in the order of their file names."""
-    results = [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
+    results = _results(folder)
     if not results:
         return "No results yet: see benchmarks/bits.py."
     lines = [line for result in results for line in _section(result)]
@@ -42,6 +46,25 @@ def tables(folder: Path = RESULTS) -> str:
     lines += [*_ways(json.loads(ways.read_text())), ""] if ways.exists() else []
     zero_shot = [json.loads(path.read_text())["rows"] for path in sorted(folder.glob("zero-shot-*-bits.json"))]
     return "\n".join([*lines, *(line for rows in zero_shot for line in _answers(rows))]).rstrip()
+
+
+def _results(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
+
+
+def overview(folder: Path = RESULTS) -> str:
+    """One line for every model and length: what shares of the cache lose, and how many other caches are worse."""
+    cells = []
+    for result in _results(folder):
+        for length in sorted({row["length"] for row in result["rows"]}):
+            rows = [row for row in result["rows"] if row["length"] == length]
+            ours = {row["asked"]: row for row in _there(rows, "ours") if row["method"] == OURS}
+            pairs = [(row, own) for row in _there(rows, "rivals", "library") if (own := _match(rows, row))]
+            won = f"{len(pairs) - len(_behind(pairs))} of {len(pairs)}"
+            name = f"{result['name'].split(' (')[0]}, {length:,}"
+            cells.append((name, *(_told(ours.get(share)) or "not measured" for share in SHARES), won))
+    titles = ("model, tokens of a text", *(f"{share} of the cache" for share in SHARES), "ours is closer than")
+    return "\n".join(_table(titles, cells)).rstrip() if cells else "No results yet: see benchmarks/bits.py."
 
 
 def _answers(rows: Sequence[Row]) -> list[str]:
@@ -151,9 +174,14 @@ def _rivals(rows: Sequence[Row]) -> list[str]:
 
 def _ahead(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
     """How often ours is closer to the source in no more bytes."""
-    behind = [_method(theirs) for theirs, ours in pairs if ours["kl"] >= theirs["kl"]]
+    behind = _behind(pairs)
     told = f"- By KL ours is closer to the source than {len(pairs) - len(behind)} of {len(pairs)}"
     return [f"{told}{'; not than ' + ', '.join(behind) if behind else ''}.", ""]
+
+
+def _behind(pairs: Sequence[tuple[Row, Row]]) -> list[str]:
+    """Caches that are at least as close to the source as ours, by KL."""
+    return [_method(theirs) for theirs, ours in pairs if ours["kl"] >= theirs["kl"]]
 
 
 def _ours(rows: Sequence[Row]) -> list[str]:
@@ -257,8 +285,7 @@ def summary(folder: Path = RESULTS) -> str:
     """Shares of ours, and the best of the others in about as many bits, per model and length."""
     titles = ("model, tokens", "25%", "12.5%", "6.25%", "best other cache in 4 bits", "best other cache in 2 bits")
     cells, made = [], []
-    for path in sorted(folder.glob("bits-*.json")):
-        result = json.loads(path.read_text())
+    for result in _results(folder):
         for length in sorted({row["length"] for row in result["rows"]}):
             rows = [row for row in result["rows"] if row["length"] == length]
             ours = {row["asked"]: row for row in _there(rows, "ours") if row["method"] == OURS}
@@ -291,8 +318,10 @@ def _best(rows: Sequence[Row], bits: int) -> str:
 
 def filled(page: str, folder: Path = RESULTS) -> str:
     """The page with its tables as the results say."""
-    before, rest = page.split(START)
-    return f"{before}{START}\n\n{tables(folder)}\n\n{END}{rest.split(END)[1]}"
+    for (start, end), made in zip(MARKS.values(), (overview(folder), tables(folder)), strict=True):
+        before, rest = page.split(start)
+        page = f"{before}{start}\n\n{made}\n\n{end}{rest.split(end)[1]}"
+    return page
 
 
 def main() -> None:

@@ -29,6 +29,19 @@ PARTS = (
 )  # in the page's order
 TITLE = """# Speed
 
+Is a cut model faster? One decode step on a GPU, with `headwise.load(..., optimise=True)`:
+
+{summary}
+
+- Half the cache helps most at long contexts and large batches, where reading the cache takes most of the time.
+- A cache in bits saves memory, hardly time: [its decode steps](#decode-steps) are about as fast as those of the uncut
+  model. [On a CPU](#a-cut-model-on-a-cpu) it is slower.
+
+Below: [kernels](#attention-kernels), [rows that heads share](#rows-that-heads-share), their [bits](#widths-of-codes),
+[decode steps](#decode-steps), [latency as a budget](#latency-as-a-budget), [a CPU](#a-cut-model-on-a-cpu),
+[the cost of probing](#what-probing-costs),
+[models larger than memory](#models-larger-than-memory-benchmarksstreamingpy).
+
 Models that are compared are timed alternately in one run. Every table is printed by `benchmarks/speed.py` from the
 committed result of the script that is named above it.
 """
@@ -37,7 +50,7 @@ committed result of the script that is named above it.
 def page() -> str:
     """The whole page; a benchmark without a result is left out."""
     sys.path.insert(0, str(HERE))
-    parts = [TITLE]
+    parts = [TITLE.format(summary=importlib.import_module("tables").speed())]
     for name in PARTS:
         result = HERE / "results" / f"{name}.json"
         if result.exists():

@@ -4,7 +4,7 @@ python docs/visit.py                 # after `make docs`
 python docs/visit.py --shots FOLDER  # with pictures of all pages
 
 Exit code 1 if a page is wider than its screen, logs an error, loads something that is not there, or has a serious
-violation of accessibility (axe-core).
+violation of accessibility (axe-core), or if the search finds nothing in pages that are opened as files.
 """
 
 from __future__ import annotations
@@ -56,6 +56,18 @@ def visited(browser: Browser, address: str, width: int, scheme: str, shot: Path 
     return wrong
 
 
+def searched(browser: Browser, words: str) -> list[str]:
+    """Titles of the pages that the search finds, as on a machine without a server."""
+    page = browser.new_page()
+    page.set_default_timeout(PATIENCE)
+    page.goto((SITE / "index.html").as_uri())
+    page.locator(".md-search__input").press_sequentially(words)
+    page.locator(".md-search-result__item").first.wait_for(state="attached")
+    found = page.locator(".md-search-result__item h1").all_inner_texts()
+    page.close()
+    return found
+
+
 def _named(path: Path, only: str) -> bool:
     return any(part in str(path) for part in only.split(","))
 
@@ -82,6 +94,9 @@ def main() -> None:
                 bad += bool(wrong)
                 for one in dict.fromkeys(wrong):
                     print(f"{path} at {width}: {one}", flush=True)
+        found = searched(browser, "does it hold at 32k")
+        bad += "Questions" not in found
+        print(f"the search finds {', '.join(found[:3])}")
         browser.close()
     print(f"{len(pages)} pages at {' and '.join(map(str, WIDTHS))} px; something is wrong with {bad} of these views")
     sys.exit(1 if bad else 0)

@@ -310,9 +310,10 @@ def test_a_run_that_stopped_early_opens(browser: Any, tmp_path: Path) -> None:
             assert page.locator("#budget").count() == 0 and wide(page) == 0
 
 
+@pytest.mark.parametrize("width", [1280, 360])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_no_serious_barrier(browser: Any, run: RunFolder, scheme: str) -> None:
-    with Visit(browser, run.report_file, color_scheme=scheme) as page:
+def test_no_serious_barrier(browser: Any, run: RunFolder, scheme: str, width: int) -> None:
+    with Visit(browser, run.report_file, color_scheme=scheme, viewport={"width": width, "height": 740}) as page:
         page.evaluate(UNFOLD)
         page.select_option("#layer", "1")
         assert barriers(page) == {}

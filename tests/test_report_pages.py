@@ -44,7 +44,7 @@ from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
-from headwise.types import GONE, Answer, Healing, LayerShape, LossPoint, Sweep, Verdict
+from headwise.types import GONE, Answer, BeforeAfter, Healing, LayerShape, LossPoint, Measure, Sweep, Verdict
 
 
 def test_data_cannot_leave_its_script_element() -> None:
@@ -299,3 +299,13 @@ def test_the_terminal_shows_heads_sizes_and_removed_layers(capsys: Any, monkeypa
     show_record(make_verdict(plan))
     out = capsys.readouterr().out
     assert "✓ pass" in out and "18.50 to 18.99" in out and "test CPU" in out
+
+
+def test_the_answer_tells_a_change_of_time_that_all_repeats_show() -> None:
+    whole = make_dossier()
+    assert whole.verdict is not None
+    for low, high, told in ((6.0, 7.0, "102% more time per generated token"), (3.0, 9.0, "")):
+        time = BeforeAfter(Measure(6.5, low, high), Measure(3.21))
+        slow = replace(whole.verdict, speed={**whole.verdict.speed, "decode_ms_per_token": time})
+        words = facts.changes(replace(whole, verdict=slow), short=True)
+        assert told in words and ("time" in words) == bool(told)

@@ -201,6 +201,8 @@ def test_our_bytes_are_those_of_the_real_cache(folder, tmp_path, monkeypatch):  
 def test_the_pages_are_what_the_results_say(tmp_path):
     page = module("bits_page")
     assert page.filled(page.PAGE.read_text()) == page.PAGE.read_text()
+    lengths = module("lengths_page")
+    assert lengths.page() == lengths.PAGE.read_text(), "benchmarks/lengths.py --print"
     memory, copy = ROOT / "docs" / "MEMORY.md", tmp_path / "MEMORY.md"
     copy.write_text(memory.read_text())
     module("memory_page").write_page(copy)

@@ -103,12 +103,23 @@ def test_a_mistyped_budget_and_healing_are_told_before_anything_is_imported(tmp_
     for command, words in (
         (["--budget", "kv=75"], "did you mean kv=75%?"),
         (["--budget", "kv=50%", "--heal", "refti"], "Did you mean 'refit'?"),
+        (["--budget", "cache=50%"], "did you mean kv, as in kv=75%?"),
+        ([], "--budget is missing, as in: headwise run embedded --budget kv=25% --out runs/first"),
     ):
         monkeypatch.setattr(sys, "argv", ["headwise", "run", "embedded", *command, "--out", str(tmp_path / "run")])
         with pytest.raises(SystemExit) as stop:
             cli.main()
         found = capsys.readouterr().err
         assert stop.value.code == 2 and words in found and "starting" not in found
+
+
+def test_a_missing_folder_is_answered_with_an_example(monkeypatch, capsys):
+    for name in ("allocate", "heal", "verify"):
+        monkeypatch.setattr(sys, "argv", ["headwise", name, *(["--budget", "kv=20%"] * (name == "allocate"))])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        told = f"FOLDER is missing, as in: headwise {name} runs/first"
+        assert stop.value.code == 2 and told in capsys.readouterr().err
 
 
 def test_the_embedded_model_is_offered_for_a_name_like_it(monkeypatch):
@@ -128,6 +139,15 @@ def test_a_packed_text_that_is_damaged_far_inside_is_refused_in_one_line(model, 
     whole, path = pack(text.encode()), tmp_path / f"text.txt{suffix}"
     path.write_bytes(whole[: len(whole) * 4 // 5] + whole[len(whole) * 4 // 5 + 40 :])
     assert notes(model, data=str(path)) == [], "its beginning is sound"
-    assert overlap.repeated(str(path), 1_000_000) == 0.0
+    assert overlap.repeated(str(path), 1_000_000) is not None, "as far as it can be read"
     with pytest.raises(DataError, match="cannot be read as text"):
         list(data.documents(str(path)))
+
+
+def test_the_demo_can_be_made_again_as_its_answer_says(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("headwise.cli.commands._run", lambda out, as_json, **settings: asked.update(settings))
+    monkeypatch.setattr(sys, "argv", ["headwise", "demo", "--out", "runs/demo", "--overwrite"])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    assert not stop.value.code and asked["overwrite"] and asked["model"] == "embedded"

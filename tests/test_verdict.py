@@ -49,6 +49,8 @@ def test_a_distance_that_the_source_cannot_bridge_says_nothing() -> None:
 
 def test_limits_are_read_or_refused() -> None:
     assert damage_limit("2%") == pytest.approx(math.log(1.02)) and damage_limit("0.02") == 0.02
+    with pytest.raises(HeadwiseError, match="did you mean 5%"):
+        damage_limit("5")
     for text in ("", "much", "-1%", "0"):
         with pytest.raises(HeadwiseError, match="give a percentage of perplexity such as 2%, or nats such as 0.02"):
             Settings(model="x", max_loss=text or "%")

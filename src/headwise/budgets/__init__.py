@@ -14,6 +14,10 @@ TIMES = {"us": 1e-3, "ms": 1.0, "s": 1e3}
 DEFAULT_LENGTH = 2048
 WRITTEN = re.compile(r"\s*(\w+)\s*=\s*([0-9.]+)\s*([a-zA-Z%]*)\s*(?:@\s*([\w.,\s]*\w[\w.,\s]*|\.))?\s*")
 SEVERAL = re.compile(r"[,;&+\s]+(?=\w+\s*=)")
+MEANT = {  # what people write for the names of budgets
+    "cache": "kv", "kv_cache": "kv", "kvcache": "kv", "parameters": "params", "size": "weights", "bytes": "weights",
+    "compute": "flops", "time": "latency", "speed": "latency", "ram": "memory", "vram": "memory",
+}  # fmt: skip
 EXAMPLES = ", ".join(texts("headwise.budgets", "EXAMPLE").values())
 
 
@@ -78,12 +82,15 @@ def _refuse_several(text: str) -> None:
 
 
 def _refuse_slips(text: str, match: re.Match[str] | None) -> None:
-    """Refuse a name in capitals, and a number without a unit that must be a share, with what was probably meant.
+    """Refuse a name in capitals or another word for it, and a number without a unit, with what was probably meant.
 
     >>> _refuse_slips("KV=0.75", WRITTEN.fullmatch("KV=0.75"))
     Traceback (most recent call last):
     headwise.errors.BudgetError: cannot read the budget 'KV=0.75'; did you mean kv=75%?
     """
+    if match and match[1] not in known() and (meant := MEANT.get(match[1].lower())):
+        example = texts("headwise.budgets", "EXAMPLE")[meant].split(", ")[0]
+        raise BudgetError(f"no budget is called '{match[1]}'; did you mean {meant}, as in {example}?")
     if match is None or match[1].lower() not in known():
         return
     name, number, suffix, at = match.groups()

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from headwise import __version__, budgets, strategies
-from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite
+from headwise.cli.options import Folder, Json, ListsPlugIns, Out, Overwrite, ShowsExamples
 from headwise.cli.stdout import keep_stdout_clean
 from headwise.engines.process import require
 from headwise.errors import HeadwiseError, known_reason
@@ -27,6 +27,7 @@ from headwise.runs.settings import Settings
 
 NOT_VERIFIED = 3  # exit code
 app = typer.Typer(
+    cls=ShowsExamples,
     help="Fit a Transformer to a budget: probe, allocate, reshape, heal, verify, report.",
     epilog="Exit codes: 0 fine, 2 bad input, 3 not verified (a check failed, or quality is beyond --max-loss).",
     no_args_is_help=True,
@@ -67,13 +68,14 @@ def run(settings: dict[str, Any], out: Out, overwrite: Overwrite = False, as_jso
 @app.command()
 def demo(
     out: Annotated[Path | None, typer.Option(help="Run folder; if not given, a free one in runs/.")] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Cut the cache of the embedded model to a quarter, on the source code of your own standard library."""
     if out is None:
         names = ["demo", *(f"demo-{n}" for n in range(2, 1000))]
         out = next(path for path in (Path("runs") / name for name in names) if not (path / "report.html").exists())
-    _run(out, as_json, **DEMO)
+    _run(out, as_json, overwrite=overwrite, **DEMO)
 
 
 def _run(out: Path, as_json: bool, budgets: tuple[str, ...], **settings: Any) -> None:
@@ -258,7 +260,9 @@ def families(
 
 
 @app.command()
-def show(file: Annotated[Path, typer.Argument(help="plan.json, readings.json or verdict.json.")]) -> None:
+def show(
+    file: Annotated[Path, typer.Argument(help="plan.json, readings.json, verdict.json, or a run folder.")],
+) -> None:
     """Draw a plan, readings or a verdict in the terminal."""
     from headwise.cli.show import show_file
 

@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from headwise.errors import HeadwiseError
 from headwise.registry import texts
 from headwise.runs.flags import settings_of
 from headwise.runs.settings import Settings
@@ -14,6 +15,30 @@ Folder = Annotated[Path, typer.Argument(help="A run folder.", metavar="FOLDER")]
 Out = Annotated[Path, typer.Option(help="Run folder to write; an unfinished run in it resumes.", metavar="FOLDER")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+EXAMPLES = {  # what to type where something is missing
+    "run": "embedded --budget kv=25% --out runs/first",
+    "probe": "embedded --out runs/first",
+    "allocate": "runs/first --budget kv=20%",
+    "show": "runs/first/plan.json",
+    "export": "runs/first --to gguf",
+    **dict.fromkeys(("reshape", "heal", "verify", "report"), "runs/first"),
+}
+
+
+class ShowsExamples(TyperGroup):
+    """Commands that answer a missing word with an example of the whole command."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Call the command; what is missing is told as every other mistake is."""
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            example = EXAMPLES.get(error.ctx.info_name or "") if error.ctx and error.ctx.parent is ctx else None
+            if error.message or error.param is None or not (example and error.ctx):  # not missing, but wrong
+                raise
+            name, word = error.ctx.info_name, error.param.opts[0]
+            word = word if word.startswith("-") else word.upper()
+            raise HeadwiseError(f"{word} is missing, as in: headwise {name} {example}") from None
 
 
 class ListsPlugIns(TyperCommand):

@@ -23,7 +23,8 @@ KINDS: dict[str, type[Plan] | type[Readings] | type[Verdict]] = {"Plan": Plan, "
 
 
 def show_file(path: Path) -> None:
-    """Draw whatever headwise wrote into a file."""
+    """Draw whatever headwise wrote into a file; of a run folder, its plan."""
+    path = path / "plan.json" if path.is_dir() else path
     kind = read_object(path, advice="give plan.json, readings.json or verdict.json").get("headwise")
     if not isinstance(kind, str) or kind not in KINDS:
         raise PlanError(f"{path} holds no {', '.join(KINDS)}; give plan.json, readings.json or verdict.json.")

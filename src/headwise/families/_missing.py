@@ -26,7 +26,10 @@ def check(model: str) -> None:
         raise ModelError(f"{model} does not exist, though the folder {path.parent} does.{hint} {GIVE}")
     host = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname or "huggingface.co"
     if not _answers(host):
-        raise ModelError(f"no folder {model} is here, and {host} cannot be reached to look for it there.{hint} {GIVE}")
+        raise ModelError(
+            f"no folder {model} is here, and {host} cannot be reached to look for it there.{hint} "
+            "Check the network, or give the folder of a model that is on this machine, a .gguf file or 'embedded'."
+        )
 
 
 def _near(model: str) -> str:

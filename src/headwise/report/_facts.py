@@ -35,6 +35,9 @@ LESS = {
     SIZE: ("fewer", "more", "parameters"),
     PROMPT: ("fewer", "more", "FLOPs a prompt"),
     STORED: ("fewer", "more", "bytes of weights"),
+    "Time per token, generating": ("less", "more", "time per generated token"),
+    "Time per token, reading": ("less", "more", "time per token"),
+    "Time per image": ("less", "more", "time per image"),
 }
 STAGES = {  # what a dossier may lack -> what to say, and the stage that makes it
     "readings": ("The model has not been probed", "probe"),
@@ -214,7 +217,8 @@ def _lost(first: Fact) -> str:
 
 def changes(dossier: Dossier, short: bool = False) -> str:
     """What there is less of, and what that costs: with pooled or coded rows some sizes grow."""
-    found = [(size, _grew(size)) for size in sizes(dossier)]
+    time = measures(dossier)[-1]
+    found = [(size, _grew(size)) for size in (*sizes(dossier), *([time] if short and _clearly(time) else []))]
     less, more = ([_changed(size, short) for size, by in found if by * sign > 0] for sign in (-1, 1))
     words = (listing(less) or "no less of anything") + (f"; in exchange {listing(more)}" if more else "")
     return words + (_lost(measures(dossier)[0]) if short and dossier.verdict else "")
@@ -222,6 +226,13 @@ def changes(dossier: Dossier, short: bool = False) -> str:
 
 def _grew(fact: Fact) -> float:
     return 0.0 if fact.before is None or fact.after is None else fact.after - fact.before
+
+
+def _clearly(time: Fact) -> bool:
+    """Whether all repeats took longer, or all took less, than the source."""
+    if time.before is None or time.low is None or time.high is None:
+        return False
+    return not time.low <= time.before <= time.high
 
 
 def _changed(fact: Fact, short: bool) -> str:

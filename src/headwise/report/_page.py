@@ -50,7 +50,7 @@ def _picker(layers: int) -> str:
     return (
         '<div class="picker"><label for="layer">Layer</label>'
         '<button type="button" id="layer-before" aria-label="Layer before">‹</button>'
-        f'<select id="layer"><option value="">all</option>{options}</select>'
+        f'<select id="layer" aria-label="Layer"><option value="">all</option>{options}</select>'
         '<button type="button" id="layer-after" aria-label="Layer after">›</button></div>'
     )
 

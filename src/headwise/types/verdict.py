@@ -33,6 +33,8 @@ def damage_limit(text: str, divergence: str = "KL") -> float:
     if match is None or float(match[1]) <= 0:
         raise HeadwiseError(f"max_loss is '{text}'; give a percentage of perplexity such as 2%, or nats such as 0.02.")
     amount = float(match[1])
+    if not match[2] and amount >= 1:  # a nat is 172% more perplexity
+        raise HeadwiseError(f"max_loss is '{text}', which is {amount:g} nats; did you mean {amount:g}%?")
     if not match[2]:
         return amount
     return amount / 100 if divergence == "1 - cosine" else math.log1p(amount / 100)
