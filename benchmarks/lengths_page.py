@@ -27,8 +27,7 @@ weights without training)."""
 SUMMARY = """- A plan holds if the damage on the longest texts is at most {factor:g} times that on the shortest, plus
   {above:g} nats. With fewer bits, {bits} of {of_bits} plans on this page hold. With fewer dimensions,
   {dims} of {of_dims} hold; of those calibrated for short texts only, {short} of {of_short}.
-- Budgets on this page are 50% and more, which is easy for bits. [Smaller budgets](faq.md#does-it-hold-at-32k).
-- Plans in bits were measured when a number could have at most 8 bits; since then it can have up to 12."""
+- Budgets on this page are 50% and more, which is easy for bits. [Smaller budgets](faq.md#does-it-hold-at-32k)."""
 READ = """Why length matters: queries and keys are rotated by their position (rotary embeddings), so a cut that was
 calibrated on short rows can fail on long ones. Calibration rows therefore begin at random positions of the context that
 will be served (`--context`, by default the model's own).
