@@ -51,7 +51,7 @@ def row(
 ) -> dict[str, Any]:
     """What the engine makes of one model; `other` is its source in the engine, or there is none and `why` says why."""
     name = Path(model).name
-    start: dict[str, Any] = {"model": name, "kind": kind, "prompts": len(prompts)}
+    start: dict[str, Any] = {"model": name, "kind": kind, "budget": kinds.budget(model, kind), "prompts": len(prompts)}
     try:
         ours, _ = families.load(str(folder), "cpu", dtype=torch.float32)
         trust = "auto_map" in json.loads((folder / "config.json").read_text())
