@@ -43,7 +43,7 @@ EVERY = {**KINDS, **SERVED}
 TEXTS = {"embedded": "stdlib"}  # what models read; all others read what they wrote themselves
 SMALL: dict[str, Any] = {"tokens": 8_192, "eval_tokens": 4_096, "swap_tokens": 0, "length": 256, "device": "cpu"}
 PLANNED = ("allow", "portable", "serve")  # settings that allocation is told again
-MAKE_NONE = ("engines", "exports", "runtime")  # rooms that change no weight of a model
+MAKE_NONE = ("cli", "engines", "exports", "report", "runtime")  # rooms that change no weight of a model
 STAMP = "made-by"  # in a run folder: the code that made it
 
 

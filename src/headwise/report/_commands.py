@@ -89,10 +89,11 @@ def for_engine(dossier: Dossier) -> tuple[str, str] | None:
         why = f"vLLM on a CPU takes heads of {', '.join(map(str, taken))} numbers; this model's have {odd[0]}"
     else:
         return None
-    units = tuple(unit for unit in settings.get("allow", ()) if unit not in ("bits", "weights")) or ("qk", "v")
+    bits_alone = set(settings.get("allow", ())) <= {"bits", "weights"}  # which --serve leaves out
     heads = {layer.kv_heads * layer.pooled for layer in plan.source.layers}
     shared = len(heads) == 1 and all(layer.pooled > 1 for layer in plan.source.layers)
-    asked = {**settings, "serve": "vllm", "allow": units, **({"pool": "all"} if shared else {})}
+    more = {**({"allow": ("qk", "v")} if bits_alone else {}), **({"pool": "all"} if shared else {})}
+    asked = {**settings, **more, "serve": "vllm"}
     return why, run_command(asked, beside(dossier, "vllm"))
 
 
