@@ -3,7 +3,7 @@
 Every kind of cut is saved twice: balanced, as Headwise saves every model, and as it would be without. Text that no
 step has seen is read before and after. Error bars are paired: the spread over rows of what the steps changed.
 
-    python benchmarks/finetune.py --device cuda --out benchmarks/results/finetune-embedded.json
+    python benchmarks/finetune.py --out benchmarks/results/finetune-embedded.json
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded")
     parser.add_argument("--work", type=Path, default=Path("runs/kinds"), help="where models are made")
-    parser.add_argument("--device", default="cpu", help="where models are trained")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", default=list(kinds.KINDS), help="measured; rows of others are kept")
     parser.add_argument("--page", type=Path, help="print the result of --out into this page")
@@ -45,14 +44,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = [row for row in known if row["kind"] not in asked.kinds]
     texts = kinds.texts(asked.model)
     for kind in asked.kinds:
-        rows += measured(asked.model, kind, asked.work, texts, not rows, asked.device)
-        write_atomically(asked.out, json.dumps(result(asked.model, rows, asked.device), indent=1) + "\n")
+        rows += measured(asked.model, kind, asked.work, texts, source_too=not rows)
+        write_atomically(asked.out, json.dumps(result(asked.model, rows), indent=1) + "\n")
         print("\n".join(map(str, rows[-2:])), flush=True)
 
 
-def result(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, Any]:
+def result(model: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Rows with what they are worth."""
-    processor = f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)"
     harm = rows[0]["after"] - rows[0]["before"]
     worst = max((row["after"] - row["before"] - harm for row in rows[1:] if row["balanced"]), default=0.0)
     return {
@@ -64,7 +62,7 @@ def result(model: str, rows: list[dict[str, Any]], device: str) -> dict[str, Any
         "limit": LIMIT,
         "worst_beyond_source": worst,
         "rows": rows,
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else processor,
+        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)",
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
     }
 
@@ -88,14 +86,14 @@ def table(found: dict[str, Any]) -> list[str]:
     return [*lines, "", note, told, "", f"{about}; {versions}."]
 
 
-def measured(model: str, kind: str, folder: Path, texts: Any, source_too: bool, device: str) -> list[dict[str, Any]]:
+def measured(model: str, kind: str, folder: Path, texts: Any, source_too: bool) -> list[dict[str, Any]]:
     """A kind of cut, balanced and not; before them the source, where it is asked for."""
-    rows, found = [part.to(device) for part in (texts.calibration, texts.evaluation)], []
+    rows, found = (texts.calibration, texts.evaluation), []
     if source_too:
-        stock, _ = families.load(model, device)
+        stock, _ = families.load(model)
         found.append({"kind": "source", "balanced": False, **trained(stock, *rows)})
     for balanced in (True, False):
-        loaded, _ = families.load(str(kinds.made(model, kind, folder, balanced)), device)
+        loaded, _ = families.load(str(kinds.made(model, kind, folder, balanced)))
         found.append({"kind": kind, "balanced": balanced, **trained(loaded, *rows)})
     return [{**row, "date": time.strftime("%Y-%m-%d"), "commit": commit()} for row in found]
 
