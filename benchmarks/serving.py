@@ -20,7 +20,7 @@ Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.jso
 
 Each model was cut in each way and given to each engine. "20/20" means: after 20 of 20 prompts the engine wrote the same
 64 tokens by greedy decoding as transformers did, except for ties. "no" means that the engine does not run such a model;
-the reason is below the table. An empty cell was not tried: `--serve vllm` is for vLLM alone.
+the reason is below the table. An empty cell was not tried; `--serve vllm` is for vLLM alone.
 
 The cuts were made from few calibration tokens: this page compares answers, cache size and speed, not quality.
 `benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the commit at which it was
