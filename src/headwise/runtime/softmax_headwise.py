@@ -161,7 +161,7 @@ def by_group(x_THW: torch.Tensor, matrices_GWK: torch.Tensor) -> torch.Tensor:
     tokens = len(x_THW)
     if groups == 1:
         return (x_THW.reshape(-1, width) @ matrices_GWK[0]).view(tokens, -1, out)
-    if tokens > FEW and x_THW.device.type == "cpu" and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and x_THW.device.type == "cpu" and tokens > FEW:
         found = x_THW.new_empty(tokens, x_THW.shape[1], out)
         for head, (rows, own) in enumerate(zip(x_THW.unbind(1), found.unbind(1), strict=True)):
             torch.mm(rows, matrices_GWK[head * groups // x_THW.shape[1]], out=own)
@@ -195,9 +195,7 @@ class Step:
         """Rotate pairs of coordinates, j and j + P; on a CPU in place, by the engine's own operation."""
         known = getattr(torch.ops._C, "rotary_embedding", None) if q_THW.device.type == "cpu" else None
         if known is not None:
-            if len(table) not in self.places:
-                self.places[len(table)] = torch.arange(len(table))
-            known(self.places[len(table)], q_THW.flatten(1), k_TGW.flatten(1), q_THW.shape[2], table, True)
+            known(self.places_of(table), q_THW.flatten(1), k_TGW.flatten(1), q_THW.shape[2], table, True)
             return q_THW, k_TGW
         cos, sin = (part.unsqueeze(1) for part in table.chunk(2, 1))
         half = cos.shape[-1]
