@@ -191,6 +191,14 @@ class Step:
         found: Step = cls.last
         return found
 
+    def places_of(self, table: torch.Tensor) -> torch.Tensor:
+        """The number of every row of a table."""
+        if torch.compiler.is_compiling():  # which may not look at how many there are
+            return torch.arange(len(table))
+        if len(table) not in self.places:
+            self.places[len(table)] = torch.arange(len(table))
+        return self.places[len(table)]
+
     def turn(self, q_THW: torch.Tensor, k_TGW: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate pairs of coordinates, j and j + P; on a CPU in place, by the engine's own operation."""
         known = getattr(torch.ops._C, "rotary_embedding", None) if q_THW.device.type == "cpu" else None
