@@ -36,12 +36,14 @@ KINDS: dict[str, dict[str, Any]] = {  # settings of each kind
 SERVED: dict[str, dict[str, Any]] = {  # the same with the sizes that vLLM takes without filling up
     "per-head, --serve vllm": {**KINDS["per-head"], "serve": "vllm"},
     "pooled, --serve vllm": {**KINDS["pooled"], "serve": "vllm"},
+    "portable, --serve vllm": {**KINDS["portable"], "serve": "vllm"},
 }
+LEAST = {"stories15M": "kv=67%"}  # of heads that vLLM takes: those of this model have 48 numbers, its smallest 32
 EVERY = {**KINDS, **SERVED}
 TEXTS = {"embedded": "stdlib"}  # what models read; all others read what they wrote themselves
 SMALL: dict[str, Any] = {"tokens": 8_192, "eval_tokens": 4_096, "swap_tokens": 0, "length": 256, "device": "cpu"}
 PLANNED = ("allow", "portable", "serve")  # settings that allocation is told again
-MAKE_NONE = ("engines", "exports", "runtime")  # rooms that change no weight of a model
+MAKE_NONE = ("cli", "engines", "exports", "report", "runtime")  # rooms that change no weight of a model
 STAMP = "made-by"  # in a run folder: the code that made it
 
 
@@ -57,6 +59,18 @@ def code() -> str:
     lines = ask("ls-tree", "-r", "HEAD", "src/headwise") + ask("diff", "HEAD", "--stat", "src/headwise")
     kept = [line for line in lines.splitlines() if not any(f"headwise/{room}/" in line for room in MAKE_NONE)]
     return sha256("\n".join(kept).encode()).hexdigest()[:16]
+
+
+def settings(model: str, kind: str) -> dict[str, Any]:
+    """What a kind of a model is made with: half of the cache where that is within reach."""
+    apart = kind in SERVED and "pooled" not in kind
+    more = {"budgets": (LEAST[Path(model).name],)} if apart and Path(model).name in LEAST else {}
+    return {**EVERY[kind], **more}
+
+
+def budget(model: str, kind: str) -> str:
+    """The budget of a kind in words; none of the source."""
+    return "" if kind == "source" else ", ".join(settings(model, kind)["budgets"])
 
 
 def source(model: str) -> Path:
@@ -81,7 +95,12 @@ def made(model: str, kind: str, work: Path, balanced: bool = True) -> Path:
     stamp = folder / STAMP
     if not stamp.exists() or stamp.read_text() != code():
         shutil.rmtree(folder, ignore_errors=True)
-        _make(model, EVERY[kind], folder, nullcontext() if balanced else patch.object(cuts._save, "balance", list))
+        _make(
+            model,
+            settings(model, kind),
+            folder,
+            nullcontext() if balanced else patch.object(cuts._save, "balance", list),
+        )
         write_atomically(stamp, code())
     for path in (folder / "model").glob("*_headwise.py"):  # the code beside it is this version's
         shutil.copyfile(Path(runtime.__file__).with_name(path.name), path)

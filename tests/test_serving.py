@@ -28,11 +28,15 @@ from headwise.engines import process
 from headwise.engines.compare import agreement
 from headwise.errors import BudgetError, HeadwiseError, ModelError
 from headwise.families.llama import FAMILY as llama
+from headwise.report import for_engine
+from headwise.runs.dossier import Dossier
 from headwise.runs.settings import Settings
 from headwise.runtime import softmax_headwise as softmax
 from headwise.runtime.hub_headwise import recording
 from headwise.runtime.modeling_headwise import SoftmaxAttention, tailored
 from headwise.stages.allocate import plan_for
+from headwise.strategies import exact
+from headwise.strategies._reach import check
 from headwise.types import Plan
 from headwise.types.served import Cache, Served
 from headwise.types.shape import ENGINES
@@ -79,6 +83,15 @@ def test_the_saved_code_takes_every_size_that_is_planned() -> None:
     assert set(ENGINES["vllm"]) <= set(softmax.PAGED_SIZES)
     assert all(softmax.paged_size(size, size) == size for size in ENGINES["vllm"])
     assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 64
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_products_by_group_are_the_same_for_few_and_for_many_tokens(groups: int) -> None:
+    torch.manual_seed(0)
+    x, matrices = torch.randn(softmax.FEW + 5, 4, 6), torch.randn(groups, 6, 3)
+    every = torch.einsum("thw,hwk->thk", x, matrices.repeat_interleave(4 // groups, 0))
+    assert torch.allclose(softmax.by_group(x, matrices), every, atol=1e-5)
+    assert torch.allclose(softmax.by_group(x[:7], matrices), every[:7], atol=1e-5)
 
 
 def _engine(module: Any, q: Any, k: Any, v: Any, mask: Any, scaling: float, **_: Any) -> Any:
@@ -159,6 +172,26 @@ def test_without_an_engine_one_line_says_how_to_install_it(tmp_path: Any) -> Non
     assert isinstance(done.exception, HeadwiseError) and "pip install" in str(done.exception)
     with pytest.raises(HeadwiseError, match="--engine takes: vllm"):
         process.require("other")
+
+
+@pytest.mark.parametrize(("portable", "dim", "told"), [(True, 24, "24"), (True, 32, ""), (False, 24, "")])
+def test_heads_that_an_engine_does_not_take_are_told_with_the_command_that_makes_others(
+    portable: bool, dim: int, told: str
+) -> None:
+    plan = planned()
+    layers = tuple(replace(layer, qk_dim=dim, v_dim=dim) for layer in plan.target.layers)
+    plan = replace(plan, target=plan.target.with_layers(layers), portable=portable)
+    found = for_engine(Dossier(Settings("x", portable=portable), plan=plan, folder="runs/one"))
+    assert (found is not None) == bool(told)
+    if found is not None:
+        assert "on a CPU" in found[0] and found[0].endswith(f"have {told}")
+        assert "--portable" in found[1] and "--serve vllm --out runs/one-vllm" in found[1]
+
+
+def test_a_budget_out_of_an_engines_reach_names_shared_rows() -> None:
+    source = Settings("x", serve="vllm").legal(invent(1, WIDE).source)
+    with pytest.raises(BudgetError, match="add --pool all"):
+        check(source, parse_all(("kv=25%",), source), exact, ("qk", "v"))
 
 
 def test_an_engine_that_dies_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

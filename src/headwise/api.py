@@ -24,6 +24,7 @@ from headwise.runs.folder import RunFolder
 from headwise.runs.keywords import RunKeywords, with_keywords
 from headwise.runs.settings import Settings
 from headwise.stages.allocate import allocate_in
+from headwise.stages.serving import refuse_coded
 from headwise.stages.serving import serve as serve_in
 from headwise.stream.source import Streaming
 from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
@@ -161,6 +162,7 @@ def serve(
     folder = RunFolder(out)
     with following(track, progress) as shown, pipeline.resumed(folder, "verify", trust_remote_code) as known:
         folder.require_model()
+        refuse_coded(folder)
         return serve_in(folder, pipeline.source_of(known, folder, shown), engine, shown)
 
 

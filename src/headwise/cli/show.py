@@ -291,7 +291,7 @@ def in_short(verdict: Verdict) -> str:
 
 def finished(dossier: Dossier, out: Path) -> str:
     """What a run found, in a few lines, and where its report lies."""
-    from headwise.report import recovery_in_words
+    from headwise.report import for_engine, recovery_in_words
 
     lines = [in_short(dossier.verdict)] if dossier.verdict else []
     if gained := recovery_in_words(dossier.healing):
@@ -300,6 +300,8 @@ def finished(dossier: Dossier, out: Path) -> str:
         lines.append(_in_bits(dossier.plan))
     if dossier.plan is not None and dossier.plan.free_damage is not None:
         lines.append(_in_few_sizes(dossier.plan))
+    if served := for_engine(dossier):
+        lines.append(f"{served[0]}; a model that vLLM serves: {served[1]}")
     if _could_pool(dossier):
         lines.append("at the same cache bytes --pool all usually loses much less, for some more parameters")
     return "\n".join([*lines, f"report: {out / 'report.html'}"])

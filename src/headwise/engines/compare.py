@@ -62,6 +62,7 @@ def serve(
     why: str = "",
     trust: bool = True,
     track: Track = silently,
+    turns: int = TURNS,
 ) -> Served:
     """Serve the folder `model`, which `ours` was loaded from, and compare it with ours and with `other`, its source.
 
@@ -73,7 +74,7 @@ def serve(
         with stage(track, f"writing with {engine}"):
             found = own.ask("written", prompts=prompts, tokens=NEW_TOKENS)
         with stage(track, "timing by turns"):
-            times = _by_turns(own, other, prompts)
+            times = _by_turns(own, other, prompts, turns)
     with stage(track, "comparing tokens"):
         same, first, error = agreement(ours, prompts, found)
     return Served(
@@ -101,12 +102,12 @@ def _cache(facts: dict[str, Any]) -> Cache:
 
 
 def _by_turns(
-    own: Engine, other: Engine | None, prompts: list[list[int]]
+    own: Engine, other: Engine | None, prompts: list[list[int]], turns: int
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Tokens per second of both, measured one after the other again and again, the first turn left out."""
     both = [own] if other is None else [own, other]
     speeds: list[list[float]] = [[], []]
-    for turn in range(TURNS + 1):
+    for turn in range(turns + 1):
         for place, one in enumerate(both):
             took = one.ask("seconds", prompts=prompts, tokens=NEW_TOKENS)
             if turn:

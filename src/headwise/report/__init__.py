@@ -4,6 +4,7 @@ from headwise.report._bits import longest_text as longest_text
 from headwise.report._bits import mean_bits as mean_bits
 from headwise.report._bits import plan_in_bits as plan_in_bits
 from headwise.report._card import model_card as model_card
+from headwise.report._commands import for_engine as for_engine
 from headwise.report._compare import compare as compare
 from headwise.report._data import at_sizes as at_sizes
 from headwise.report._data import byte_steps as byte_steps

@@ -11,6 +11,7 @@ from headwise.files.card import lines_of
 from headwise.report import _facts as facts
 from headwise.report import _tables as tables
 from headwise.report._bits import GENERATE, is_coded
+from headwise.report._commands import for_engine
 from headwise.report._html import Block, Code, Folded, Heading, Items, Words
 from headwise.report._sections import SECTIONS
 from headwise.report._tables import Table
@@ -35,6 +36,8 @@ def model_card(dossier: Dossier, facts_of_source: Mapping[str, Any] | None = Non
     ]
     if is_coded(dossier.plan):
         start.append(cell(GENERATE))
+    if served := for_engine(facts.elsewhere(dossier)):
+        start += [cell(f"{served[0]}. This makes a model that vLLM serves:"), fence(served[1], "sh")]
     if dossier.plan is not None:
         start += ["## Before and after", _table(tables.layer_sizes(dossier.plan))]
     for part in (part for part in SECTIONS if part.shown(dossier)):

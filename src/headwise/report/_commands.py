@@ -13,6 +13,7 @@ from headwise.runs.dossier import Dossier
 from headwise.runs.flags import words
 from headwise.runs.settings import Settings
 from headwise.types import Sweep
+from headwise.types.shape import ENGINES
 
 FOLDER = "DIR"  # stands for the run folder where it is not known, as in a notebook or on the Hub
 UNKNOWN = {"model": "MODEL", "budgets": ("kv=75%",)}  # what a command needs, where the settings do not have it
@@ -73,6 +74,27 @@ def another_healing(dossier: Dossier, method: str) -> str:
     """Heal the same plan in another way, in a new folder."""
     out = beside(dossier, method)
     return "\n".join((_copy(dossier, out), *_finish(out, {**_settings(dossier), "heal": method, "heal_options": ()})))
+
+
+def for_engine(dossier: Dossier) -> tuple[str, str] | None:
+    """Why vLLM does not serve a decoder's model as it is, and the command that makes one that it serves; else None."""
+    plan, settings = dossier.plan, _settings(dossier)
+    if plan is None or not plan.target.cached or any(layer.role for layer in plan.target.layers):
+        return None
+    layers = [layer for layer in plan.target.layers if layer.query_heads]
+    taken, odd = ENGINES["vllm"], sorted({layer.qk_dim for layer in layers})
+    if any(layer.coded for layer in layers):
+        why = "vLLM, llama.cpp and other engines with a cache of their own cannot hold a cache in bits"
+    elif plan.portable and not set(odd) <= set(taken):
+        why = f"vLLM on a CPU takes heads of {', '.join(map(str, taken))} numbers; this model's have {odd[0]}"
+    else:
+        return None
+    bits_alone = set(settings.get("allow", ())) <= {"bits", "weights"}  # which --serve leaves out
+    heads = {layer.kv_heads * layer.pooled for layer in plan.source.layers}
+    shared = len(heads) == 1 and all(layer.pooled > 1 for layer in plan.source.layers)
+    more = {**({"allow": ("qk", "v")} if bits_alone else {}), **({"pool": "all"} if shared else {})}
+    asked = {**settings, **more, "serve": "vllm"}
+    return why, run_command(asked, beside(dossier, "vllm"))
 
 
 def _copy(dossier: Dossier, out: str) -> str:

@@ -10,7 +10,7 @@ from headwise.report import _memory as memory
 from headwise.report import _pictures as pictures
 from headwise.report import _tables as tables
 from headwise.report._chart import draw, draw_rows
-from headwise.report._commands import FOLDER, another_budget, beside, folder_of, how_to_make, run_command
+from headwise.report._commands import FOLDER, another_budget, beside, folder_of, for_engine, how_to_make, run_command
 from headwise.report._data import CurveSet, counts_bytes, curve_sets, cut_pairs, damage_rows
 from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._explore import Heat
@@ -295,6 +295,8 @@ def _reproduce(dossier: Dossier, maps: Maps) -> Blocks:
     yield Words(facts.way_out(dossier))
     if bits.is_coded(dossier.plan):
         yield Items((bits.GENERATE, *bits.LIMITS))
+    if served := for_engine(dossier):
+        yield Code(served[1], "sh", f"{served[0]}. A model that vLLM serves")
     yield Code(run_command(settings, beside(dossier, "again")), "sh", "The whole run again, into a new folder")
     if dossier.plan and dossier.plan.budgets and dossier.sweep:
         again = "Another budget, into a new folder, from the same readings"

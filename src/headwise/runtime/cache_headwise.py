@@ -195,7 +195,8 @@ class Rows(NamedTuple):
     def _blocks(self, tokens: int) -> Iterator[tuple[slice, slice, slice]]:
         """Queries that read together, and the places that they read: as coded, and in more bits."""
         end = self.start + self.near[0].shape[2]
-        if not isinstance(self.past, int):  # on the device; places without tokens are hidden by the mask
+        # A place on the device: places without tokens are hidden by the mask. A graph: one for any number of tokens.
+        if not isinstance(self.past, int) or torch.compiler.is_exporting():
             yield slice(0, tokens), slice(0, self.k.shape[2]), slice(self.start, end)
             return
         for first in range(0, tokens, BLOCK):

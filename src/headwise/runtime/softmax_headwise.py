@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PAGED = "vllm"  # the name of its attention
 PAGED_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads in its cache
+FEW = 128  # tokens: on a CPU, copies of more of them take longer than a product for every head
 
 
+@functools.cache
 def paged_size(qk_dim: int, v_dim: int) -> int:
     """The head size at which a paged cache holds keys and values of these widths; 0 where it has none."""
     return next((size for size in PAGED_SIZES if size >= max(qk_dim, v_dim)), 0)
@@ -105,19 +108,34 @@ class Paged:
     def paged_output(
         self: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, positions: Any, **kwargs: Any
     ) -> Any:
-        """What follows the projections."""
-        q_THW, k_TGW = self.paged_heads(q, k, positions)
-        size = paged_size(self.qk_dim, self.v_dim)
-        if not self.projects and self.pooled == 1:
-            q_THW, k_TGW = filled(q_THW, size), filled(k_TGW, size)
-        k_TGW = k_TGW.unflatten(1, (self.kv_heads, self.pooled)).flatten(2)  # rows that heads share
-        q_BHTK, k_BGTK = self.project(*(x.transpose(0, 1).unsqueeze(0) for x in (q_THW, k_TGW)))
-        v_BTGV = filled(v.unflatten(-1, (self.kv_heads, self.v_dim)), size)
-        z_BTHV, weights = self.attend(q_BHTK, k_BGTK, v_BTGV.transpose(1, 2), mask, **kwargs)
-        z = self.own_values(z_BTHV[..., : self.v_dim])
+        """What follows the projections: token by token, so that heads lie side by side as the engine takes them."""
+        tokens, size = q.shape[-2], paged_size(self.qk_dim, self.v_dim)
+        q_THK, k_TGK = self.paged_rows(*self.paged_heads(q, k, positions))
+        if self.attend.scales_queries:
+            q_THK = q_THK * self.attend.scaling
+        rows = (filled(x, size) for x in (q_THK, k_TGK, v.view(tokens, self.kv_heads, self.v_dim)))
+        q_BHTK, k_BGTK, v_BGTK = (x.transpose(0, 1).unsqueeze(0) for x in rows)
+        kernel = ALL_ATTENTION_FUNCTIONS[PAGED]  # which `attend` would call with the same, after some questions
+        scaling = self.attend.softmax_scaling
+        z, weights = kernel(self.attend, q_BHTK, k_BGTK, v_BGTK, mask, scaling=scaling, **kwargs)
+        z_THV = z.view(tokens, self.query_heads, size)[..., : self.v_dim]
+        if self.v_projects:
+            z = by_group(z_THV, self.v_up_NVO).flatten(1).unsqueeze(0)
+        else:
+            z = self.own_values(z_THV.unsqueeze(0))
         output = self._modules.get("o_proj")
         z = z if output is None else output(z)
         return (z if self.resid_dropout is None else self.resid_dropout(z)), weights
+
+    def paged_rows(self: Any, q_THW: torch.Tensor, k_TGW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys as the softmax and the cache see them."""
+        k_TGW = k_TGW.reshape(-1, self.kv_heads, self.qk_width)  # rows that heads share
+        if self.projects:
+            down = self.q_down_GWK.view(-1, self.head_width, self.qk_dim)
+            return by_group(q_THW, down), by_group(k_TGW, self.k_down_GWK)
+        if self.pooled == 1:
+            return q_THW, k_TGW
+        return self.spread(q_THW.transpose(0, 1).unsqueeze(0))[0].transpose(0, 1), k_TGW
 
     def paged_heads(self: Any, q: torch.Tensor, k: torch.Tensor, positions: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries and keys after norms and rotary, token by token (T, heads, W)."""
@@ -126,34 +144,75 @@ class Paged:
         q_THW, k_TGW = (self._normed(x, norm, heads)[0].transpose(0, 1) for x, norm, heads in both)
         if not self.rotary or positions is None:
             return q_THW, k_TGW
-        cos, sin = (table[0] for table in positions)
+        step = Step.of(*positions)
         if self.head_width == self.head_dim:
-            half = cos.shape[-1] // 2
-            turned = turn(q_THW, k_TGW, cos[:, :half], sin[:, :half])
-        else:  # every key and the queries that share it have pairs of their own
-            pairs = self.pairs_GP.flatten()
-            cos, sin = (table.index_select(-1, pairs).view(-1, self.pairs_GP.shape[1]) for table in (cos, sin))
-            q_THW, k_TGW = (x.reshape(len(cos), -1, self.head_width) for x in (q_THW, k_TGW))
-            turned = turn(q_THW, k_TGW, cos, sin)
+            return step.turn(q_THW, k_TGW, step.table)
+        # Every key and the queries that share it have pairs of their own.
+        columns = torch.cat((self.pairs_GP, self.pairs_GP + step.table.shape[1] // 2), 1)
+        table = step.table.index_select(1, columns.flatten()).view(-1, columns.shape[1])
+        q_THW, k_TGW = (x.reshape(len(table), -1, self.head_width) for x in (q_THW, k_TGW))
+        turned = step.turn(q_THW, k_TGW, table)
         return turned[0].view(-1, self.query_heads, self.head_width), turned[1].view(-1, groups, self.head_width)
 
 
-def turn(
-    q_THW: torch.Tensor, k_TGW: torch.Tensor, cos_TP: torch.Tensor, sin_TP: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate pairs of coordinates, j and j + P; on a CPU in place, by the engine's own operation."""
-    known = getattr(torch.ops._C, "rotary_embedding", None) if q_THW.device.type == "cpu" else None
-    if known is not None:
-        places = torch.arange(len(cos_TP), device=q_THW.device)
-        known(places, q_THW.flatten(1), k_TGW.flatten(1), q_THW.shape[2], torch.cat((cos_TP, sin_TP), 1), True)
-        return q_THW, k_TGW
-    cos, sin, half = cos_TP.unsqueeze(1), sin_TP.unsqueeze(1), cos_TP.shape[1]
+def by_group(x_THW: torch.Tensor, matrices_GWK: torch.Tensor) -> torch.Tensor:
+    """Every head's numbers times the matrix of its group (T, H, K); heads of a group are neighbours."""
+    groups, width, out = matrices_GWK.shape
+    tokens = len(x_THW)
+    if groups == 1:
+        return (x_THW.reshape(-1, width) @ matrices_GWK[0]).view(tokens, -1, out)
+    if not torch.compiler.is_compiling() and x_THW.device.type == "cpu" and tokens > FEW:
+        found = x_THW.new_empty(tokens, x_THW.shape[1], out)
+        for head, (rows, own) in enumerate(zip(x_THW.unbind(1), found.unbind(1), strict=True)):
+            torch.mm(rows, matrices_GWK[head * groups // x_THW.shape[1]], out=own)
+        return found
+    x_GThW = x_THW.unflatten(1, (groups, -1)).transpose(0, 1)
+    x_GThK = torch.bmm(x_GThW.reshape(groups, -1, width), matrices_GWK).view(groups, tokens, -1, out)
+    return x_GThK.transpose(0, 1).reshape(tokens, -1, out)
 
-    def turned(x: torch.Tensor) -> torch.Tensor:
-        first, second, still = x.tensor_split((half, 2 * half), dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
 
-    return turned(q_THW), turned(k_TGW)
+class Step:
+    """Rotary positions of the tokens that run through the model at once. All layers share it: the first makes it."""
+
+    last: Any = None
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        half = cos.shape[-1] // 2
+        self.cos, self.table = cos, torch.cat((cos[0, :, :half], sin[0, :, :half]), 1)
+        self.places: dict[int, torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> Step:
+        """The step with these cosines: all layers are handed the same tensor."""
+        if torch.compiler.is_compiling():
+            return cls(cos, sin)
+        if cls.last is None or cls.last.cos is not cos:
+            cls.last = cls(cos, sin)
+        found: Step = cls.last
+        return found
+
+    def places_of(self, table: torch.Tensor) -> torch.Tensor:
+        """The number of every row of a table."""
+        if torch.compiler.is_compiling():  # which may not look at how many there are
+            return torch.arange(len(table))
+        if len(table) not in self.places:
+            self.places[len(table)] = torch.arange(len(table))
+        return self.places[len(table)]
+
+    def turn(self, q_THW: torch.Tensor, k_TGW: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotate pairs of coordinates, j and j + P; on a CPU in place, by the engine's own operation."""
+        known = getattr(torch.ops._C, "rotary_embedding", None) if q_THW.device.type == "cpu" else None
+        if known is not None:
+            known(self.places_of(table), q_THW.flatten(1), k_TGW.flatten(1), q_THW.shape[2], table, True)
+            return q_THW, k_TGW
+        cos, sin = (part.unsqueeze(1) for part in table.chunk(2, 1))
+        half = cos.shape[-1]
+
+        def turned(x: torch.Tensor) -> torch.Tensor:
+            first, second, still = x.tensor_split((half, 2 * half), dim=-1)
+            return torch.cat((first * cos - second * sin, second * cos + first * sin, still), -1)
+
+        return turned(q_THW), turned(k_TGW)
 
 
 @functools.cache

@@ -4,10 +4,18 @@ from contextlib import nullcontext
 
 from headwise import families
 from headwise.engines import compare
+from headwise.errors import ModelError
 from headwise.progress import Track, silently, stage
+from headwise.report import for_engine
 from headwise.runs.folder import RunFolder
 from headwise.stages.source import Source
 from headwise.types.served import Served
+
+
+def refuse_coded(folder: RunFolder) -> None:
+    """Refuse a cache in bits before anything is loaded: no engine holds one."""
+    if any(layer.coded for layer in folder.read_plan().target.layers) and (told := for_engine(folder.dossier())):
+        raise ModelError(f"{told[0]}; make a model that vLLM serves: {told[1]}")
 
 
 def serve(folder: RunFolder, source: Source, engine: str, track: Track = silently) -> Served:

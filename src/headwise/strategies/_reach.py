@@ -49,8 +49,16 @@ def check(
     refused = _refusal(source, budgets, *(applicable(source, units, budgets) for units in (cuts, possible)))
     if refused and possible is source.grain.portable:
         raise BudgetError(f"{refused} {portable_limits(source)} Leave out --portable to cut more.")
+    if refused and _could_share(source, budgets, cuts):
+        raise BudgetError(f"{refused} Rows that heads share can be smaller: add --pool all.")
     if refused:
         raise refused
+
+
+def _could_share(source: ModelShape, budgets: tuple[Budget, ...], cuts: tuple[str, ...]) -> bool:
+    """Whether an engine's smallest head is what stands in the way, and heads could share rows."""
+    apart = all(layer.pooled == 1 and layer.kv_heads > 1 for layer in source.layers)
+    return bool(source.grain.heads) and apart and "heads" not in cuts and any(map(prices.of_cache, budgets))
 
 
 def _refusal(
