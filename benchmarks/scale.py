@@ -48,13 +48,13 @@ MOVING = ("loading the model", "saving the model", "loading the new model", "rel
 CHANGED = {  # commit of a row -> what changed since; gone from the page when the row is measured again
     "9d0d904b005e": "Measured with an earlier way to write text, before prices of cache bits were corrected and before "
     "bases were decomposed side by side.",
-    "609a551c7409": "Most of the time went into building kernels for the timing, which a run no longer does; it was not "
-    "measured again.",
+    "609a551c7409": "Most of the time went into building kernels for the timing, which a run no longer does; "
+    "not measured again.",
     "16ec1e9": "Measured before the number of tokens that pass through all layers was limited, and before heads of "
     "streamed models shared rows.",
     "df4725b9fdbf": "Measured before heads of streamed models shared rows and before their codes were fitted on all "
-    "calibration rows, which made such runs slower. Since then a run that chooses bits alone prices nothing else; it was "
-    "not measured again.",
+    "calibration rows, which made such runs slower. Since then a run that chooses bits alone prices nothing "
+    "else; not measured again.",
 }
 LLAMA = dict(vocab_size=128_256, max_position_embeddings=8_192, rope_theta=500_000.0, tie_word_embeddings=False)
 SHAPES: dict[str, dict[str, Any]] = {
