@@ -245,7 +245,7 @@ def settings_of(asked: argparse.Namespace) -> Settings:
         model=asked.model, data=asked.data, eval=asked.eval, budgets=("kv=50%",), heal=asked.heal[-1],
         heal_options=tuple(asked.heal_option), tokens=asked.tokens, swap_tokens=asked.swap_tokens,
         eval_tokens=(asked.rows + 1) * max(asked.length), length=asked.row_length, context=asked.context,
-        device=asked.device, seed=asked.seed,
+        device=asked.device, dtype=asked.dtype, seed=asked.seed,
     )  # fmt: skip
 
 

@@ -2,6 +2,11 @@
 
 python benchmarks/bits_page.py          # rewrite what lies between the page's marks
 python benchmarks/bits_page.py --check  # exit 1 if the page is not what the results say
+
+Zero-shot rows (zero-shot-*-bits.json) are of a source and of its model at a quarter of the cache:
+
+headwise run MODEL --budget kv=25% --data mix.txt --eval wikitext-eval.txt --out RUN
+python benchmarks/zero_shot.py MODEL RUN/model --data DATA --out benchmarks/results/zero-shot-smollm2-bits.json
 """
 
 from __future__ import annotations
@@ -79,7 +84,7 @@ def _answers(rows: Sequence[Row]) -> list[str]:
         cells.append((f"{task}, {name}", f"{found['items']:,}", *told))
         changes.append(change)
     mean = 100 * sum(changes) / len(changes)
-    titles = ("zero-shot", "items", "source", f"ours, {coded['model']}", "change in points, 95%")
+    titles = ("zero-shot", "items", "source", "ours, kv=25%", "change in points, 95%")
     made = f"{coded['hardware']}, {coded['date']}, commit {coded['commit']}"
     return [
         f"## Zero-shot, {source['model']}", "", *_table(titles, cells),

@@ -51,7 +51,8 @@ def browser() -> Iterator[Any]:
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """A run folder as the stages leave it, of a model that does not exist: every unit may go, whole layers too."""
     folder = RunFolder(tmp_path_factory.mktemp("run") / "run")
-    Settings(model="invented", budgets=("params=80%",), allow=ALLOW).save(folder.settings_file)
+    settings = Settings(model="invented", budgets=("params=80%",), allow=ALLOW)
+    settings.save(folder.settings_file)
     invent(3, Invented(layers=5, kv_heads=2, queries_per_group=2, dim=16, mlp_width=64, sizes=4)).save(
         folder.readings_file
     )
@@ -61,6 +62,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
         folder.heal_file,
         {"method": "refit", "layers": [gains] * 4, "curve": [{"step": step, "loss": 3.0 / step} for step in (1, 2, 3)]},
     )
+    folder.record_model(settings, ("heal.json",))
     folder.record_verdict(make_verdict(plan))
     write_report(folder)
     return folder

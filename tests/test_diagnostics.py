@@ -178,13 +178,14 @@ def test_one_direction_has_rank_one():
 @pytest.mark.parametrize("kv_heads", SHARING.values(), ids=SHARING.keys())
 def test_spectra_are_those_of_the_activations(kv_heads):
     model, tokens = llama.tailor(sharp(kv_heads)), text(4, 48)
-    seen = {}
+    batches = []
     block = llama.blocks(model)[1]
     hook = block.attention.attend.register_forward_hook(
-        lambda _m, args, out: seen.update(q=args[0], k=args[1], z=out[0])
+        lambda _m, args, out: batches.append({"q": args[0], "k": args[1], "z": out[0]})
     )
     moments = gram.collect(llama, model, tokens, mlp=False)
     hook.remove()
+    seen = {name: torch.cat([batch[name] for batch in batches]) for name in "qkz"}
     found = by_kind(spectrum.measure(llama, model, moments, tokens.numel(), 0))
     assert found["spectrum.logit_rank"].ticks[1] == tuple(range(kv_heads))
     assert found["spectrum.logit_energy_lost"].ticks[1] == (16, 14, 12, 10, 8, 6, 4, 2)

@@ -17,6 +17,7 @@ from headwise import cli, families, pipeline, stages
 from headwise.cuts import save
 from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
+from headwise.runs.finished import Ledger
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.types import Plan, Readings
@@ -131,15 +132,15 @@ def test_a_killed_run_goes_on_and_ends_the_same(folder, finished, tmp_path, monk
 
 
 def test_rounds_meet_the_budget_and_compose(folder, tmp_path):
-    out, record = tmp_path / "rounds", RunFolder.record_probe
+    out, record = tmp_path / "rounds", Ledger.record
 
-    def killed_in_the_second(run):
-        if run.path.name == "2":
+    def killed_in_the_second(ledger, stage, *rest, **more):
+        if stage == "probe" and ledger.folder.name == "2":
             raise KeyboardInterrupt
-        record(run)
+        record(ledger, stage, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunFolder, "record_probe", killed_in_the_second)
+        patch.setattr(Ledger, "record", killed_in_the_second)
         assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 130
     assert call("run", folder, *RUN, *ROUNDS, "--out", out) == 0
     assert (out / "rounds" / "2" / "finished.json").exists(), "as if it had never been killed"
