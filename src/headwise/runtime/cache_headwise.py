@@ -12,10 +12,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
@@ -157,6 +159,16 @@ class CodedLayer(DynamicLayer):
         self._each(lambda x: x[indices])
 
 
+def _right_with_masks(q: torch.Tensor) -> AbstractContextManager[None]:
+    """No attention by cuDNN within a block: on some GPUs it scores places behind the last one where there is a mask.
+
+    torch prefers it for numbers of 16 bits on Hopper and Blackwell (pytorch issue 196678).
+    """
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+
+
 class Rows(NamedTuple):
     """Keys and values that queries read: coded ones, and near ones in more bits, if they are not among the coded."""
 
@@ -212,7 +224,8 @@ class Rows(NamedTuple):
         own = slice(near.start - self.start, near.stop - self.start)
         k, v = (torch.cat((x[:, :, far], y[:, :, own]), 2) for x, y in zip(self[:2], self.near, strict=True))
         seen = self._seen(mask, those, far, near, q.device)
-        z, weights = attend(q[:, :, those], k, v, seen, masked=True, **kwargs)
+        with _right_with_masks(q):
+            z, weights = attend(q[:, :, those], k, v, seen, masked=True, **kwargs)
         if weights is None:
             return z, None
         found = weights.new_zeros((*weights.shape[:3], self.k.shape[2]))
