@@ -65,8 +65,7 @@ def _lines(source: str, tokens: int, seed: int) -> Iterator[str] | None:
 
 def _file_lines(path: Path) -> Iterator[str]:
     """The lines of a text file or of the texts of a jsonl file, up to where it is damaged: it is refused elsewhere."""
-    from headwise.data import OPENERS
-    from headwise.data.files import DAMAGED
+    from headwise.data.files import DAMAGED, OPENERS
 
     opener = OPENERS.get(path.suffix, open)
     records = ".jsonl" in path.suffixes[-2:]

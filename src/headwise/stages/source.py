@@ -208,7 +208,8 @@ def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
 
 
 def codes_alone(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
-    """Whether a run chooses nothing but bits of cached keys and values: no bits at all drop a direction."""
+    """Whether a run chooses bits of cached keys and values alone. A direction without bits is dropped, so nothing else
+    needs a price."""
     return codes_rows(settings, shape, task) and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
 
 
