@@ -58,6 +58,8 @@ CHANGED = {  # commit of a row -> what changed since; gone from the page when th
 }
 LLAMA = dict(vocab_size=128_256, max_position_embeddings=8_192, rope_theta=500_000.0, tie_word_embeddings=False)
 SHAPES: dict[str, dict[str, Any]] = {
+    "28m": dict(hidden_size=512, intermediate_size=1408, num_attention_heads=8, num_key_value_heads=4,
+                num_hidden_layers=8) | LLAMA | {"vocab_size": 4_096, "max_position_embeddings": 1_024},
     "1b": dict(hidden_size=2048, intermediate_size=5632, num_attention_heads=32, num_key_value_heads=4,
                num_hidden_layers=22) | LLAMA | {"vocab_size": 32_000},
     "8b": dict(hidden_size=4096, intermediate_size=14_336, num_attention_heads=32, num_key_value_heads=8,
