@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -36,8 +37,7 @@ def agrees(path, q, k, v, seen):
         z = path(q, k, v, seen)
     except RuntimeError as error:
         pytest.skip(f"does not do this: {str(error)[:80]}")
-    fresh = seen.at(seen.window, seen.scaling, seen.softcap)
-    expected = eager(q.float(), k.float(), v.float(), fresh)
+    expected = eager(q.float(), k.float(), v.float(), replace(seen, masks={}))
     assert (z.float() - expected).abs().max() < OFF[q.dtype]
 
 
@@ -48,6 +48,8 @@ CASES += [(*size, dtype, "window") for size in ((72, 72), (64, 128)) for dtype i
 
 @pytest.mark.parametrize(("qk_dim", "v_dim", "dtype", "kind"), CASES, ids=str)
 def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
+    from triton.runtime.errors import OutOfResources
+
     q, k, v = drawn(3, 8, 2, 1, 778, qk_dim, v_dim, dtype)
     ends = torch.tensor([777, 501, 1], dtype=torch.int32, device="cuda")
     starts = torch.tensor([0, 131 if kind == "padded" else 0, 0], dtype=torch.int32, device="cuda")
@@ -61,10 +63,15 @@ def test_our_kernel_reads_what_each_row_has(qk_dim, v_dim, dtype, kind):
     for x in (k, v):
         x[1, :, 501:] = float("nan")  # what nobody filled is never read
     seen = Seen(ends, starts, window=window, scaling=qk_dim**-0.5, softcap=cap)
-    every = decode_paths(q.device, qk_dim, v_dim)
+    every, fitting = decode_paths(q.device, qk_dim, v_dim), 0
     for name in TILES:
-        z = every[name](q, k, v, seen)
+        try:
+            z = every[name](q, k, v, seen)
+        except OutOfResources:  # rows too wide for so many places at a time
+            continue
+        fitting += 1
         assert (z.float() - torch.cat(expected)).abs().max() < OFF[dtype], name
+    assert fitting
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 2), (7, 7), (24, 1), (14, 2)], ids=str)

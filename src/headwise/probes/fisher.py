@@ -23,7 +23,7 @@ from torch import nn
 
 from headwise import processes
 from headwise.families import Block, Family
-from headwise.linalg import priced_basis
+from headwise.linalg import exact_products, fast_products, priced_basis
 from headwise.probes._backward import drawn_labels, passes
 from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
@@ -34,6 +34,7 @@ from headwise.types import LayerShape, Reading, code_bytes
 from headwise.types.codes import BITS, CACHE_BYTES, near_bits
 
 NAME = "fisher"
+CPU = torch.device("cpu")
 MEANING = "what errors in cached keys and values cost, from gradients"
 ERRORS = (  # of a coefficient with 12, 11, ... 1 bits, squared
     1.6e-7, 6.3e-7, 2.5e-6, 1e-5, 4e-5, 1.5e-4, 6.2e-4, 2.5e-3, 9.8e-3, 0.039, 0.123, 0.47,
@@ -51,8 +52,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(slots=True)
 class _RowSums:
-    """Running sums of one layer's cached rows."""
+    """Running sums of one layer's cached rows, on a device: those of a whole large model take gigabytes."""
 
+    device: torch.device = CPU
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
 
@@ -75,8 +77,9 @@ class _Watcher:
 
         def hook(grad: torch.Tensor) -> None:
             x, g = (t[:, :, WHOLE:].transpose(0, 1).flatten(1, 2).float() for t in (own, grad))
-            parts = {"near": g.mT @ g} if self.near else {"far": g.mT @ g, "square": x.mT @ x, "sum": x.sum(1)}
-            self.sums.add(**{f"{self.name}_{what}": part.double().cpu() for what, part in parts.items()})
+            with exact_products():  # what is left of squares without the mean can be small
+                parts = {"near": g.mT @ g} if self.near else {"far": g.mT @ g, "square": x.mT @ x, "sum": x.sum(1)}
+            self.sums.add(**{f"{self.name}_{what}": part.double().to(self.sums.device) for what, part in parts.items()})
             self.sums.tokens += x.shape[1] if self.name == "k" and not self.near else 0
 
         rows.register_hook(hook)
@@ -84,9 +87,9 @@ class _Watcher:
 
 
 @contextmanager
-def _watching(attentions: Sequence[Any]) -> Iterator[list[_RowSums]]:
-    """Sum over the rows of these layers until the end."""
-    found = [_RowSums() for _ in attentions]
+def _watching(attentions: Sequence[Any], device: torch.device = CPU) -> Iterator[list[_RowSums]]:
+    """Sum over the rows of these layers until the end, on a device."""
+    found = [_RowSums(device) for _ in attentions]
     try:
         for sums, attention in zip(found, attentions, strict=True):
             attention.coders = (_Watcher(sums, "k"), _Watcher(sums, "v"))
@@ -132,7 +135,9 @@ def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], see
     In place of the loss stands the squared error that is left in that stream, relative to its size: a price times half
     a squared error is half of that.
     """
-    with _watching([block.attention]) as found, torch.enable_grad():
+    device = block.output.weight.device
+    fast = fast_products(device)  # TF32: far finer than prices have to be
+    with _watching([block.attention], device) as found, torch.enable_grad(), fast:
         for number, (stream, context) in enumerate(rows):
             q, k, v = (x.detach() for x in block.heads(stream, context))
             middle = block.middle(stream, block.attended(q, k.requires_grad_(), v.requires_grad_(), context))
@@ -146,7 +151,7 @@ def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], see
 def _means(seen: _RowSums) -> dict[str, torch.Tensor]:
     """Sums of a layer's rows over all processes, for each token."""
     tokens = int(processes.total(torch.tensor(seen.tokens)))
-    return {name: processes.total(seen.sums[name]) / tokens for name in sorted(seen.sums)}
+    return {name: processes.total(seen.sums[name].cpu()) / tokens for name in sorted(seen.sums)}
 
 
 def _bases(sums: dict[str, torch.Tensor], centred: bool) -> dict[str, torch.Tensor]:

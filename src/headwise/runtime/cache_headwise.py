@@ -133,6 +133,8 @@ class CodedLayer(DynamicLayer):
 
     def reset(self) -> None:
         """Forget all tokens."""
+        self.keys = self.values = None  # transformers 5.17 would only fill them with zeros
+        self.is_initialized = False
         super().reset()
         self.starts, self.newest, self.padding, self.begun = (), (), None, 0
 

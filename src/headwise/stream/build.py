@@ -45,28 +45,34 @@ STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut l
 REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
 
-class _RowsOnDisk:
-    """One batch on its way through both models, as the refit wants it, with every tensor on disk while it waits."""
+class _RowsElsewhere:
+    """One batch on its way through both models, as the refit wants it; tensors wait on disk, or in host memory."""
 
     KEPT = ("source", "cut", "source_z", "z", "source_middle", "source_end", "cut_middle", "channels")
 
-    def __init__(self, folder: Path, source: torch.Tensor, cut: torch.Tensor, context: dict[str, Any]) -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        self.__dict__.update(folder=folder, contexts=[context], device=source.device)
+    def __init__(self, folder: Path | None, source: torch.Tensor, cut: torch.Tensor, context: dict[str, Any]) -> None:
+        """Without a folder all waits in host memory."""
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        self.__dict__.update(folder=folder, contexts=[context], device=source.device, waiting={})
         self.source, self.cut = source, cut
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _RowsOnDisk.KEPT:
+        if name not in self.KEPT:
             raise AttributeError(name)
+        if self.folder is None:
+            stream = self.waiting.get(name)
+            return None if stream is None else stream.to(self.device)
         path = self.folder / f"{name}.safetensors"
         return read_stream(path, self.device) if path.exists() else None
 
     def __setattr__(self, name: str, stream: torch.Tensor | None) -> None:
-        path = self.folder / f"{name}.safetensors"
-        if stream is None:
-            path.unlink(missing_ok=True)
+        if self.folder is None:
+            self.waiting[name] = None if stream is None else stream.detach().cpu()
+        elif stream is None:
+            (self.folder / f"{name}.safetensors").unlink(missing_ok=True)
         else:
-            write_stream(path, stream)
+            write_stream(self.folder / f"{name}.safetensors", stream)
 
 
 class StreamedBuild:
@@ -97,7 +103,7 @@ class StreamedBuild:
         self.training = None if rows is None or options is None else self._training(rows, options, seed)
         self.seconds = 0.0  # of training
         emptied()
-        self.held = source.device != "cpu" and self._refit_bytes() <= available_bytes(source.device) // 2
+        self.place = self._place()
         large = dict.fromkeys((source.table, source.head))  # once where they are tied
         self.outside = [*([name] for name in large), [name for name in source.outside() if name not in large]]
         self.files = len(self.outside) + len(source.layers)
@@ -117,8 +123,15 @@ class StreamedBuild:
     def _refit_bytes(self) -> int:
         """What the rows of a refit take while a layer is worked on, at most."""
         shape = self.source.shape
-        wide = max(layer.mlp_width + layer.query_heads * layer.v_dim for layer in shape.layers)
+        wide = max(layer.mlp_width + layer.query_heads * layer.out_dim for layer in shape.layers)
         return self.tokens * (8 * shape.hidden_size + 2 * wide) * self.source.dtype.itemsize
+
+    def _place(self) -> str:
+        """Where the rows of a refit wait: where there is room. Without a GPU the host's memory is scarce."""
+        for place in (self.source.device, "cpu") if self.source.device != "cpu" else ():
+            if self._refit_bytes() <= available_bytes(place) // 2:
+                return place
+        return "disk"
 
     def _shard(self, number: int) -> Path:
         return self.work / "model" / f"model-{number + 1:05d}-of-{self.files:05d}.safetensors"
@@ -202,10 +215,11 @@ class StreamedBuild:
         rows: list[Any] = []
         for number, context in enumerate(contexts):
             source, cut = (self.store[index, f"{side}.{number}"] for side in ("source", "cut"))
-            if self.held:
+            if self.place == self.source.device:
                 rows.append(RefitBatch(source, cut, [context]))
             else:
-                rows.append(_RowsOnDisk(scratch / str(number), source, cut, context))
+                folder = scratch / str(number) if self.place == "disk" else None
+                rows.append(_RowsElsewhere(folder, source, cut, context))
         gains = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH).all()
         write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
