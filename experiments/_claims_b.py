@@ -174,7 +174,7 @@ def b3(found: Found, _: Results) -> Judged:
         "far from "
         "trained out."
     )
-    settle = "all 50,000 images, 60 epochs, heads split and grown, rates with worse ones on both sides"
+    settle = "all 50,000 images, heads split and grown, 5 seeds, rates with worse ones on both sides"
     return Judged(decide(contests), number, strip_of(contests[0]), why, settle=settle)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 PINV_STEPS, KERNEL = 6, 33  # steps of the pseudo-inverse, reach of the convolution
@@ -23,11 +22,17 @@ def nystrom(q: Tensor, k: Tensor, v: Tensor, landmarks: int, keep: Tensor | None
     z = first @ (_inverse(middle) @ (last @ v).float()).to(v.dtype)  # the inverse has large entries that cancel
     if conv is None:
         return z
-    members, heads, dim = len(conv), *v.shape[1::2]
-    channels = v.unflatten(0, (members, -1)).transpose(0, 1).transpose(-1, -2).flatten(1, 3)  # (B, S H K, T)
-    kernel = conv.flatten(0, 1).repeat_interleave(dim, 0)[:, None]  # one for all channels of a head
-    beside = F.conv1d(channels, kernel, padding=KERNEL // 2, groups=len(kernel))
-    return z + beside.unflatten(1, (members, heads, dim)).transpose(0, 1).flatten(0, 1).transpose(-1, -2)
+    bands = (conv @ _bands(length, conv)).unflatten(-1, (length, length))  # (S, H, T, T)
+    beside = torch.einsum("shtu,sbhuk->sbhtk", bands, v.unflatten(0, (len(conv), -1)))
+    return z + beside.flatten(0, 1)
+
+
+def _bands(length: int, like: Tensor) -> Tensor:
+    """From a kernel to its convolution as a matrix, (KERNEL, T T), zeros behind both ends. Products with it are many
+    times as fast as a convolution with as many groups as channels, and so are their gradients."""
+    places = torch.arange(length, device=like.device)
+    tap = places - places[:, None] + KERNEL // 2  # of output t and input u
+    return (tap.flatten() == torch.arange(KERNEL, device=like.device)[:, None]).to(like.dtype)
 
 
 def _inverse(a: Tensor) -> Tensor:

@@ -48,11 +48,27 @@ def digest(name: str, start: str = "run") -> str:
     whole = hashlib.sha256()
     modules: set[str] = set()
     for module, piece, node in sorted(_reached(name, start), key=lambda found: found[:2]):
-        whole.update(f"{module}.{piece}:{ast.dump(node)}\n".encode())
+        whole.update(f"{module}.{piece}:{_spelled(node)}\n".encode())
         modules |= _imported(node) | _imported_by_name(module, node)
     for dotted in sorted(_closure(modules)):
         whole.update(f"{dotted}:{_whole(dotted)}\n".encode())
     return whole.hexdigest()[:16]
+
+
+def _spelled(node: Any) -> str:
+    """Code as one line, the same under every version of Python: fields that are empty are left out, since versions
+    differ in which there are.
+
+    >>> print(_spelled(ast.parse("x = 1")))
+    Module(body=[Assign(targets=[Name(id='x' ctx=Store())] value=Constant(value=1))])
+    """
+    if isinstance(node, list):
+        return f"[{' '.join(map(_spelled, node))}]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    fields = [(name, value) for name, value in ast.iter_fields(node) if value is not None and value != []]
+    fields += [("value", None)] * (isinstance(node, ast.Constant) and node.value is None)
+    return f"{type(node).__name__}({' '.join(f'{name}={_spelled(value)}' for name, value in fields)})"
 
 
 @functools.cache
@@ -153,7 +169,7 @@ def _imports_of(dotted: str) -> tuple[str, ...]:
 @functools.cache
 def _whole(dotted: str) -> str:
     path = _path(dotted)
-    return "" if path is None else hashlib.sha256(ast.dump(_tree(path)).encode()).hexdigest()
+    return "" if path is None else hashlib.sha256(_spelled(_tree(path)).encode()).hexdigest()
 
 
 def shown(found: dict[str, Any]) -> dict[str, Any]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from experiments._nystrom import KERNEL, nystrom
 from experiments._training import settings_of, train_stack
@@ -23,6 +25,7 @@ from experiments._training import settings_of, train_stack
 Weights = dict[str, Tensor]
 DECAY, WARM_UP = 0.05, 0.1  # weight decay; share of the steps during which the learning rate rises
 ROTARY_BASE = 10000.0
+RIGHT_WITH_MASKS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]  # cuDNN may score masked places (Hopper, bfloat16)
 
 
 class Layer(NamedTuple):
@@ -140,6 +143,30 @@ class _Lookup(torch.autograd.Function):
         return total.to(ctx.table[1]), None
 
 
+class _Turn(torch.autograd.Function):
+    """Rotary positions on queries or keys, (..., T, K), with cosines and sines (T, K / 2): half the passes over memory
+    of what autograd would make of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of numbers, one of each half, turned."""
+    found = torch.empty_like(x)
+    (left, right), (to_left, to_right) = x.chunk(2, -1), found.chunk(2, -1)
+    torch.mul(left, cos, out=to_left).addcmul_(right, sin, value=-1)
+    torch.mul(right, cos, out=to_right).addcmul_(left, sin)
+    return found
+
+
 def norm(net: Net, x: Tensor) -> Tensor:
     if net.rotary:
         return F.rms_norm(x, (net.width,), eps=1e-6)
@@ -199,16 +226,18 @@ def attention(
         q = q * warmth.exp()[:, :, None, None]
     if turn is not None:
         cos, sin = turn[layer.dim]
-        q, k = (x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
+        q, k = (_Turn.apply(x, cos, sin) for x in (q, k))
     if net.landmarks:
         z = nystrom(q, k, v, net.landmarks, keep, conv)
     else:
         mask = None if keep is None else keep.flatten(0, 1)[:, None, None, :]
         wide = max(q.shape[-1], v.shape[-1])  # kernels want one dimension; zeros change nothing
         q, k, padded = (F.pad(x, (0, wide - x.shape[-1])) if x.shape[-1] < wide else x for x in (q, k, v))
-        z = F.scaled_dot_product_attention(
-            q, k, padded, mask, is_causal=net.causal, scale=(net.head_dim or layer.dim) ** -0.5, enable_gqa=kv != heads
-        )[..., : v.shape[-1]]
+        with nullcontext() if mask is None else sdpa_kernel(RIGHT_WITH_MASKS):
+            z = F.scaled_dot_product_attention(
+                q, k, padded, mask, is_causal=net.causal, scale=(net.head_dim or layer.dim) ** -0.5,
+                enable_gqa=kv != heads,
+            )[..., : v.shape[-1]]  # fmt: skip
     return z.transpose(1, 2).flatten(2)
 
 
@@ -219,7 +248,7 @@ def _turns(net: Net, length: int, like: Tensor) -> dict[int, tuple[Tensor, Tenso
         full, pairs = net.head_dim or dim, dim // 2
         kept = torch.arange(pairs, device=like.device) * (full // 2) // pairs
         rates = ROTARY_BASE ** (-2.0 * kept / full)
-        angles = torch.arange(length, device=like.device)[:, None] * torch.cat([rates, rates])
+        angles = torch.arange(length, device=like.device)[:, None] * rates
         found[dim] = angles.cos().to(like.dtype), angles.sin().to(like.dtype)
     return found
 
@@ -242,7 +271,8 @@ def class_logits(net: Net, w: Weights, x: Tensor, keep: Tensor | None = None) ->
 
 def cross_entropy(answers: Tensor, targets: Tensor) -> Tensor:
     """One loss per member, in float32."""
-    each = F.cross_entropy(answers.flatten(0, -2).float(), targets.flatten(), reduction="none")
+    logs = answers.flatten(0, -2).log_softmax(-1, dtype=torch.float32)
+    each = F.nll_loss(logs, targets.flatten(), reduction="none")
     return each.view(len(answers), -1).mean(1)
 
 

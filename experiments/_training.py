@@ -62,19 +62,23 @@ def train_stack(flat_SP: Tensor, losses: Losses, rates: Sequence[float], setting
     Seconds of a step leave out the first tenth of the steps, in which a graph is captured.
     """
     device = flat_SP.device
-    members = nn.ParameterList(nn.Parameter(row.clone()) for row in flat_SP)
+    flat_SP = flat_SP.clone()  # an expanded tensor has rows that share their memory
+    members = nn.ParameterList(nn.Parameter(row) for row in flat_SP)  # views: a step of AdamW moves `flat_SP`
+    on_cuda = device.type == "cuda"
     optimiser = torch.optim.AdamW(
         [{"params": [member]} for member in members],
         betas=(settings.beta1, settings.beta2),
         weight_decay=settings.decay,
-        capturable=device.type == "cuda",
+        capturable=on_cuda,
+        fused=on_cuda,
     )
-    state, step = State(members, optimiser, torch.zeros(2, device=device)), _Step(members, losses, rates, settings)
+    step = _Step(flat_SP, members, losses, rates, settings)
+    state = State(members, optimiser, torch.zeros(2, device=device))
     points = fit(members, lambda number: number, settings, state=state, move_by=step.move)
     seconds, count = points[-1].seconds, points[-1].step
     if len(points) > 1:
         seconds, count = seconds - points[0].seconds, count - points[0].step
-    return Stack(torch.stack(list(members)).detach(), step.curve, seconds / count)
+    return Stack(flat_SP, step.curve, seconds / count)
 
 
 def settings_of(steps: int, rates: Sequence[float], **rest: Any) -> FitSettings:
@@ -87,22 +91,28 @@ class _Step:
     """One step of a stack, for `fit`: all members' losses, their gradients, clipping and AdamW, each member alone."""
 
     def __init__(
-        self, members: nn.ParameterList, losses: Losses, rates: Sequence[float], settings: FitSettings
+        self,
+        flat_SP: Tensor,
+        members: nn.ParameterList,
+        losses: Losses,
+        rates: Sequence[float],
+        settings: FitSettings,
     ) -> None:
-        self.members, self.losses = list(members), losses
-        device = self.members[0].device
+        self.flat_SP, self.members, self.losses = flat_SP, list(members), losses
+        device = flat_SP.device
         self.on_cuda = device.type == "cuda"
-        self.shares = [rate / settings.rate for rate in rates]
-        self.rates = [torch.zeros((), device=device) for _ in rates]  # read by a captured step
+        self.shares = torch.tensor([rate / settings.rate for rate in rates], device=device)
+        self.rates = torch.zeros_like(self.shares)  # read by a captured step
         self.count = torch.zeros(1, dtype=torch.long, device=device)
         self.curve = torch.zeros(settings.steps, len(rates), device=device)
         self.replay: Callable[[], None] | None = None
 
     def move(self, state: State, batches: Any, loss: Any, settings: FitSettings, cast: Any) -> None:
         """Do the step; the loop has set the learning rate of a member whose share is 1."""
-        for group, share, rate in zip(state.optimiser.param_groups, self.shares, self.rates, strict=True):
-            own = group["lr"] * share
-            group["lr"] = rate.fill_(own) if self.on_cuda else own
+        groups = state.optimiser.param_groups
+        torch.mul(self.shares, groups[0]["lr"], out=self.rates)
+        for group, rate in zip(groups, self.rates if self.on_cuda else self.rates.tolist(), strict=True):
+            group["lr"] = rate
         if self.on_cuda and state.step == CAPTURED_AFTER:
             self.replay = self._captured(state.optimiser, settings)
         if self.replay is not None:
@@ -112,11 +122,14 @@ class _Step:
         state.sums[0] += self.curve[state.step].nan_to_num(DIVERGED, DIVERGED).mean()
 
     def _work(self, optimiser: torch.optim.Optimizer, settings: FitSettings) -> None:
-        found = self.losses(torch.stack(self.members), self.count)
-        for member, grad in zip(self.members, torch.autograd.grad(found.sum(), self.members), strict=True):
+        flat_SP = self.flat_SP.detach().requires_grad_()
+        found = self.losses(flat_SP, self.count)
+        (grad_SP,) = torch.autograd.grad(found.sum(), flat_SP)
+        if settings.clip:
+            norms = torch.linalg.vector_norm(grad_SP, dim=1, keepdim=True)
+            grad_SP *= (settings.clip / (norms + 1e-6)).clamp(max=1.0)
+        for member, grad in zip(self.members, grad_SP, strict=True):
             member.grad = grad
-            if settings.clip:
-                nn.utils.clip_grad_norm_([member], settings.clip)
         optimiser.step()
         self.curve.index_copy_(0, self.count, found.detach()[None].float())
         self.count.add_(1)

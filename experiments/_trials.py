@@ -7,6 +7,7 @@ with it is void. Every rate and every model is a part of its own, so that a kill
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,8 +15,11 @@ from typing import Any, NamedTuple
 from experiments import _points, _rates
 from experiments._stack import Net, Run
 from experiments._tasks import TUNING_SEED, Task, facts, learn_at
+from headwise.errors import HeadwiseError
 from headwise.progress import Track
 
+ENOUGH = 300  # steps after which a model should have begun to learn
+LEARNED = 0.95  # of the loss of knowing nothing: above it a model has not
 Report = Callable[[Run], dict[str, Any]]  # what is told of a trained stack beside its scores
 
 
@@ -44,12 +48,24 @@ def run_all(
     left: list[str] = []
     for name, net in nets.items():
         left += _rates.search({name: partial(_attempt, net, task, trial)}, trial.ladder, parts, track, f"{name}: rates")
+        if not any(done in parts for done in nets):
+            _sane(name, net, trial, parts)
         if (found := _rates.best(name, trial.ladder, parts)) is not None:
             job = partial(_train, net, task, trial, found["rate"], report)
             left += _points.work({name: job}, parts, track, name)
     models = {name: _whole(name, trial, parts) for name in nets if name in parts}
     _points.need([name for name in list(nets)[:needed] if name not in models])
     return models, left
+
+
+def _sane(name: str, net: Net, trial: Trial, parts: Mapping[str, Any]) -> None:
+    """Refuse to go on where a model learned nothing at any rate: whatever came after could give no verdict."""
+    losses, nothing = _rates.tried(name, trial.ladder, parts), math.log(net.classes or net.symbols)
+    if losses and trial.tuning_steps >= ENOUGH and min(losses.values()) > LEARNED * nothing:
+        raise HeadwiseError(
+            f"{name} has a loss of {min(losses.values()):.2f} after {trial.tuning_steps} steps at its best rate, where "
+            f"knowing nothing costs {nothing:.2f}; nothing more is trained. Look at the data that --assets names."
+        )
 
 
 def _whole(name: str, trial: Trial, parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,14 @@ is about its first step.
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from experiments import _sweep
+from experiments import _points, _sweep
 from experiments._ngram import TOKEN_DIM, Effort, Point, Task, measure
 from headwise.progress import Track
 from headwise.report.plots import PALETTE
@@ -38,7 +39,7 @@ TASKS = {
     "nonlinear": Task((0.25,) * 4, hidden=64, bend=2.0),
 }
 JUDGED = ("previous token", "nonlinear")
-RATES = (1e-3, 3e-3, 1e-2, 3e-2, 6e-2, 0.12, 0.24)
+RATES = (3e-3, 1e-2, 3e-2, 6e-2, 0.12, 0.24)
 
 
 class Plan(NamedTuple):
@@ -58,10 +59,12 @@ PLANS = {
 def run(size: str, device: str, assets: Path | None, track: Track, parts: MutableMapping[str, Any]) -> dict[str, Any]:
     """Sweep heads on every task; what `parts` holds is done already."""
     plan, where = PLANS[size], torch.device(device)
-    jobs = [(name, Point(heads, DIM // heads)) for name in TASKS for heads in plan.line]
-    for name, point in track(jobs, "tasks x heads"):
-        if (key := f"{name}: {point.key}") not in parts:
-            parts[key] = measure(TASKS[name], point, plan.effort, where)
+    jobs = {
+        f"{name}: {point.key}": partial(measure, TASKS[name], point, plan.effort, where)
+        for name in TASKS
+        for point in (Point(heads, DIM // heads) for heads in plan.line)
+    }
+    _points.work(jobs, parts, track, "tasks x heads", needed=list(jobs))
     found = {}
     for name, task in TASKS.items():
         rows = [parts[f"{name}: {Point(heads, DIM // heads).key}"] for heads in plan.line]

@@ -34,7 +34,7 @@ CLAIM = "B2"
 TITLE = "Conditioning of attention against heads"
 
 ONE = Ladder((1e-3,), (1e-3,))
-LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3), (5e-4, 1e-3))
+LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (5e-4, 1e-3, 2e-3))
 FLOOR = 1e13  # condition numbers above it are rounding
 TILTS = (0.0, 0.5, 1.0, 2.0)  # of initial values: from all directions alike to nearly one
 
@@ -55,13 +55,13 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "tiny": Plan(24, 1, (2, 4, 8), 8, (8,), (0.0, 1.0), 8, 4, (24, 1, (2,), 8), Trial(2, 2, (0, 1), ONE)),
+    "tiny": Plan(24, 1, (2, 4, 8), 8, (8,), (0.0, 1.0), 8, 4, (24, 1, (2,), 8), Trial(5, 2, (0, 1), ONE)),
     "small": Plan(
         96, 2, (1, 3, 6, 12), 32, (3, 6), (0.0, 1.0), 32, 8, (384, 2, (3, 12), 14), Trial(60, 30, (0, 1, 2), LADDER)
     ),
     "full": Plan(
         192, 4, (3, 6, 12, 24, 48, 1), 32, (3, 12, 24), TILTS, 256, 16, (768, 12, (3, 6, 12, 24, 48), 14),
-        Trial(3_700, 740, (0, 1, 2, 3, 4), LADDER),  # 20 epochs
+        Trial(1_855, 500, (0, 1, 2, 3, 4), LADDER),  # 10 epochs
     ),
 }  # fmt: skip
 WAYS = {"split": "at a fixed width", "grown": "at a fixed dimension"}

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3))
 PLANS = {
-    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Trial(3, 2, (0, 1), Ladder((1e-3,), (1e-3,)))),
+    "tiny": Plan((1, 2), (2, 8), 16, 32, 8, (64, 32, 32), 8, Trial(5, 2, (0, 1), Ladder((1e-3,), (1e-3,)))),
     "small": Plan((1, 2), (2, 4, 8), 64, 64, 16, (2000, 200, 400), 16, Trial(150, 50, (0, 1, 2), LADDER)),
     "full": Plan(
         (1, 2), (2, 4, 8), 64, 256, 32, (40_000, 2_000, 5_000), 64, Trial(5000, 2000, tuple(range(10)), LADDER)
@@ -69,8 +69,8 @@ def run(size: str, device: str, assets: Path | None, track: Track, parts: Mutabl
             classes=10,
             landmarks=plan.landmarks,
         )
+        for depth in plan.depths  # what the claim compares comes first
         for heads in plan.heads
-        for depth in plan.depths
     }
     models, left = run_all(nets, task, plan.trial, parts, track)
     labels = task.parts["test"].labels

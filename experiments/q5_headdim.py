@@ -30,7 +30,7 @@ TITLE = "Head dimension at a fixed width on text"
 USUAL = 64  # the dimension that others are compared with
 NATS = 0.01
 WAYS = {False: "without norms", True: "with norms"}
-LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3))
+LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3))
 
 
 class Plan(NamedTuple):
@@ -46,9 +46,9 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "tiny": Plan(16, 1, (64 // 8, 16), 16, 4, 8, Trial(4, 3, (0, 1), Ladder((1e-3,), (1e-3,)))),
+    "tiny": Plan(16, 1, (64 // 8, 16), 16, 4, 8, Trial(5, 3, (0, 1), Ladder((1e-3,), (1e-3,)))),
     "small": Plan(128, 2, (8, 16, 32, 64), 128, 16, 64, Trial(200, 60, (0, 1, 2), LADDER)),
-    "full": Plan(512, 6, (64, 8, 128, 16, 32), 256, 64, 256, Trial(2000, 500, (0, 1, 2), LADDER)),
+    "full": Plan(512, 6, (64, 8, 128, 16, 32), 256, 64, 256, Trial(1500, 375, (0, 1, 2), LADDER)),
 }
 
 

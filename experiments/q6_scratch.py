@@ -35,7 +35,7 @@ FLAT = "uniform"
 CLAIMED = ("early more, late fewer and smaller", "early many small, late few large", "taper")  # the paper's direction
 NATS = 0.01
 HEAD = 64
-LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3))
+LADDER = Ladder((2.5e-4, 5e-4, 1e-3, 2e-3, 4e-3, 8e-3), (1e-3, 2e-3, 4e-3))
 Heads = tuple[tuple[int, int], ...]  # per layer: heads, their dimension
 
 
@@ -51,9 +51,9 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "tiny": Plan(64, 4, 16, 4, 8, Trial(4, 3, (0, 1), Ladder((1e-3,), (1e-3,)))),
+    "tiny": Plan(64, 4, 16, 4, 8, Trial(5, 3, (0, 1), Ladder((1e-3,), (1e-3,)))),
     "small": Plan(128, 6, 128, 16, 64, Trial(200, 60, (0, 1, 2), LADDER)),
-    "full": Plan(256, 12, 256, 32, 256, Trial(3600, 900, (0, 1, 2, 3, 4), LADDER)),
+    "full": Plan(256, 12, 256, 32, 256, Trial(2400, 600, (0, 1, 2, 3, 4), LADDER)),
 }
 
 

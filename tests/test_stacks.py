@@ -117,6 +117,18 @@ def test_nystrom_attention_nears_the_exact_one() -> None:
     torch.testing.assert_close(shown, moved), "what is not there is not seen"
 
 
+def test_beside_nystrom_attention_every_head_is_convolved_with_its_kernel() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 2, 48, 8).unbind()  # two members of two rows
+    conv = torch.randn(2, 2, 33)
+    added = _stack.nystrom(q, k, v, 8, None, conv) - _stack.nystrom(q, k, v, 8, None, None)
+    for row in range(4):
+        for head in range(2):
+            kernel = conv[row // 2, head].expand(8, 1, -1)
+            wanted = F.conv1d(v[row, head].T[None], kernel, padding=16, groups=8)[0].T
+            torch.testing.assert_close(added[row, head], wanted, rtol=1e-3, atol=1e-3)
+
+
 def test_conditioning_is_that_of_the_heads_outputs() -> None:
     net = decoder(causal=False)
     flat = _stack.stacked(net, [_stack.Member(0, 0.0)], CPU)
@@ -239,6 +251,17 @@ def test_every_model_is_tuned_by_the_same_rule_and_a_killed_run_resumes(monkeypa
     assert all(len(model["rates"]) == 3 for model in found.values()), "while the best is at an edge, others are tried"
     monkeypatch.setattr(_trials, "learn_at", None)
     assert _trials.run_all(nets, task(), trial, parts, lambda items, _: items)[0] == found, "nothing is trained again"
+
+
+def test_an_experiment_ends_early_where_its_first_model_learns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = _trials.Trial(4, 3, (0, 1), _rates.Ladder((1e-9,), (1e-9,)))
+    monkeypatch.setattr(_trials, "ENOUGH", 3)
+    trained: dict[str, Any] = {}
+    with pytest.raises(
+        HeadwiseError, match=r"a has a loss of 4\.\d+ after 3 steps at its best rate, where knowing noth"
+    ):
+        _trials.run_all({"a": decoder()}, task(), trial, trained, lambda items, _: items)
+    assert "a" not in trained, "no seed was trained"
 
 
 def test_normed_queries_and_keys_have_the_length_that_is_learned() -> None:
