@@ -13,8 +13,8 @@ RESULTS = Path(__file__).parent / "results"
 PLANS = ("exact", "exact, 3 rounds", "uniform", "depth", "svd", "magnitude")
 HEALS = {"none": "no", "refit": "refit", "distill": "distilled"}
 FREE = ("tokens", "batch", "micro", "blockwise", "rate")  # healing options that differ within a table
-INTRO = """Models with fewer parameters: `--budget params=80%`. A cell is the increase of perplexity on the evaluation text
-with half of its 95% interval; in brackets, the increase on held-out text of the calibration's kind.
+INTRO = """Models with fewer parameters: `--budget params=80%`. A cell is the increase of perplexity on the evaluation
+text with half of its 95% interval; in brackets, the increase on held-out text of the calibration's kind.
 
 - `exact` is the solver's plan. `uniform` cuts every layer alike, `depth` removes whole layers, `svd` cuts heads by the
   singular values of their weights and MLPs by the size of weights, `magnitude` removes the heads and channels with the
