@@ -7,6 +7,10 @@ is on held-out text, with 95% intervals over blocks. Packages: compressed-tensor
 
     python benchmarks/memory.py embedded --out benchmarks/results/memory-embedded.json
     python benchmarks/memory.py --page docs/MEMORY.md
+
+Sections, and some of the rivals' widths, may be measured side by side, each with an --out of its own, and then joined:
+
+    python benchmarks/memory.py --join joint.json uniform.json --out benchmarks/results/memory-embedded.json
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -44,6 +48,7 @@ from headwise.types.weights import ENDS, FIELDS, group_of
 
 SHARES = (25, 30, 40, 60)
 WIDTHS = ((8, 8), (8, 4), (4, 8), (4, 4), (4, 3), (3, 4), (3, 3), (4, 2), (3, 2), (2, 2))  # of weights and of the cache
+ROUNDINGS = ("second order", "nearest")
 WEIGHTS = (60, 50, 40, 35, 30, 27, 25, 22, 20)  # percent of the weights alone, predicted and measured
 LENGTH, BATCH = 8_192, 8
 CUTS = ("qk", "v", "mlp")
@@ -121,14 +126,16 @@ def uniform(bench: Bench, moments: list[Any], bits: int, second_order: bool) -> 
 
 
 @torch.no_grad()
-def rivals(bench: Bench, moments: list[Any]) -> Iterator[dict[str, Any]]:
-    """Uniform bits of weights and cache, by second-order rounding and to the nearest number."""
+def rivals(
+    bench: Bench, moments: list[Any], widths: Sequence[tuple[int, int]], roundings: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """Uniform bits of weights and cache, by second-order rounding or to the nearest number."""
     source = bench.source
     (budget,) = prices.parse_all(bench.settings.budgets, source.shape)
     whole = prices.price(budget, source.shape)
     clean = [lengths.last_stream(source.family, source.model, row[None]) for row in bench.rows]
-    for second_order in (True, False):
-        for bits, cache in WIDTHS:
+    for how in roundings:
+        for bits, cache in widths:
             same: dict[str, Any] = dict.fromkeys(FIELDS, bits)
             target = replace(
                 source.shape.with_layers(tuple(replace(layer, **same) for layer in source.shape.layers)),
@@ -136,11 +143,10 @@ def rivals(bench: Bench, moments: list[Any]) -> Iterator[dict[str, Any]]:
             )
             rival = Rival(f"int{cache} by token", Integers(cache))
             size = weight_bytes(target) + BATCH * rival.stored_bytes(source.shape.layers, budget.length)
-            with uniform(bench, moments, bits, second_order), rival.acting(source.family.blocks(source.model)):
+            with uniform(bench, moments, bits, how == ROUNDINGS[0]), rival.acting(source.family.blocks(source.model)):
                 streams = [lengths.last_stream(source.family, source.model, row[None]) for row in bench.rows]
                 answers = [source.family.logits(source.model, stream) for stream in streams]
             made = _against(bench, clean, answers)
-            how = "second order" if second_order else "nearest"
             yield {"method": "uniform", "rounding": how, "weight_bits": bits, "cache_bits": cache,
                    "share": size / whole, **made}  # fmt: skip
 
@@ -173,10 +179,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--only", nargs="*", default=["joint", "each_head", "uniform", "weights", "cuts"])
     parser.add_argument("--shares", type=int, nargs="+", help="percent; if not given, all")
+    parser.add_argument("--widths", nargs="+", help="of rivals: bits of weights and of the cache, such as 8,4")
+    parser.add_argument("--rounding", choices=ROUNDINGS, help="of rivals; if not given, both")
+    parser.add_argument("--join", type=Path, nargs="+", help="measure nothing: put these results together")
     parser.add_argument("--page", type=Path)
     asked = parser.parse_args()
     if asked.page:
         write_page(asked.page)
+        return
+    if asked.join:
+        write_atomically(asked.out, json.dumps(joined(asked.join), indent=1) + "\n")
         return
     settings = Settings(
         model=asked.model, data=asked.data, eval=asked.eval, budgets=(f"memory=50%@1k,b{BATCH}",), tokens=asked.tokens,
@@ -186,6 +198,14 @@ def main() -> None:
     for name in asked.only:
         for row in globals()[f"measure_{name}"](settings, asked):
             results.add(name, row)
+
+
+def joined(files: Sequence[Path]) -> dict[str, Any]:
+    """One result of several of the same model; of a section that two have, both keep their rows."""
+    results = [json.loads(file.read_text()) for file in files]
+    if len({(result["name"], result["batch"]) for result in results}) > 1:
+        raise SystemExit(f"{', '.join(map(str, files))} are not of one model; join those of one.")
+    return results[0] | {"rows": [row for result in results for row in result["rows"]]}
 
 
 class Results:
@@ -254,7 +274,8 @@ def measure_uniform(settings: Settings, asked: argparse.Namespace) -> Iterator[d
     count = max(1, packing.TOKENS // bench.source.calibration.shape[1])
     some = bench.source.calibration[:: max(1, len(bench.source.calibration) // count)]
     moments = weights.collect(bench.source.reader, bench.source.model, some, 0, told)
-    yield from rivals(bench, moments)
+    widths = [(int(bits), int(cache)) for bits, _, cache in (text.partition(",") for text in asked.widths or ())]
+    yield from rivals(bench, moments, widths or WIDTHS, [asked.rounding] if asked.rounding else ROUNDINGS)
 
 
 if __name__ == "__main__":

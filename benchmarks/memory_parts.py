@@ -1,14 +1,11 @@
-"""Tables of docs/MEMORY.md beside those of benchmarks/memory.py: parameters, resident memory, vLLM."""
+"""Tables of docs/MEMORY.md beside those of benchmarks/memory.py: single cuts, resident memory, vLLM."""
 
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-PLANS = ("exact", "exact, 3 rounds", "uniform", "depth", "svd", "magnitude")
-HEALS = ("none", "refit", "distill")
 NAMES = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M (Q4_1, dequantised)"}
 Row = dict[str, Any]
 
@@ -25,38 +22,11 @@ def model_name(stem: str) -> str:
 
 def parts(folder: Path) -> list[str]:
     """All tables whose results are there."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("params-*.json"))]
-    lines = [line for result in found for line in _parameters(result)]
     units = [json.loads(path.read_text()) for path in sorted(folder.glob("unit-prices-*.json"))]
-    lines += [line for result in units for line in _unit_prices(result)]
+    lines = [line for result in units for line in _unit_prices(result)]
     held = [json.loads(path.read_text()) for path in sorted(folder.glob("resident-*.json"))]
     engine = folder / "serving-packed.json"
     return [*lines, *_resident(held), *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
-
-
-def _parameters(result: dict[str, Any]) -> list[str]:
-    settings, rows = result["settings"], result["rows"]
-    name = model_name(Path(settings["model"]).stem)
-    cells = []
-    for budget in sorted({row["budget"] for row in rows}, reverse=True):
-        for heal in (heal for heal in HEALS if any(row["heal"] == heal for row in rows)):
-            mine = {row["plan"]: row for row in rows if row["budget"] == budget and row["heal"] == heal}
-            if mine:
-                cells.append([budget.partition("=")[2], heal, *(_change(mine.get(plan)) for plan in PLANS)])
-    used = [plan for plan in PLANS if any(row["plan"] == plan for row in rows)]
-    columns = [place for place, plan in enumerate(("", "", *PLANS)) if not plan or plan in used]
-    about = f"Increase of perplexity. Calibrated on {result['calibration_tokens']:,} tokens of "
-    about += f"{settings['data'] or 'text of its own'}, evaluated on {result['evaluation_tokens']:,} tokens of "
-    about += f"{settings['eval'] or settings['data']} in rows of {result['evaluation_length']:,}; perplexity of the "
-    about += (
-        f"source {result['perplexity_before']:.2f}. {result['hardware']}, {result['date']}, commit {result['commit']}."
-    )
-    tokens = sorted({row["heal_tokens"] for row in rows if row["heal"] == "distill"})
-    about += f" Distilled on {' and '.join(f'{count:,}' for count in tokens)} tokens." if tokens else ""
-    heads = ["kept", "healed", *PLANS]
-    picked = [[line[place] for place in columns] for line in [heads, *cells]]
-    title = f"## Parameters: {name}, cut in {', '.join(settings['allow'])}"
-    return [title, "", *table(picked[0], picked[1:]), "", about, ""]
 
 
 def _unit_prices(result: Row) -> list[str]:
@@ -75,13 +45,6 @@ def _unit_prices(result: Row) -> list[str]:
         f"By benchmarks/unit_prices.py. {about}",
         "",
     ]
-
-
-def _change(row: Row | None) -> str:
-    if row is None:
-        return ""
-    low, mean, high = (math.expm1(row[name]) for name in ("measured_low", "measured", "measured_high"))
-    return f"{mean:+.1%} ± {(high - low) / 2:.1%}"
 
 
 def _resident(found: list[Row]) -> list[str]:

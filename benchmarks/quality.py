@@ -12,6 +12,8 @@ Several runs may share a GPU, some plans in each; `--shared` notes that their se
 
     python benchmarks/quality.py embedded --budget kv=50% --plan exact --shared --out A.json  # and B.json beside it
     python benchmarks/quality.py --join A.json B.json --out benchmarks/results/field-embedded-kv.json
+
+With `--work FOLDER` they also share one probing, which `--probe` makes before the others begin.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ from headwise.strategies import POOLING
 from headwise.types import LayerShape, write_atomically
 
 PLANS: dict[str, dict[str, Any]] = {
-    "svd": dict(strategy="svd"),
+    "svd": dict(strategy="svd", allow=("qk", "v", "mlp")),
     "published": dict(strategy="published"),
     "magnitude": dict(strategy="magnitude", allow=("kv_heads", "mlp")),
     "uniform": dict(strategy="uniform"),
@@ -81,19 +83,27 @@ class Healed(NamedTuple):
 class Table:
     """Every plan at every budget, healed in every way; written after each row, so that a kill loses one row."""
 
-    def __init__(self, settings: Settings, out: Path, asked: Asked, samples: bool, shared: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, out: Path, asked: Asked, samples: bool, shared: bool = False,
+        work: Path | None = None, cut: str | None = None,
+    ) -> None:  # fmt: skip
         self.settings, self.out, self.asked, self.samples, self.shared = settings, out, asked, samples, shared
-        self.found: dict[str, Any] = {"settings": plain(settings), "rows": []}
+        self.cut = tuple(cut.split(",")) if cut else settings.allow
+        self.found: dict[str, Any] = {"settings": plain(settings), "cut": list(self.cut), "rows": []}
         if out.exists():
             known = json.loads(out.read_text())
-            if _but_budgets(known["settings"]) != _but_budgets(self.found["settings"]):
+            same = known.get("cut", known["settings"]["allow"]) == self.found["cut"]
+            if not same or _but_budgets(known["settings"]) != _but_budgets(self.found["settings"]):
                 sys.exit(f"{out} was measured with other settings; choose another --out, or delete it.")
             budgets = dict.fromkeys((*known["settings"]["budgets"], *settings.budgets))
             self.found = known | {"settings": known["settings"] | {"budgets": list(budgets)}}
         kinds = sorted({budget.partition("=")[0] for budget in settings.budgets})  # what is probed depends on them
-        about = json.dumps([kinds, _but_budgets(plain(settings))], sort_keys=True)
+        told = _but_budgets(plain(settings))
+        if work is not None:  # healing options change no reading, and neither do the texts that only a healing reads
+            told = {name: value for name, value in told.items() if name not in ("heal_options", "eval_tokens")}
+        about = json.dumps([kinds, told], sort_keys=True)
         mark = hashlib.sha256(about.encode()).hexdigest()[:8]
-        self.work = out.parent / f".{out.stem}-{mark}"
+        self.work = out.parent / f".{out.stem}-{mark}" if work is None else work / f"probed-{mark}"
 
     def missing(self, plan: str, healings: Sequence[str]) -> list[tuple[str, list[str]]]:
         """Budgets, and the healings of a plan that are not in the table yet."""
@@ -104,13 +114,17 @@ class Table:
         ]
         return [(budget, left) for budget, left in rest if left]
 
+    def probe(self) -> None:
+        """Load the source, and probe it unless that was done."""
+        self.bench = pipeline.load_source(self.settings)
+        self.first = pipeline.probe_in(RunFolder(self.work), self.settings, self.bench, diagnose=False)
+
     def measure(self, plans: Sequence[str], healings: Sequence[str]) -> None:
         """Whatever is missing; the source is probed once."""
         if not any(self.missing(plan, healings) for plan in plans):
             return
-        self.bench = bench = pipeline.load_source(self.settings)
-        self.evaluation = full_rows(bench, self.settings.eval_tokens)
-        self.first = pipeline.probe_in(RunFolder(self.work), self.settings, bench, diagnose=False)
+        self.probe()
+        bench, self.evaluation = self.bench, full_rows(self.bench, self.settings.eval_tokens)
         if self.asked.data is not None:
             self.exams = exams(bench.tokenizer, self.asked.data, self.asked.most)
             self.scores = self._source_scores()
@@ -138,7 +152,8 @@ class Table:
         write_atomically(path, save(kept))
 
     def _budget(self, budget: str, plan: str, healings: list[str]) -> None:
-        settings = replace(self.settings, budgets=(budget,), **{"heal": "none", **PLANS[plan]})
+        told = {"heal": "none", "allow": self.cut, **PLANS[plan]}
+        settings = replace(self.settings, budgets=(budget,), **told)
         start = time.perf_counter()
         try:
             fitted = pipeline.fit(settings, self.bench, first=self.first)
@@ -199,7 +214,8 @@ def plain(settings: Settings) -> dict[str, Any]:
 
 
 def _name(text: str | None) -> str | None:
-    return Path(text).name if text and Path(text).exists() else text
+    file, own = (text.removesuffix("+self"), text.endswith("+self")) if text else ("", False)
+    return Path(file).name + "+self" * own if file and Path(file).exists() else text
 
 
 def _but_budgets(settings: dict[str, Any]) -> dict[str, Any]:
@@ -288,12 +304,15 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--plan", action="append", choices=list(PLANS))
     parser.add_argument("--heal", action="append", choices=HEALINGS)
     parser.add_argument("--heal-option", action="append", default=[], help="such as tokens=2000000")
-    parser.add_argument("--allow", default="qk,v,mlp", help="units that may be cut, separated by commas")
+    parser.add_argument("--allow", default="qk,v,mlp", help="units that are probed, separated by commas")
+    parser.add_argument("--cut", help="those of them that plans may cut which have no units of their own")
     parser.add_argument("--samples", action="store_true", help="keep texts that source and cut model write")
     parser.add_argument("--zero-shot", type=Path, help="folder of LAMBADA, HellaSwag, ARC-easy and PIQA")
     parser.add_argument("--zero-shot-most", type=int, help="items of each task")
     parser.add_argument("--zero-shot-heal", action="append", choices=HEALINGS, help="only after these healings")
     parser.add_argument("--shared", action="store_true", help="note that the machine has other work meanwhile")
+    parser.add_argument("--work", type=Path, help="folder of a probing that several runs share")
+    parser.add_argument("--probe", action="store_true", help="probe into --work, and measure nothing")
     parser.add_argument("--join", type=Path, nargs="+", help="measure nothing: put these results together")
     parser.add_argument("--data")
     parser.add_argument("--eval")
@@ -312,6 +331,7 @@ def main() -> None:
     parser = arguments()
     asked = vars(parser.parse_args())
     out, files, shared, samples = (asked.pop(name) for name in ("out", "join", "shared", "samples"))
+    work, cut, only_probe = (asked.pop(name) for name in ("work", "cut", "probe"))
     out.parent.mkdir(parents=True, exist_ok=True)
     if files:
         if out.exists() and out not in files:
@@ -326,7 +346,11 @@ def main() -> None:
     budgets, options, allow = tuple(asked.pop("budget")), tuple(asked.pop("heal_option")), asked.pop("allow")
     units = tuple(allow.split(","))
     settings = Settings(budgets=budgets, heal="distill", heal_options=options, allow=units, **asked)
-    Table(settings, out, tasks, samples, shared).measure(plans, healings)
+    table = Table(settings, out, tasks, samples, shared, work, cut)
+    if only_probe:
+        table.probe()
+    else:
+        table.measure(plans, healings)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from typing import Any
 
 import bits_page
 import faq
+import parameters_page
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -30,12 +31,6 @@ METHODS = {  # as a result calls it -> as a page does
     "exact": "`exact`",
     "exact + refit": "`exact` + refit",
 }
-PARAMETERS = """SmolLM2 with fewer parameters and no training: whole heads, MLP width and whole layers may be cut
-(`--allow mlp,heads,kv_heads,depth`). `uniform` cuts every layer alike, `depth` removes only whole layers. The
-evaluation text is of another kind than the calibration text, and this matters. On held-out text of the calibration's
-kind the exact plan loses clearly less than the uniform one. On WikiText its perplexity is higher, although its
-predictions stay closer to the source's (KL). At the lower budget no method leaves a model that writes well; for that,
-train it, or calibrate on text like that which the model will read."""
 HEALED = {  # results of quality.py for the cache -> how pages call the model
     **{f"field-embedded-{part}.json": "embedded" for part in ("kv", "pooled")},
     **{f"field-stories15M-{part}.json": "stories15M" for part in ("kv", "pooled")},
@@ -101,43 +96,6 @@ def embeddings() -> str:
         f"{result['calibration_tokens']:,} tokens of {result['calibration']}; {result['hardware']}, {result['date']}."
     )
     return "\n".join([*lines, "", note])
-
-
-def parameters() -> str:
-    """The page on cutting parameters: every method at every budget, and what the models write."""
-    result = json.loads((RESULTS / "quality-smollm2-parameters.json").read_text())
-    lines = ["# Fewer parameters", "", PARAMETERS, ""]
-    lines += [
-        "| parameters kept | method | perplexity | on the calibration's kind | KL to the source | same next token |"
-    ]
-    lines += ["| --- |" + " --- |" * 5]
-    for row in result["rows"]:
-        kept = row["budget"].removeprefix("params=")
-        agreed, own = f"{row['next_token_agreement']:.1%}", f"{math.expm1(row['predicted']):+.1%}"
-        lines.append(f"| {kept} | {row['method']} | {_cell(row)} | {own} | {row['kl']:.3f} | {agreed} |")
-    lines += [
-        "",
-        f"- SmolLM2-135M-Instruct (Q4_1, dequantised) on {result['evaluation']} ({result['evaluation_tokens']:,} "
-        f"tokens{in_rows(result)}; perplexity {result['perplexity_before']:.2f} before), calibrated on "
-        f"{result['settings']['data']} "
-        f"({result['calibration_tokens']:,} tokens without any of WikiText; benchmarks/texts.py makes both); "
-        f"{result['hardware']}, {result['date']}. 95% intervals over blocks; one seed.",
-        "",
-        "Greedy continuations of one held-out beginning, cut short:",
-        "",
-        f"> {_plain(result['rows'][0]['samples'][0]['prompt'])} ...",
-        "",
-        f"- source: {_plain(result['rows'][0]['samples'][0]['before'])}",
-    ]
-    for row in result["rows"]:
-        lines.append(f"- {row['budget']}, {row['method']}: {_plain(row['samples'][0]['after'])}")
-    return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    """A generated text on one line, its marks as they are."""
-    words = " ".join(text.split())[:160]
-    return f"`{words.replace('`', chr(39))}`"
 
 
 def healing() -> str:
@@ -230,7 +188,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
     new = {page: filled(page) for page in PAGES}
-    new |= {"docs/PARAMETERS.md": parameters(), "docs/allocation.svg": picture()}
+    new |= {"docs/PARAMETERS.md": parameters_page.page(), "docs/allocation.svg": picture()}
     stale = [page for page, text in new.items() if (ROOT / page).read_text() != text]
     if check:
         sys.exit(f"stale: {', '.join(stale)}; run benchmarks/tables.py" if stale else 0)

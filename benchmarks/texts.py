@@ -7,7 +7,8 @@ DATA holds `text/` (WikiText-2 validation, TinyStories sample, film reviews, nov
 half among seven kinds of text), `other.txt` (the same without WikiText), `prose.txt` (novels and reviews only: another
 kind of text than the evaluation's), `code.txt` (modules of Python's standard library, of the version that runs this),
 `stories-cal.txt` and `stories-eval.txt`, and `heal.txt` for healings that read much: it begins like the mix, with more
-of the same after it, without HellaSwag, which healed models are asked about.
+of the same after it, without HellaSwag, which healed models are asked about. `heal-other.txt` begins like `other.txt`,
+with more of its kinds after it and none of WikiText.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ CHARACTERS = {  # of each kind in the mix
 }  # fmt: skip
 
 LONGER = {"wiki": 10**7, "novels": 10**7, "reviews": 12 * 10**6, "news": 10**7, "stories": 10**7, "code": 10**7}
+NOVELS, REVIEWS = 6 * 10**6, 6 * 10**6  # characters that follow in `heal-other.txt`, beside all news, stories and code
 
 
 def unpacked(path: Path) -> str:
@@ -65,7 +67,7 @@ def stories(path: Path) -> list[str]:
 
 def kinds(data: Path, articles: list[str], tales: list[str]) -> dict[str, list[str]]:
     """The documents of every kind of text."""
-    reviews = unpacked(data / "text" / "imdb-reviews.txt.xz")[:30_000_000].split("\n")
+    reviews = _reviews(data)
     news = columns(data / "glue" / "RTE" / "train.tsv", [1]) + columns(data / "glue" / "MRPC" / "train.tsv", [3, 4])
     news += columns(data / "glue" / "STS-B" / "train.tsv", [7, 8])
     library = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
@@ -78,6 +80,20 @@ def kinds(data: Path, articles: list[str], tales: list[str]) -> dict[str, list[s
         "stories": tales,
         "code": [path.read_text(errors="replace")[:6000] for path in library],
     }
+
+
+def _reviews(data: Path) -> list[str]:
+    return unpacked(data / "text" / "imdb-reviews.txt.xz")[:30_000_000].split("\n")
+
+
+def _more_of_other(data: Path, found: dict[str, list[str]], known: set[str]) -> dict[str, list[str]]:
+    """More of the kinds of `other.txt`; the reviews are neighbours of those in `kinds`."""
+    reviews = _reviews(data)
+    near = ["\n\n".join(reviews[i : i + 10]) for i in range(5, len(reviews) - 10, 200)]
+    near += ["\n\n".join(reviews[i : i + 40]) for i in range(20, len(reviews) - 40, 200)]
+    more = {"novels": _some(found["novels"], NOVELS), "reviews": _some(near, REVIEWS)}
+    more |= {kind: found[kind] for kind in ("news", "howto", "stories", "code")}
+    return {kind: [text for text in texts if text not in known] for kind, texts in more.items()}
 
 
 def _some(documents: list[str], characters: int) -> list[str]:
@@ -101,15 +117,18 @@ def written(data: Path) -> dict[str, list[str]]:
     first = _mixed(chosen, random.Random(2), but="howto")
     known = set(first)
     longer = {kind: _some([text for text in found[kind] if text not in known], size) for kind, size in LONGER.items()}
+    other = _mixed(chosen, random.Random(1), but="wiki")
+    more = _more_of_other(data, found, set(other))
     prose = [text for pair in zip(found["novels"], found["reviews"], strict=False) for text in pair]
     return {
         "wikitext-all": articles,
         "wikitext-eval": articles[half:],
         "mix": _mixed(chosen, draw),
-        "other": _mixed(chosen, random.Random(1), but="wiki"),
+        "other": other,
         "prose": prose[:400],
         "code": found["code"],
         "heal": first + _mixed(longer, random.Random(3)),
+        "heal-other": other + _mixed(more, random.Random(4)),
         "stories-cal": tales[:most],
         "stories-eval": tales[most:],
     }

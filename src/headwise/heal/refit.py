@@ -24,13 +24,13 @@ from headwise.types import Healing
 NAME = "refit"
 MEANING = "least squares in closed form, no gradients; the fastest"
 AFTER = None
-OPTIONS = ()
+OPTIONS = ("ridge",)
 WORTHWHILE = 1e-3  # nats: of less damage a closed form repairs nothing that outweighs its own noise
 
 
 def heal(job: Job) -> tuple[nn.Module, Healing]:
-    """The cut model refitted on all calibration rows, with the ridge that suits the task."""
-    strength = job.task.refit_strength
+    """The cut model refitted on all calibration rows, with the ridge that was asked for or suits the task."""
+    strength = job.options.ridge or job.task.refit_strength
     return refit(job.family, job.source, job.cut, job.calibration.inputs, strength, job.track)
 
 

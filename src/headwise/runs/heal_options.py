@@ -20,6 +20,7 @@ class Options:
     lora: int | None = None  # rank of the changes that are trained instead of whole weights; needs less memory
     recompute: int | None = None  # 1: gradient checkpointing; needs less memory
     shard: int | None = None  # 1: each process holds a part of the weights (FSDP), so that larger models fit
+    ridge: float | None = None  # of the refit: how strongly weights are held near those that a cut left
     blockwise: float | None = None  # share of the tokens for training layer by layer, before distillation; 0: none
 
     def __post_init__(self) -> None:
