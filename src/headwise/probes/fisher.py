@@ -24,6 +24,7 @@ from torch import nn
 from headwise import processes
 from headwise.families import Block, Family
 from headwise.linalg import exact_products, fast_products, priced_basis
+from headwise.memory import available_bytes
 from headwise.probes._backward import drawn_labels, passes
 from headwise.probes._layers import Row, reading
 from headwise.progress import Track, silently
@@ -117,7 +118,7 @@ def collect(
     task = task or Causal()
 
     labels = drawn_labels(seed)
-    with _watching([block.attention for block in blocks]) as found:
+    with _watching([block.attention for block in blocks], _place_of_sums(family, model)) as found:
         rows = passes(
             family, model, task, tokens, seed, track, "damage of bits", recompute, spread, None if spread else labels
         )
@@ -127,6 +128,22 @@ def collect(
     means = list(zip(map(_means, found), centred, strict=True))
     width = max(layer.qk_width for layer in family.shape_of(model.config).layers)
     return processes.side_by_side(lambda pair: _bases(*pair), means, width)
+
+
+def sums_bytes(layers: Sequence[LayerShape]) -> int:
+    """Bytes of all running sums: three matrices in double precision for the rows of keys, and for those of values."""
+    return sum(3 * 8 * layer.kv_heads * (layer.qk_width**2 + layer.v_dim**2) for layer in layers)
+
+
+def sums_fit(size: int, free: int) -> bool:
+    """Whether running sums stay on the device: copies to the host would make it wait, but gradients come first."""
+    return size <= free // 16
+
+
+def _place_of_sums(family: Family, model: Any) -> torch.device:
+    device: torch.device = model.device
+    fit = sums_fit(sums_bytes(family.shape_of(model.config).layers), available_bytes(device))
+    return device if fit else CPU
 
 
 def local(block: Block, rows: Iterable[tuple[torch.Tensor, dict[str, Any]]], seed: int) -> dict[str, torch.Tensor]:

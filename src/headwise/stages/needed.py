@@ -8,6 +8,7 @@ from headwise.data import own_text
 from headwise.data.split import REHEARSAL
 from headwise.families import Family
 from headwise.memory import available_bytes
+from headwise.probes import fisher
 from headwise.probes._backward import LOGITS, ROOM, TOKENS, Way, chosen_way, kept_per_token
 from headwise.runs.settings import Settings
 from headwise.stages.probe import HEALING_TOKENS
@@ -145,10 +146,12 @@ class _Run:
             count = len(self.shape.layers)
             kept = kept // count + count * tokens * self.shape.hidden_size * self.size
             words = f"layers computed twice, {words}"
-        squares = sum(4 * layer.kv_heads * (layer.qk_width**2 + layer.v_dim**2) for layer in self.shape.layers)
+        squares = fisher.sums_bytes(self.shape.layers) * self.coded
         sums = 0.0 if self.settings.only_kv else 8.0 * self.wide**2 * len(self.shape.layers)
+        if self.device != "cpu" and fisher.sums_fit(squares, available_bytes(self.device) - int(self.weights)):
+            sums += squares
         held = self.weights + kept + self.logits + self.head + sums
-        return self._stage("prices", held, words, host=8 * squares * self.coded)
+        return self._stage("prices", held, words, host=squares * 4 / 3)
 
     def swaps(self) -> Needed | None:
         if not self.settings.swap_tokens:
