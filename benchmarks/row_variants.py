@@ -41,6 +41,8 @@ SCORES: list[dict[str, Any]] = [
     {"places": 256, "warps": 16, "registers": 128},
     {"places": 64, "warps": 4, "stages": 1, "programs": 3, "held": False},
     {"programs": 4},
+    {"folded": True},
+    {"places": 64, "warps": 4, "programs": 2, "folded": True},
 ]
 SUMS: list[dict[str, Any]] = [
     {"parts": 1},
@@ -158,6 +160,28 @@ class _Nothing:
         return lambda *given, **more: None
 
 
+def probe(out: Path) -> None:
+    """Times of kernels that take words as numbers, without unpacking: what reading and products take by themselves."""
+    import triton
+    import triton.language as tl
+
+    from headwise.fast import code_decode, code_sums
+
+    @triton.jit
+    def raw(words, scale, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+        return words.to(tl.float16, bitcast=True)
+
+    code_decode._scaled = code_sums._scaled = raw
+    held: dict[str, Any] = {}
+    found = {}
+    for how in ({}, {"places": 64, "warps": 4, "programs": 2}, {"steps": 128}):
+        try:
+            found[named(how)] = stages(coded_way("coded 25%", how, TEXTS, PLACES, held))
+        except Exception as error:
+            found[named(how)] = {"failed": f"{type(error).__name__}: {str(error)[-300:]}"}
+    out.write_text(json.dumps(found))
+
+
 def tasks() -> list[tuple[str, dict[str, Any]]]:
     """All ways: a case and how its kernels are built, the most wanted first."""
     coded = [(name, how) for how in [*SCORES, *SUMS] for name in CODES]
@@ -229,10 +253,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--warm", type=int)
+    parser.add_argument("--probe", type=Path)
     parser.add_argument("--seconds", type=float, default=100.0, help="after which no more ways are begun")
     asked = parser.parse_args()
     if asked.warm is not None:
         return warm(asked.warm)
+    if asked.probe is not None:
+        return probe(asked.probe)
     start = time.time()
     workers = [subprocess.Popen([sys.executable, __file__, "--warm", str(i)]) for i in range(WORKERS)]
     for worker in workers:
@@ -244,6 +271,10 @@ def main() -> None:
         "built_seconds": time.time() - start, "rows": [],
     }  # fmt: skip
     asked.out.mkdir(parents=True, exist_ok=True)
+    probed = asked.out / "row_probe.json"
+    subprocess.run([sys.executable, __file__, "--probe", str(probed)], check=False)
+    result["without unpacking"] = json.loads(probed.read_text()) if probed.exists() else "failed"
+    print("without unpacking:", result["without unpacking"], flush=True)
 
     def save() -> None:
         made = asked.out / "row_variants.json.new"

@@ -77,7 +77,7 @@ def check_codes():
         sides.append(made)
     q = torch.randn(2, 3, 33)
     want = plain.CodeDecode()(q, *sides, ends, starts, 0.1)
-    for tile in (CodeTile(places=64, parts=2), CodeTile(steps=128, fields=2, held=False)):
+    for tile in (CodeTile(places=64, parts=2), CodeTile(steps=128, fields=2, held=False, folded=True)):
         got = CodeDecode(*layouts, 4, 32, tile)(q, *sides, ends, starts, 0.1)
         assert (got - want).norm() < 2e-3 * want.norm()
 

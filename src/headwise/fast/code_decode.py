@@ -30,6 +30,9 @@ class CodeTile(NamedTuple):
     programs: int = 1  # per multiprocessor: as many as it runs at once
     registers: int | None = None  # of a thread, at most
     held: bool = True  # queries stay in shared memory
+    folded: bool = (
+        False  # a scale is applied where the middle is taken off: less work, fewer bits where scales are small
+    )
     steps: int = 64  # places whose values are summed at once
     fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
@@ -91,6 +94,29 @@ def _unpacking(kind):
 
 
 @triton.constexpr_function
+def _unpacking_folded(kind):
+    """Assembly: two fields of a register times 2**(place - 24), times scales, and something added."""
+    source = f"shr.u32 t, $1, {kind[1] // 8 * 8}; and.b32 t, t," if kind[1] >= 8 else "and.b32 t, $1,"
+    mask = (((1 << kind[0]) - 1) << kind[1] % 8) * 0x10001
+    return "{.reg .b32 t; " + f"{source} {mask}; fma.rn.f16x2 $0, t, $2, $3;" + "}"
+
+
+@triton.jit
+def _folded(words, factor, N: tl.constexpr, SEG: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """As `_scaled`, by scales of places (N) below 64, and 256 times smaller."""
+    how: tl.constexpr = _placed(KIND)
+    less = (factor * (-how[2] / 256)).to(tl.float16)[:, None].broadcast_to(N, SEG)
+    scale = (factor * 64.0).to(tl.float16)[:, None].broadcast_to(N, SEG)
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            _unpacking_folded(KIND), "=r,r,r,r", [words, scale, less], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        x = ((words >> how[0]) & how[1]).to(tl.int16).to(tl.float16, bitcast=True)
+        return (x.to(tl.float32) * scale + less).to(tl.float16)
+
+
+@triton.constexpr_function
 def _placed(kind):
     """Bits that a field moves down, its mask then, and what is taken off to centre it."""
     most = (1 << kind[0]) - 1
@@ -129,8 +155,8 @@ def _range(lengths, starts, b, split, S, N: tl.constexpr, WHOLE: tl.constexpr, N
 
 @triton.jit
 def _products(
-    rows, q, held, scales, cell, PLAN: tl.constexpr, HELD: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr,
-    N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    rows, q, held, scales, cell, PLAN: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, SEG: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Products (N, M) of some rows with all queries, which are `held` or not."""
     s = tl.zeros([N, M], tl.float32)
@@ -139,13 +165,17 @@ def _products(
         for f in tl.static_range(_fields(PLAN, c)):
             if f % 2 == 0:
                 both = tl.load(scales + _segment(PLAN, c, f) // 2 * TILE)
-            factor = _factor(both, f % 2)[:, None].broadcast_to(N, SEG)
+            factor = _factor(both, f % 2)
             if HELD:
                 some = held[_segment(PLAN, c, f)]
             else:
                 some = tl.load(q + _segment(PLAN, c, f) * (SEG * M) + cell)
-            s = tl.dot(_scaled(words, factor, _field(PLAN, c, f), PACKED), some, s)
-    return s
+            if FOLDED:
+                x = _folded(words, factor, N, SEG, _field(PLAN, c, f), PACKED)
+            else:
+                x = _scaled(words, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f), PACKED)
+            s = tl.dot(x, some, s)
+    return s * 256.0 if FOLDED else s
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -153,7 +183,7 @@ def _scores(
     q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
     GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, SEGMENTS: tl.constexpr, SEG: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
-    CAPPED: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr,
+    CAPPED: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     begin, last, low, high = _range(lengths, starts, pair // GP, tl.program_id(1), S, N, WHOLE, NEAR)
@@ -175,7 +205,7 @@ def _scores(
         at = t * N + tl.arange(0, N)
         rows = words + at[:, None] * ROW + j[None, :]
         own = scales + at // TILE * (TILE * (SEGMENTS // 2)) + at % TILE
-        s = _products(rows, q, held, own, cell, PLAN, HELD, SEG, M, N, TILE, PACKED) * unit[None, :]
+        s = _products(rows, q, held, own, cell, PLAN, HELD, FOLDED, SEG, M, N, TILE, PACKED) * unit[None, :]
         if CAPPED:
             s = _capped(s, cap)
         seen = (at >= begin) & (at < last)
