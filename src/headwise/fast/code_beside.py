@@ -24,8 +24,11 @@ from headwise.fast.code_sums import _sums, sum_jobs
 from headwise.fast.flash_decode import _capped
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
+MORE: tuple[dict[str, int], ...] = (  # which are tried with the quickest so far
+    {"sum_programs": 6}, {"sum_programs": 12}, {"steps": 128}, {"sum_stages": 4}, {"fields": 2}, {"programs": 8},
+)  # fmt: skip
 BESIDE = 16  # tokens that are not coded, in one program
-COUNTS = ["S", "R"]
+COUNTS = ["S", "P"]
 
 
 @triton.jit
@@ -94,18 +97,18 @@ def _beside(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _combine(
-    part, part_tops, tops, sums, beside, beside_tops, slots, mult, out, S, R,
+    part, part_tops, tops, sums, beside, beside_tops, slots, mult, out, S, P,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, SIDES2: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    """Outputs of a head: `S` programs scored places, `R` times as many summed values."""
+    """Outputs of a head: `S` programs scored places, `P` others summed values."""
     row = tl.program_id(0).to(tl.int64)
     g, head = row // SHARE, row % SHARE
     pair, m = g * PARTS + head // M, head % M
     d = tl.program_id(1) * D + tl.arange(0, D)
     split, side = tl.arange(0, SPLITS), tl.arange(0, SIDES2)
     scored = tl.load(tops + (pair * S + split) * M + m, mask=split < S, other=float("-inf"))
-    x = tl.load(part_tops + (pair * S * R + split) * M + m, mask=split < S * R, other=float("-inf"))
+    x = tl.load(part_tops + (pair * P + split) * M + m, mask=split < P, other=float("-inf"))
     y = tl.load(beside_tops + (pair * SIDES + side) * M + m, mask=side < SIDES, other=float("-inf"))
     most = tl.maximum(tl.max(scored, 0), tl.max(y, 0))
     scored = tl.where(scored == float("-inf"), 0.0, tl.exp2(scored - most))
@@ -118,7 +121,7 @@ def _combine(
     for i in tl.static_range(2):
         slot = tl.load(slots + d * 2 + i, mask=d < V, other=-1)
         there = (slot >= 0)[None, :] & (x > 0)[:, None]
-        found = tl.load(part + ((pair * S * R + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
+        found = tl.load(part + ((pair * P + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
         unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * (1024.0 / UP)
         z += tl.sum(found * x[:, None], 0) * unit
     mixed = z / tl.where(total > 0, total, 1.0)
@@ -171,13 +174,13 @@ class CodeDecode:
 
         def read(tile: CodeTile) -> None:
             found = self._coded(q16, units, k, v, lengths_B, starts_B, softcap, made, size, tile)
-            S, R = found[2].shape[1], tile.parts
+            S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
             _combine[(B * H, -(-V // 64))](
-                *found, beside, beside_tops, table["slots"], table["mult"], out, S, R, PARTS=parts, SHARE=share,
+                *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
-                SPLITS=triton.next_power_of_2(S * R), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
+                SPLITS=triton.next_power_of_2(max(S, P)), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
             )  # fmt: skip
 
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
@@ -200,11 +203,12 @@ class CodeDecode:
             HELD=tile.held, FOLDED=tile.folded, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
             **size,
         )  # fmt: skip
-        part, part_tops = made(S * tile.parts, values.slots), made(S * tile.parts)
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
-        _sums[(jobs, S * tile.parts, made.pairs)](
-            weights, v.words, v.scales, tops, part, part_tops, lengths, starts, S, L, PLAN=values.plan,
-            MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks, R=tile.parts, SEG=values.segment,
+        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
+        part, part_tops = made(P, values.slots), made(P)
+        _sums[(jobs, P, made.pairs)](
+            weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L, PLAN=values.plan,
+            MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks, SEG=values.segment,
             T=min(tile.steps, N), N=N, num_stages=tile.sum_stages, maxnreg=tile.sum_registers, **size,
         )  # fmt: skip
         return part, part_tops, split_tops, split_sums
@@ -232,7 +236,7 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> 
         if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
             return TILES[0]
         times = {tile: _ms(work, tile) for tile in TILES}
-        for more in ({"parts": 1}, {"parts": 2}, {"parts": 4}, {"steps": 128}, {"sum_stages": 4}, {"fields": 2}):
+        for more in MORE:
             tile = min(times, key=lambda tile: times[tile])._replace(**more)
             times[tile] = _ms(work, tile)
         _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]

@@ -36,8 +36,8 @@ class CodeTile(NamedTuple):
     steps: int = 64  # places whose values are summed at once
     fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
-    sum_registers: int | None = None
-    parts: int = 3  # programs that sum what one program scored
+    sum_registers: int | None = 168
+    sum_programs: int = 3
 
 
 TILES = (  # which are tried; the last takes least shared memory

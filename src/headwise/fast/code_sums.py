@@ -57,20 +57,26 @@ def _sum_fields(
     JOB: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over places of some fields of a chunk, and the highest score that they are relative to."""
+    """Sums over places of some fields of a chunk, and the scores that they are relative to.
+
+    Weights are relative to the highest score of what one program scored until then. Where another began, that may be
+    lower; sums follow it, but not far below the highest score of all, where nothing counts.
+    """
     FIELDS: tl.constexpr = _job(PLAN, MOST, JOB)[5]
     j, n, h = tl.arange(0, SEG), tl.arange(0, T), tl.arange(0, M)
     z = ()
     for _f in tl.static_range(FIELDS):
         z = z + (tl.zeros([SEG, M], tl.float32),)
     most = tl.load(tops + low * M + h, mask=h < tl.where(low < high, M, 0), other=0.0)
-    top = most  # of the next places: read long before it is used
+    top, highest = most, most  # `top`: of the next places, read long before it is used
     words += (n // TILE * word_tile + n % TILE)[None, :] + j[:, None] * TILE
     scales += n // TILE * scale_tile + n % TILE
     for t in range(low * (N // T), high * (N // T)):
         w = tl.load(weights + (t * T + n)[:, None] * M + h[None, :])
         code = tl.load(words + t * (T // TILE) * word_tile)
-        if tl.max(top - most, 0) > 0:
+        top = tl.maximum(top, highest - 60.0)
+        highest = tl.maximum(highest, top)
+        if tl.max(tl.abs(top - most), 0) > 0:
             fade = tl.exp2(most - top)
             new = ()
             for f in tl.static_range(FIELDS):
@@ -94,17 +100,14 @@ def _sum_fields(
 def _sums(
     weights, words, scales, tops, part, part_tops, lengths, starts, S, L,
     GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, MOST: tl.constexpr, SEGMENTS: tl.constexpr,
-    CHUNKS: tl.constexpr, R: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    CHUNKS: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
     TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     unit = tl.program_id(0)  # a chunk, or part of one, so that there are few fields
     pair = tl.program_id(2).to(tl.int64)
     split = tl.program_id(1)
-    begin, last, low, high = _range(lengths, starts, pair // GP, split // R, S, N, WHOLE, NEAR)
-    each = tl.cdiv(tl.maximum(high - low, 0), R)  # a part of what one program scored: highest scores only rise there
-    low += split % R * each
-    high = tl.minimum(low + each, high)
-    target = pair * (S * R) + split
+    begin, last, low, high = _range(lengths, starts, pair // GP, split, S, N, WHOLE, NEAR)
+    target = pair * S + split
     weights += pair * L * M
     words += pair // PARTS * L * (CHUNKS * SEG)
     scales += pair // PARTS * L * (SEGMENTS // 2)
