@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from headwise.fast.code_layout import CodeLayout
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.coder_headwise import RowCoder
 
-TEXTS, PLACES, WORKERS = 32, 32768, 12
+TEXTS, PLACES, WORKERS, TIMES = 32, 32768, 12, 3
 KERNELS = ("_queries", "_beside", "_scores", "_sums", "_combine")
 SCORES: list[dict[str, Any]] = [
     {},
@@ -124,19 +125,32 @@ def pooled_error(how: dict[str, Any]) -> float:
     return off(found, plain(q, k[:, 0], v[:, 0], *limits(3, 1024)))
 
 
-def stages(work: Callable[[], Any]) -> dict[str, float]:
-    """Milliseconds of every kernel of a call, by the profiler."""
+def stages(ways: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+    """Milliseconds of every kernel of ways that have run before, by the profiler. Each call ends with `_combine`."""
     from torch.profiler import ProfilerActivity, profile
 
-    times: Counter[str] = Counter()
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
-        for _ in range(3):
-            work()
-        torch.cuda.synchronize()
-    for event in found.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name.split("(")[0][:40]] += event.device_time_total / 3000
-    return {name: round(ms, 4) for name, ms in times.most_common()}
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for work in ways.values():
+                for _ in range(TIMES):
+                    work()
+            torch.cuda.synchronize()
+        kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        calls: list[Counter[str]] = [Counter()]
+        for event in sorted(kernels, key=lambda event: event.time_range.start):
+            name = event.name.split("(")[0][:40]
+            calls[-1][name] += event.device_time_total / 1000
+            if name == "_combine":
+                calls.append(Counter())
+        if len(calls) != TIMES * len(ways) + 1:
+            raise RuntimeError(f"{len(calls) - 1} calls were seen, not {TIMES * len(ways)}")
+    except Exception as error:
+        return {name: {"failed": f"{type(error).__name__}: {str(error)[-300:]}"} for name in ways}
+    own = [calls[i * TIMES : (i + 1) * TIMES] for i in range(len(ways))]
+    return {
+        name: {kernel: round(statistics.median(call[kernel] for call in some), 4) for kernel in some[0]}
+        for name, some in zip(ways, own, strict=True)
+    }
 
 
 def without(work: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
@@ -174,13 +188,10 @@ def probe(out: Path) -> None:
 
     code_decode._scaled = code_sums._scaled = raw
     held: dict[str, Any] = {}
-    found = {}
-    for how in ({}, {"places": 64, "warps": 4, "programs": 2}, {"steps": 128}):
-        try:
-            found[named(how)] = stages(coded_way("coded 25%", how, TEXTS, PLACES, held))
-        except Exception as error:
-            found[named(how)] = {"failed": f"{type(error).__name__}: {str(error)[-300:]}"}
-    out.write_text(json.dumps(found))
+    ways = {named(how): coded_way("coded 25%", how, TEXTS, PLACES, held) for how in ({}, SCORES[2])}
+    for work in ways.values():
+        work()
+    out.write_text(json.dumps(stages(ways)))
 
 
 def tasks() -> list[tuple[str, dict[str, Any]]]:
@@ -220,13 +231,17 @@ def measure(result: dict[str, Any], case: str, ends_at: float, save: Callable[[]
         if "failed" not in row and time.time() < ends_at:
             pooled = case.startswith("pooled")
             way = pooled_way(how, TEXTS, PLACES, large) if pooled else coded_way(case, how, TEXTS, PLACES, large)
-            ways[named(how)] = way
             try:
-                row["stages"] = stages(way)
+                way()
+                torch.cuda.synchronize()
+                ways[named(how)] = way
             except Exception as error:
-                row["stages"] = {"failed": f"{type(error).__name__}: {str(error)[-300:]}"}
+                row["failed"] = f"{type(error).__name__}: {str(error)[-300:]}"
         result["rows"] = [old for old in result["rows"] if old["case"] != case] + rows
         save()
+    own = {named(row["how"]): row for row in rows if named(row["how"]) in ways}
+    for name, found in stages({name: ways[name] for name in own}).items():
+        own[name]["stages"] = found
     if not case.startswith("pooled") and "as it is" in ways:
         ways |= without(ways["as it is"])
     times = in_turns(ways)
