@@ -72,7 +72,7 @@ def told(every: list[Costs], plan: list[list[int]]) -> dict[str, float]:
         damage += costs.damage(code)
         if any(code):
             layout = CodeLayout(RowCoder({str(b): n for b, n in zip(BITS, code, strict=True) if n}, len(row)))
-            held += 2 * layout.words + 2 * len(layout.segments)
+            held += 2 * layout.words + 4 * layout.pairs
     return {"damage": damage, "bits": sum(map(sum, plan)) / numbers, "fast_bytes": held / (2 * numbers)}
 
 

@@ -14,28 +14,28 @@ def place_codes(layout: Any, held: Any, x: torch.Tensor, starts: torch.Tensor, p
     """As the kernel of this name."""
     tokens, first = x.shape[2], int(past)
     codes, scales = layout.coder._coded(x)
-    table, chunks, segment = layout.tables(x.device), sum(layout.chunks), layout.segment
+    table, segment = layout.tables(x.device), layout.segment
     for token in range(tokens):
         at = first + token
         words = torch.zeros(*x.shape[:2], max(1, layout.words), dtype=torch.long)
-        for number, low in enumerate(table["first"].tolist()):
-            plane = layout.segments[low].plane
-            for f in range(16 // plane):
-                slots = slice((low + f) * segment, (low + f + 1) * segment)
-                field = codes[:, :, token].long()[..., table["own"][slots]] >> table["below"][slots]
-                field = torch.where(table["bits"][slots] > 0, field & ((1 << plane) - 1), 0)
-                words[..., number * segment : (number + 1) * segment] += field << (f * plane)
+        for chunk, low in enumerate(layout.firsts):
+            for number in range(low, int(table["first"][chunk + 1])):
+                slots = slice(number * segment, (number + 1) * segment)
+                code = codes[:, :, token].long()[..., table["own"][slots]] + table["raised"][slots]
+                plane, place, *_ = layout.segments[number]
+                field = torch.where(table["bits"][slots] > 0, code >> table["below"][slots] & ((1 << plane) - 1), 0)
+                words[..., chunk * segment : (chunk + 1) * segment] += field << place
         short = (words - ((words >= 1 << 15).long() << 16)).short()
         if by_place:
             held.words.view(*x.shape[:2], -1, max(1, layout.words))[:, :, at] = short
-        elif chunks:
+        elif layout.chunks:
             tiles = held.words.view(*x.shape[:2], -1, layout.words, TILE)
             tiles[:, :, at // TILE, :, at % TILE] = short
-        if chunks:
+        if layout.chunks:
             groups = [one.group for one in layout.segments]
-            halves = held.scales.view(torch.float16).view(*x.shape[:2], -1, len(groups) // 2, TILE, 2)
-            factor = SCALE_UP * torch.exp2(scales[:, :, token, groups].float() / 8 - 16)
-            halves[:, :, at // TILE, :, at % TILE] = factor.half().unflatten(-1, (-1, 2))
+            halves = held.scales.view(torch.float16).view(*x.shape[:2], -1, layout.pairs, TILE, 2)
+            factor = (SCALE_UP * torch.exp2(scales[:, :, token, groups].float() / 8 - 16)).half()
+            halves[:, :, at // TILE, :, at % TILE] = factor.unflatten(-1, (-1, 2))
         if at >= first + tokens - NEAR:
             held.side[:, :, WHOLE + at % NEAR] = layout.coder.fine.rounded(x[:, :, token : token + 1])[:, :, 0]
         for text, start in enumerate(starts.tolist()):

@@ -76,10 +76,11 @@ def check_codes():
         made.words.random_(-(2**15), 2**15), made.side.normal_(), made.scales.view(torch.float16).uniform_(2, 16)
         sides.append(made)
     q = torch.randn(2, 3, 33)
-    want = plain.CodeDecode()(q, *sides, ends, starts, 0.1)
-    for tile in (CodeTile(places=64), CodeTile(places=128, unrolled=False)):
-        got = CodeDecode(*layouts, 4, 32, tile)(q, *sides, ends, starts, 0.1)
-        assert (got - want).norm() < 2e-3 * want.norm()
+    few = CodeTile(places=64, programs=2, sum_programs=1)  # one program sums what several scored
+    for tile, size in ((few, 1), (few, 40), (CodeTile(steps=128, fields=2, held=False, folded=True), 1)):
+        want = plain.CodeDecode()(size * q, *sides, ends, starts, 0.1)
+        got = CodeDecode(*layouts, 4, 32, tile)(size * q, *sides, ends, starts, 0.1)
+        assert (got - want).norm() < 2e-3 * want.norm(), (tile, size)
 
 
 def nothing(*size):

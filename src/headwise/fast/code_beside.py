@@ -18,14 +18,17 @@ import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import PROGRAMS, TILES, CodeTile, _scores
+from headwise.fast.code_decode import TILES, CodeTile, _scores
 from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
-from headwise.fast.code_sums import _sums
+from headwise.fast.code_sums import _sums, sum_jobs
 from headwise.fast.flash_decode import _capped
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
+MORE: tuple[dict[str, int], ...] = (  # which are tried with the quickest so far
+    {"sum_programs": 6}, {"sum_programs": 12}, {"steps": 128}, {"sum_stages": 4}, {"fields": 2}, {"programs": 8},
+)  # fmt: skip
 BESIDE = 16  # tokens that are not coded, in one program
-COUNTS = ["S"]
+COUNTS = ["S", "P"]
 
 
 @triton.jit
@@ -94,28 +97,31 @@ def _beside(
 
 @triton.jit(do_not_specialize=COUNTS)
 def _combine(
-    part, tops, sums, beside, beside_tops, slots, mult, out, S,
+    part, part_tops, tops, sums, beside, beside_tops, slots, mult, out, S, P,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
     V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, SIDES2: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
+    """Outputs of a head: `S` programs scored places, `P` others summed values."""
     row = tl.program_id(0).to(tl.int64)
     g, head = row // SHARE, row % SHARE
     pair, m = g * PARTS + head // M, head % M
     d = tl.program_id(1) * D + tl.arange(0, D)
     split, side = tl.arange(0, SPLITS), tl.arange(0, SIDES2)
-    x = tl.load(tops + (pair * S + split) * M + m, mask=split < S, other=float("-inf"))
+    scored = tl.load(tops + (pair * S + split) * M + m, mask=split < S, other=float("-inf"))
+    x = tl.load(part_tops + (pair * P + split) * M + m, mask=split < P, other=float("-inf"))
     y = tl.load(beside_tops + (pair * SIDES + side) * M + m, mask=side < SIDES, other=float("-inf"))
-    most = tl.maximum(tl.max(x, 0), tl.max(y, 0))
+    most = tl.maximum(tl.max(scored, 0), tl.max(y, 0))
+    scored = tl.where(scored == float("-inf"), 0.0, tl.exp2(scored - most))
     x = tl.where(x == float("-inf"), 0.0, tl.exp2(x - most))
     y = tl.where(y == float("-inf"), 0.0, tl.exp2(y - most))
-    total = tl.sum(y, 0) + tl.sum(x * tl.load(sums + (pair * S + split) * M + m, mask=split < S, other=0.0), 0)
+    total = tl.sum(y, 0) + tl.sum(scored * tl.load(sums + (pair * S + split) * M + m, mask=split < S, other=0.0), 0)
     there = (y > 0)[:, None] & (d < V)[None, :]
     z = tl.load(beside + ((pair * SIDES + side) * M + m)[:, None] * V + d[None, :], mask=there, other=0.0)
     z = tl.sum(z * y[:, None], 0)
-    for i in tl.static_range(3):
-        slot = tl.load(slots + d * 3 + i, mask=d < V, other=-1)
+    for i in tl.static_range(2):
+        slot = tl.load(slots + d * 2 + i, mask=d < V, other=-1)
         there = (slot >= 0)[None, :] & (x > 0)[:, None]
-        found = tl.load(part + ((pair * S + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
+        found = tl.load(part + ((pair * P + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
         unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * (1024.0 / UP)
         z += tl.sum(found * x[:, None], 0) * unit
     mixed = z / tl.where(total > 0, total, 1.0)
@@ -168,13 +174,13 @@ class CodeDecode:
 
         def read(tile: CodeTile) -> None:
             found = self._coded(q16, units, k, v, lengths_B, starts_B, softcap, made, size, tile)
-            S = found[1].shape[1]
+            S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
             _combine[(B * H, -(-V // 64))](
-                *found, beside, beside_tops, table["slots"], table["mult"], out, S, PARTS=parts, SHARE=share,
+                *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
-                SPLITS=triton.next_power_of_2(S), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
+                SPLITS=triton.next_power_of_2(max(S, P)), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
             )  # fmt: skip
 
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
@@ -184,27 +190,28 @@ class CodeDecode:
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
         softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-        """Sums over coded places by slots, highest scores and sums of weights, of every split."""
-        L, processors = k.places, made.processors
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Of every part: sums over places by slots, the highest score. Of every split: that, the sum of weights."""
+        L, (keys, values) = k.places, (self.keys, self.values)
         N = min(tile.places, L)
-        weights, tops, (c8, c4, c2, c1) = made(L, dtype=torch.float16), made(L // N), self.keys.chunks
-        S = max(1, min(-(-processors * tile.programs // made.pairs), L // N))
+        weights, tops = made(L, dtype=torch.float16), made(L // N)
+        S = max(1, min(made.processors * tile.programs // made.pairs, L // N))
+        split_tops, split_sums = made(S), made(S)
         _scores[(made.pairs, S)](
-            q16, k.words, k.scales, weights, tops, units, lengths, starts, S, L, softcap or 1.0,
-            SEGMENTS=len(self.keys.segments), C8=c8, C4=c4, C2=c2, C1=c1, SEG=self.keys.segment, N=N,
-            CAPPED=softcap is not None, UNROLLED=tile.unrolled, HELD=tile.held and tile.unrolled,
-            num_warps=tile.warps, num_stages=tile.stages, **size,
+            q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
+            PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
+            HELD=tile.held, FOLDED=tile.folded, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            **size,
         )  # fmt: skip
-        c8, c4, c2, c1 = self.values.chunks
-        jobs = c8 + c4 + 2 * c2 + 4 * c1 + 1
-        S = max(1, min(-(-processors * tile.sum_programs // (made.pairs * jobs)), L // N))
-        part, split_tops, split_sums = made(S, self.values.slots), made(S), made(S)
-        _sums[(jobs, S, made.pairs)](
-            weights, v.words, v.scales, tops, part, split_tops, split_sums, lengths, starts, S, L, *self.values.chunks,
-            SEG=self.values.segment, N=N, BLOCK=16, num_stages=tile.sum_stages, **size,
+        jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
+        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
+        part, part_tops = made(P, values.slots), made(P)
+        _sums[(jobs, P, made.pairs)](
+            weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L, PLAN=values.plan,
+            MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks, SEG=values.segment,
+            T=min(tile.steps, N), N=N, num_stages=tile.sum_stages, maxnreg=tile.sum_registers, **size,
         )  # fmt: skip
-        return part, split_tops, split_sums
+        return part, part_tops, split_tops, split_sums
 
 
 @cache
@@ -228,10 +235,10 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> 
     if key not in _chosen:
         if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
             return TILES[0]
-        times = {tile._replace(programs=n): _ms(work, tile._replace(programs=n)) for tile in TILES for n in PROGRAMS}
-        best = min(times, key=lambda tile: times[tile])
-        more = [best._replace(sum_stages=s, sum_programs=2 * n) for s in (3, 4) for n in PROGRAMS]
-        times |= {tile: _ms(work, tile) for tile in more}
+        times = {tile: _ms(work, tile) for tile in TILES}
+        for more in MORE:
+            tile = min(times, key=lambda tile: times[tile])._replace(**more)
+            times[tile] = _ms(work, tile)
         _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
         if math.isinf(min(times.values())):
             raise RuntimeError("no kernel for rows in bits can be built here")

@@ -1,8 +1,8 @@
 """One new token per text against a long cache of rows in bits that many query heads share, on CUDA.
 
 Codes are unpacked in registers, two at once, right before the tensor cores take them. `_scores` reads keys and writes
-weights relative to the highest score of a block of places; `code_sums` reads them with values; `code_beside` adds the
-tokens that are not coded. Lengths lie on the device, so that one captured graph serves all of them. Imported only where
+weights relative to the highest score so far; `code_sums` reads them with values; `code_beside` adds the tokens that
+are not coded. Lengths lie on the device, so that one captured graph serves all of them. Imported only where
 Triton is.
 Shape suffixes: B texts, H query heads, G rows per token, L places, K and V coefficients, S splits.
 """
@@ -24,32 +24,67 @@ COUNTS = ["S", "L"]  # numbers of splits and places: kernels are not built anew 
 class CodeTile(NamedTuple):
     """How the kernels are built."""
 
-    places: int = 64  # scored at once
-    warps: int = 4
+    places: int = 128  # scored at once
+    warps: int = 8
     stages: int = 2
-    programs: int = 4  # per multiprocessor, about
-    unrolled: bool = True  # chunks of a row: reads of the next places begin before this row is done
+    programs: int = 1  # per multiprocessor: as many as it runs at once
+    registers: int | None = None  # of a thread, at most
     held: bool = True  # queries stay in shared memory
+    folded: bool = (
+        False  # a scale is applied where the middle is taken off: less work, fewer bits where scales are small
+    )
+    steps: int = 64  # places whose values are summed at once
+    fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
-    sum_programs: int = 8
+    sum_registers: int | None = 168
+    sum_programs: int = 3
 
 
 TILES = (  # which are tried; the last takes least shared memory
     CodeTile(),
-    CodeTile(places=128, warps=8),
-    CodeTile(places=128),
-    CodeTile(stages=3),
-    CodeTile(places=128, stages=3, unrolled=False, held=False),
-    CodeTile(unrolled=False, held=False),
+    CodeTile(places=64, warps=4, programs=2),
+    CodeTile(places=256, warps=16, registers=128),
+    CodeTile(places=128, warps=8, programs=2, registers=128),
+    CodeTile(places=64, warps=4, programs=4, registers=128),
+    CodeTile(places=64, warps=4, stages=1, programs=3, held=False),
 )
-PROGRAMS = (2, 4, 8)
 
 
 @triton.constexpr_function
-def _unpacking(plane, field):
+def planned(plan, chunk):
+    """Of the fields of a chunk: their bits and bits of a word below them; and the number of the first segment."""
+    chunks = plan.split()
+    planes = [int(x) for x in chunks[chunk]]
+    first = sum(len(x) + len(x) % 2 for x in chunks[:chunk])
+    return planes, [sum(planes[:f]) for f in range(len(planes))], first
+
+
+@triton.constexpr_function
+def _chunks(plan):
+    return len(plan.split())
+
+
+@triton.constexpr_function
+def _field(plan, chunk, field):
+    """Bits of a field, and bits of a word below it."""
+    planes, places, _ = planned(plan, chunk)
+    return planes[field], places[field]
+
+
+@triton.constexpr_function
+def _fields(plan, chunk):
+    return len(planned(plan, chunk)[0])
+
+
+@triton.constexpr_function
+def _segment(plan, chunk, field):
+    return planned(plan, chunk)[2] + field
+
+
+@triton.constexpr_function
+def _unpacking(kind):
     """Assembly: two fields of a register as centred numbers times 2**(place - 10), times their scales."""
-    low = 10 // plane
-    shift, place = field // low * low * plane, field % low * plane
+    plane, shift, place = kind[0], kind[1] // 8 * 8, kind[1] % 8
     most = (1 << plane) - 1
     minus = 0x8000 | (plane + place + 3) << 10 | ((most << (11 - plane)) & 1023)  # -most / 2 * 2**(place - 10)
     source = f"shr.u32 t, $1, {shift}; and.b32 t, t," if shift else "and.b32 t, $1,"
@@ -59,22 +94,44 @@ def _unpacking(plane, field):
 
 
 @triton.constexpr_function
-def _placed(plane, field):
-    """Bits that a field moves down, its mask then, and what is taken off to centre it."""
-    low = 10 // plane
-    shift, place = field // low * low * plane, field % low * plane
-    return shift, ((1 << plane) - 1) << place, ((1 << plane) - 1) / 2 * 2.0 ** (place - 10)
+def _unpacking_folded(kind):
+    """Assembly: two fields of a register times 2**(place - 24), times scales, and something added."""
+    source = f"shr.u32 t, $1, {kind[1] // 8 * 8}; and.b32 t, t," if kind[1] >= 8 else "and.b32 t, $1,"
+    mask = (((1 << kind[0]) - 1) << kind[1] % 8) * 0x10001
+    return "{.reg .b32 t; " + f"{source} {mask}; fma.rn.f16x2 $0, t, $2, $3;" + "}"
 
 
 @triton.jit
-def _scaled(words, scale, PLANE: tl.constexpr, FIELD: tl.constexpr, PACKED: tl.constexpr):
+def _folded(words, factor, N: tl.constexpr, SEG: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
+    """As `_scaled`, by scales of places (N) below 64, and 256 times smaller."""
+    how: tl.constexpr = _placed(KIND)
+    less = (factor * (-how[2] / 256)).to(tl.float16)[:, None].broadcast_to(N, SEG)
+    scale = (factor * 64.0).to(tl.float16)[:, None].broadcast_to(N, SEG)
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            _unpacking_folded(KIND), "=r,r,r,r", [words, scale, less], dtype=tl.float16, is_pure=True, pack=2
+        )
+    else:
+        x = ((words >> how[0]) & how[1]).to(tl.int16).to(tl.float16, bitcast=True)
+        return (x.to(tl.float32) * scale + less).to(tl.float16)
+
+
+@triton.constexpr_function
+def _placed(kind):
+    """Bits that a field moves down, its mask then, and what is taken off to centre it."""
+    most = (1 << kind[0]) - 1
+    return kind[1] // 8 * 8, most << kind[1] % 8, most / 2 * 2.0 ** (kind[1] % 8 - 10)
+
+
+@triton.jit
+def _scaled(words, scale, KIND: tl.constexpr, PACKED: tl.constexpr):
     """A field of every word, less its middle, times a scale: what the code stands for, times a power of two."""
     if PACKED:
         return tl.inline_asm_elementwise(
-            _unpacking(PLANE, FIELD), "=r,r,r", [words, scale], dtype=tl.float16, is_pure=True, pack=2
+            _unpacking(KIND), "=r,r,r", [words, scale], dtype=tl.float16, is_pure=True, pack=2
         )
     else:
-        how: tl.constexpr = _placed(PLANE, FIELD)
+        how: tl.constexpr = _placed(KIND)
         x = ((words >> how[0]) & how[1]).to(tl.int16).to(tl.float16, bitcast=True)
         return (x * 16384.0 - how[2]) * scale
 
@@ -83,52 +140,6 @@ def _scaled(words, scale, PLANE: tl.constexpr, FIELD: tl.constexpr, PACKED: tl.c
 def _factor(both, ODD: tl.constexpr):
     """One of two scales that lie in a number of 32 bits."""
     return (both >> (16 * ODD)).to(tl.int16).to(tl.float16, bitcast=True)
-
-
-@triton.jit
-def _score_chunk(
-    s, rows, q, held, scales, cell,
-    PLANE: tl.constexpr, AT: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
-    PACKED: tl.constexpr,
-):  # fmt: skip
-    """Scores (N, M) and what the segments of a chunk add to them; `held` has their queries from `AT` on, or none."""
-    words = tl.load(rows)
-    for pair in tl.static_range(8 // PLANE):
-        both = tl.load(scales + pair * TILE)
-        for odd in tl.static_range(2):
-            if AT >= 0:
-                some = held[AT + 2 * pair + odd]
-            else:
-                some = tl.load(q + (2 * pair + odd) * (SEG * M) + cell)
-            factor = _factor(both, odd)[:, None].broadcast_to(N, SEG)
-            s = tl.dot(_scaled(words, factor, PLANE, 2 * pair + odd, PACKED), some, s)
-    return s
-
-
-@triton.jit
-def _score_plane(
-    s, rows, q, held, scales, cell,
-    PLANE: tl.constexpr, COUNT: tl.constexpr, CHUNK: tl.constexpr, FIRST: tl.constexpr, UNROLLED: tl.constexpr,
-    HELD: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Scores and what all chunks of a plane add; its first chunk has number `CHUNK`, its first segment `FIRST`."""
-    F: tl.constexpr = 16 // PLANE
-    rows += CHUNK * SEG
-    q += FIRST * (SEG * M)
-    scales += FIRST // 2 * TILE
-    if UNROLLED:
-        for c in tl.static_range(COUNT):
-            s = _score_chunk(
-                s, rows + c * SEG, q + c * (F * SEG * M), held, scales + c * (F // 2 * TILE), cell,
-                PLANE, FIRST + c * F if HELD else -1, SEG, M, N, TILE, PACKED,
-            )  # fmt: skip
-    else:
-        for c in range(COUNT):
-            s = _score_chunk(
-                s, rows + c * SEG, q + c * (F * SEG * M), held, scales + c * (F // 2 * TILE), cell,
-                PLANE, -1, SEG, M, N, TILE, PACKED,
-            )  # fmt: skip
-    return s
 
 
 @triton.jit
@@ -142,21 +153,45 @@ def _range(lengths, starts, b, split, S, N: tl.constexpr, WHOLE: tl.constexpr, N
     return begin, last, low, tl.minimum(low + each, tl.cdiv(last, N))
 
 
+@triton.jit
+def _products(
+    rows, q, held, scales, cell, PLAN: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, SEG: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Products (N, M) of some rows with all queries, which are `held` or not."""
+    s = tl.zeros([N, M], tl.float32)
+    for c in tl.static_range(_chunks(PLAN)):
+        words = tl.load(rows + c * SEG)
+        for f in tl.static_range(_fields(PLAN, c)):
+            if f % 2 == 0:
+                both = tl.load(scales + _segment(PLAN, c, f) // 2 * TILE)
+            factor = _factor(both, f % 2)
+            if HELD:
+                some = held[_segment(PLAN, c, f)]
+            else:
+                some = tl.load(q + _segment(PLAN, c, f) * (SEG * M) + cell)
+            if FOLDED:
+                x = _folded(words, factor, N, SEG, _field(PLAN, c, f), PACKED)
+            else:
+                x = _scaled(words, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f), PACKED)
+            s = tl.dot(x, some, s)
+    return s * 256.0 if FOLDED else s
+
+
 @triton.jit(do_not_specialize=COUNTS)
 def _scores(
-    q, words, scales, weights, tops, units, lengths, starts, S, L, cap, GP: tl.constexpr, PARTS: tl.constexpr,
-    SEGMENTS: tl.constexpr, C8: tl.constexpr, C4: tl.constexpr, C2: tl.constexpr, C1: tl.constexpr,
-    SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
-    CAPPED: tl.constexpr, UNROLLED: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr,
+    q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
+    GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, SEGMENTS: tl.constexpr, SEG: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
+    CAPPED: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     begin, last, low, high = _range(lengths, starts, pair // GP, tl.program_id(1), S, N, WHOLE, NEAR)
-    C: tl.constexpr = C8 + C4 + C2 + C1
-    B2: tl.constexpr = 2 * C8 + 4 * C4
+    ROW: tl.constexpr = _chunks(PLAN) * SEG
     j = tl.arange(0, SEG)
     h = tl.arange(0, M)
     cell = j[:, None] * M + h[None, :]
-    words += pair // PARTS * L * (C * SEG)
+    words += pair // PARTS * L * ROW
     scales += pair // PARTS * L * (SEGMENTS // 2)
     q += pair * (SEGMENTS * SEG * M)
     unit = tl.load(units + pair * M + h)
@@ -164,23 +199,24 @@ def _scores(
     if HELD:
         for f in tl.static_range(SEGMENTS):
             held = held + (tl.load(q + f * (SEG * M) + cell),)
+    most = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([N, M], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
     for t in range(low, high):
         at = t * N + tl.arange(0, N)
-        s = tl.zeros([N, M], tl.float32)
-        rows = words + at[:, None] * (C * SEG) + j[None, :]
+        rows = words + at[:, None] * ROW + j[None, :]
         own = scales + at // TILE * (TILE * (SEGMENTS // 2)) + at % TILE
-        s = _score_plane(s, rows, q, held, own, cell, 8, C8, 0, 0, UNROLLED, HELD, SEG, M, N, TILE, PACKED)
-        s = _score_plane(s, rows, q, held, own, cell, 4, C4, C8, 2 * C8, UNROLLED, HELD, SEG, M, N, TILE, PACKED)
-        s = _score_plane(s, rows, q, held, own, cell, 2, C2, C8 + C4, B2, UNROLLED, HELD, SEG, M, N, TILE, PACKED)
-        s = _score_plane(
-            s, rows, q, held, own, cell, 1, C1, C - C1, B2 + 8 * C2, UNROLLED, HELD, SEG, M, N, TILE, PACKED
-        )
-        s = s * unit[None, :]
+        s = _products(rows, q, held, own, cell, PLAN, HELD, FOLDED, SEG, M, N, TILE, PACKED) * unit[None, :]
         if CAPPED:
             s = _capped(s, cap)
         seen = (at >= begin) & (at < last)
         s = tl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
-        top = tl.max(s, 0)
-        p = tl.exp2(s - tl.where(top == float("-inf"), 0.0, top)[None, :])
-        tl.store(tops + (pair * (L // N) + t) * M + h, top)
+        top = tl.maximum(most, tl.max(s, 0))  # weights are relative to the highest score so far
+        safe = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(s - safe[None, :])
+        total = total * tl.exp2(most - safe)[None, :] + p
+        most = top
+        tl.store(tops + (pair * (L // N) + t) * M + h, safe)
         tl.store(weights + (pair * L + at)[:, None] * M + h[None, :], p.to(tl.float16))
+    target = (pair * S + tl.program_id(1)) * M + h
+    tl.store(split_tops + target, most)
+    tl.store(split_sums + target, tl.sum(total, 0))

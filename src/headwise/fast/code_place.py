@@ -16,7 +16,7 @@ import triton.language as tl
 
 from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
 
-FIELDS = 16  # of a word, at most
+FIELDS = 8  # of a word, at most
 
 
 @triton.jit
@@ -45,38 +45,39 @@ def _row(x, k, there):
 
 @triton.jit
 def _place_chunk(
-    x, words, scales, own, bits, below, group, plane, first, chunk, at, UP,
-    KEPT: tl.constexpr, EACH: tl.constexpr, CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr,
+    x, words, scales, own, bits, raised, below, group, plane, place, first, chunk, at, UP,
+    KEPT: tl.constexpr, EACH: tl.constexpr, CHUNKS: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr,
     TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
     """One chunk of a row's words, with the scales of its segments."""
     f, j, i = tl.arange(0, FIELDS), tl.arange(0, SEG), tl.arange(0, WIDE)
     segment = tl.load(first + chunk)
-    width = tl.load(plane + segment)
-    used = f < 16 // width
-    k = tl.load(group + segment + f, mask=used, other=0)[:, None] * EACH + i[None, :]
+    used = f < tl.load(first + chunk + 1) - segment
+    segment += f
+    k = tl.load(group + segment, mask=used, other=0)[:, None] * EACH + i[None, :]
     factor = _scale(_row(x, k, used[:, None] & (i < EACH)[None, :] & (k < KEPT)))
     half = tl.minimum(factor * UP, 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
-    pair = at // TILE * (SEGMENTS // 2) + (segment + f) // 2
-    tl.store(scales + (pair * TILE + at % TILE) * 2 + f % 2, half, mask=used)
-    slot = (segment + f)[:, None] * SEG + j[None, :]
+    tl.store(scales + ((at // TILE * PAIRS + segment // 2) * TILE + at % TILE) * 2 + segment % 2, half, mask=used)
+    slot = segment[:, None] * SEG + j[None, :]
     wide = tl.load(bits + slot, mask=used[:, None], other=0)
     numbers = _row(x, tl.load(own + slot, mask=used[:, None], other=0), wide > 0)
-    code = _codes(numbers, factor[:, None], wide).to(tl.int32)
+    code = _codes(numbers, factor[:, None], wide).to(tl.int32) + tl.load(raised + slot, mask=used[:, None], other=0)
+    width = tl.load(plane + segment, mask=used, other=0)[:, None]
     field = (code >> tl.load(below + slot, mask=used[:, None], other=0)) & ((1 << width) - 1)
-    word = tl.sum(tl.where(wide > 0, field, 0) << (f * width)[:, None], 0)
+    up = tl.load(place + segment, mask=used, other=0)[:, None]
+    word = tl.sum(tl.where(wide > 0, field, 0) << up, 0)
     if BY_PLACE:
-        place = (at * CHUNKS + chunk) * SEG + j
+        target = (at * CHUNKS + chunk) * SEG + j
     else:
-        place = ((at // TILE * CHUNKS + chunk) * SEG + j) * TILE + at % TILE
-    tl.store(words + place, word.to(tl.int16))
+        target = ((at // TILE * CHUNKS + chunk) * SEG + j) * TILE + at % TILE
+    tl.store(words + target, word.to(tl.int16))
 
 
 @triton.jit(do_not_specialize=["past", "T"])
 def _place_codes(
-    x, words, scales, side, own, bits, below, group, plane, first, starts, places, past, T, UP,
+    x, words, scales, side, own, bits, raised, below, group, plane, place, first, starts, places, past, T, UP,
     x_row, x_group, x_token, word_row, scale_row, KEPT: tl.constexpr, SIZE: tl.constexpr, EACH: tl.constexpr,
-    CHUNKS: tl.constexpr, SEGMENTS: tl.constexpr, FIELDS: tl.constexpr, FINE: tl.constexpr,
+    CHUNKS: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, FINE: tl.constexpr,
     FINE_BITS: tl.constexpr, G: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, SIDE: tl.constexpr,
     ON_DEVICE: tl.constexpr, TILE: tl.constexpr, SEG: tl.constexpr, WIDE: tl.constexpr, BY_PLACE: tl.constexpr,
 ):  # fmt: skip
@@ -95,8 +96,8 @@ def _place_codes(
     x += b * x_row + pair % G * x_group + token * x_token
     if chunk < CHUNKS:
         _place_chunk(
-            x, words + pair * word_row, scales + pair * scale_row, own, bits, below, group, plane, first, chunk, at,
-            UP, KEPT, EACH, CHUNKS, SEGMENTS, FIELDS, TILE, SEG, WIDE, BY_PLACE,
+            x, words + pair * word_row, scales + pair * scale_row, own, bits, raised, below, group, plane, place, first,
+            chunk, at, UP, KEPT, EACH, CHUNKS, PAIRS, FIELDS, TILE, SEG, WIDE, BY_PLACE,
         )  # fmt: skip
     else:
         i = tl.arange(0, WIDE)[None, :]
@@ -124,15 +125,15 @@ def place_codes(
     B, G, T, K = x_BGTK.shape
     x = x_BGTK if x_BGTK.stride(3) == 1 else x_BGTK.contiguous()
     table = layout.tables(x.device)
-    chunks, fine_groups = sum(layout.chunks), max(1, round(layout.size / 64))
+    chunks, fine_groups = layout.chunks, max(1, round(layout.size / 64))
     fine = -(-layout.size // fine_groups)
     known = isinstance(past, int)
     _place_codes[(B * G * T, chunks + fine_groups)](
-        x, held.words, held.scales.view(torch.int16), held.side, table["own"], table["bits"], table["below"],
-        table["group"], table["plane"], table["first"], starts_B, starts_B if known else past, past if known else 0, T,
-        SCALE_UP, *x.stride()[:3], held.words.stride(1), 2 * held.scales.stride(1), KEPT=layout.kept, SIZE=K,
-        EACH=layout.each, CHUNKS=chunks, SEGMENTS=len(layout.segments), FIELDS=FIELDS, FINE=fine,
-        FINE_BITS=layout.fine_bits, G=G, WHOLE=whole, NEAR=near, SIDE=held.side.shape[2], ON_DEVICE=not known,
-        TILE=TILE, SEG=layout.segment, WIDE=triton.next_power_of_2(max(fine, layout.each)), BY_PLACE=by_place,
-        num_warps=4,
+        x, held.words, held.scales.view(torch.int16), held.side, table["own"], table["bits"], table["raised"],
+        table["below"], table["group"], table["plane"], table["place"], table["first"], starts_B,
+        starts_B if known else past, past if known else 0, T, SCALE_UP, *x.stride()[:3], held.words.stride(1),
+        2 * held.scales.stride(1), KEPT=layout.kept, SIZE=K, EACH=layout.each, CHUNKS=chunks, PAIRS=layout.pairs,
+        FIELDS=FIELDS, FINE=fine, FINE_BITS=layout.fine_bits, G=G, WHOLE=whole, NEAR=near, SIDE=held.side.shape[2],
+        ON_DEVICE=not known, TILE=TILE, SEG=layout.segment, WIDE=triton.next_power_of_2(max(fine, layout.each)),
+        BY_PLACE=by_place, num_warps=4,
     )  # fmt: skip

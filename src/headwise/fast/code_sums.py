@@ -4,107 +4,125 @@ Each program sums a few coefficients of some places. `code_decode` has the first
 where Triton is.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment, var-annotated"
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import _factor, _range, _scaled
+from headwise.fast.code_decode import _factor, _range, _scaled, planned
+
+
+@triton.constexpr_function
+def sum_jobs(plan, most):
+    """What the programs of some places do, if each sums so many fields at most.
+
+    By kind of program: the fields, each with its bits and bits of a word below it; how many programs, which have
+    neighbouring chunks; the first chunk; its first segment; segments of a chunk.
+    """
+    jobs = []
+    for low in range(0, 8, most):
+        for chunk in range(len(plan.split())):
+            planes, places, first = planned(plan, chunk)
+            kinds = [(planes[f], places[f]) for f in range(low, min(low + most, len(planes)))]
+            step = len(planes) + len(planes) % 2
+            if jobs and jobs[-1][0] == kinds and jobs[-1][2] + jobs[-1][1] == chunk and jobs[-1][4] == step:
+                jobs[-1][1] += 1
+            elif kinds:
+                jobs.append([kinds, 1, chunk, first + low, step])
+    return jobs
+
+
+@triton.constexpr_function
+def _jobs(plan, most):
+    return len(sum_jobs(plan, most))
+
+
+@triton.constexpr_function
+def _job(plan, most, number):
+    """The first of the programs of a kind, the first behind them, and the numbers that go with them."""
+    jobs = sum_jobs(plan, most)
+    begin = sum([job[1] for job in jobs[:number]])
+    return begin, begin + jobs[number][1], jobs[number][2], jobs[number][3], jobs[number][4], len(jobs[number][0])
+
+
+@triton.constexpr_function
+def _kind(plan, most, number, field):
+    return sum_jobs(plan, most)[number][0][field]
 
 
 @triton.jit
 def _sum_fields(
-    weights, words, scales, tops, out, most, low, high, h, sizes,
-    PLANE: tl.constexpr, FIRST: tl.constexpr, FIELDS: tl.constexpr,
-    SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    weights, words, scales, tops, out, low, high, word_tile, scale_tile, slots, PLAN: tl.constexpr, MOST: tl.constexpr,
+    JOB: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, T: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Sums over places of some fields of a chunk; `sizes`: of words and scales of a tile, and of slots."""
-    j, n = tl.arange(0, SEG), tl.arange(0, TILE)
+    """Sums over places of some fields of a chunk, and the scores that they are relative to.
+
+    Weights are relative to the highest score of what one program scored until then. Where another began, that may be
+    lower; sums follow it, but not far below the highest score of all, where nothing counts.
+    """
+    FIELDS: tl.constexpr = _job(PLAN, MOST, JOB)[5]
+    j, n, h = tl.arange(0, SEG), tl.arange(0, T), tl.arange(0, M)
     z = ()
     for _f in tl.static_range(FIELDS):
         z = z + (tl.zeros([SEG, M], tl.float32),)
-    for t in range(low * (N // TILE), high * (N // TILE)):
-        w = tl.load(weights + (t * TILE + n)[:, None] * M + h[None, :])
-        top = tl.load(tops + t // (N // TILE) * M + h)
-        w = (w.to(tl.float32) * tl.exp2(top - most)[None, :]).to(tl.float16)
-        code = tl.load(words + t * sizes[0] + j[:, None] * TILE + n[None, :])
+    most = tl.load(tops + low * M + h, mask=h < tl.where(low < high, M, 0), other=0.0)
+    top, highest = most, most  # `top`: of the next places, read long before it is used
+    words += (n // TILE * word_tile + n % TILE)[None, :] + j[:, None] * TILE
+    scales += n // TILE * scale_tile + n % TILE
+    for t in range(low * (N // T), high * (N // T)):
+        w = tl.load(weights + (t * T + n)[:, None] * M + h[None, :])
+        code = tl.load(words + t * (T // TILE) * word_tile)
+        top = tl.maximum(top, highest - 60.0)
+        highest = tl.maximum(highest, top)
+        if tl.max(tl.abs(top - most), 0) > 0:
+            fade = tl.exp2(most - top)
+            new = ()
+            for f in tl.static_range(FIELDS):
+                new = new + (z[f] * fade[None, :],)
+            z = new
+        most = top
+        top = tl.load(tops + tl.minimum((t + 1) // (N // T), high - 1) * M + h)
         new = ()
-        for pair in tl.static_range(FIELDS // 2):
-            both = tl.load(scales + t * sizes[1] + pair * TILE + n)
-            for odd in tl.static_range(2):
-                scale = _factor(both, odd)[None, :].broadcast_to(SEG, TILE)
-                x = _scaled(code, scale, PLANE, FIRST + 2 * pair + odd, PACKED)
-                new = new + (tl.dot(x, w, z[2 * pair + odd]),)
+        for f in tl.static_range(FIELDS):
+            if f % 2 == 0:
+                both = tl.load(scales + t * (T // TILE) * scale_tile + f // 2 * TILE)
+            scale = _factor(both, f % 2)[None, :].broadcast_to(SEG, T)
+            new = new + (tl.dot(_scaled(code, scale, _kind(PLAN, MOST, JOB, f), PACKED), w, z[f]),)
         z = new
     for f in tl.static_range(FIELDS):
-        tl.store(out + h[None, :] * sizes[2] + f * SEG + j[:, None], z[f])
-
-
-@triton.jit
-def _total(weights, tops, most, low, high, h, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr):
-    """Sums of weights."""
-    n = tl.arange(0, TILE)
-    total = tl.zeros([TILE, M], tl.float32)
-    for t in range(low * (N // TILE), high * (N // TILE)):
-        w = tl.load(weights + (t * TILE + n)[:, None] * M + h[None, :])
-        total += w.to(tl.float32) * tl.exp2(tl.load(tops + t // (N // TILE) * M + h) - most)[None, :]
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _most(tops, low, high, h, M: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest score of some blocks of places."""
-    i = tl.arange(0, BLOCK)
-    most = tl.full([M], float("-inf"), tl.float32)
-    for t in range(low, high, BLOCK):
-        x = tl.load(tops + (t + i)[:, None] * M + h[None, :], mask=(t + i < high)[:, None], other=float("-inf"))
-        most = tl.maximum(most, tl.max(x, 0))
+        tl.store(out + h[None, :] * slots + f * SEG + j[:, None], z[f])
     return most
 
 
-@triton.jit(do_not_specialize=["S", "L", "C8", "C4", "C2", "C1"])
+@triton.jit(do_not_specialize=["S", "L"])
 def _sums(
-    weights, words, scales, tops, part, split_tops, split_sums, lengths, starts, S, L, C8, C4, C2, C1,
-    GP: tl.constexpr, PARTS: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr,
-    WHOLE: tl.constexpr, NEAR: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    weights, words, scales, tops, part, part_tops, lengths, starts, S, L,
+    GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, MOST: tl.constexpr, SEGMENTS: tl.constexpr,
+    CHUNKS: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    unit = tl.program_id(0)  # a chunk, or part of one, so that there are at most four fields; the last sums weights
+    unit = tl.program_id(0)  # a chunk, or part of one, so that there are few fields
     pair = tl.program_id(2).to(tl.int64)
-    begin, last, low, high = _range(lengths, starts, pair // GP, tl.program_id(1), S, N, WHOLE, NEAR)
-    h = tl.arange(0, M)
-    tops += pair * (L // N) * M
-    most = _most(tops, low, high, h, M, BLOCK)
-    safe = tl.where(most == float("-inf"), 0.0, most)
-    target = pair * S + tl.program_id(1)
-    chunks, segments = C8 + C4 + C2 + C1, 2 * C8 + 4 * C4 + 8 * C2 + 16 * C1
-    sizes = (TILE * SEG * chunks, TILE // 2 * segments, segments * SEG)
-    U4, U2 = C8 + C4, C8 + C4 + 2 * C2
-    B4, B2 = 2 * C8, 2 * C8 + 4 * C4
-    chunk = tl.where(unit < U4, unit, tl.where(unit < U2, U4 + (unit - U4) // 2, U4 + C2 + (unit - U2) // 4))
-    first = tl.where(unit < C8, 2 * unit, tl.where(unit < U4, B4 + 4 * (unit - C8), B2 + 4 * (unit - U4)))
+    split = tl.program_id(1)
+    begin, last, low, high = _range(lengths, starts, pair // GP, split, S, N, WHOLE, NEAR)
+    target = pair * S + split
     weights += pair * L * M
-    words += pair // PARTS * L * (chunks * SEG) + chunk * (SEG * TILE)
-    scales += pair // PARTS * L * (segments // 2) + first // 2 * TILE
-    part += target * (segments * SEG * M) + first * SEG
-    if unit == tl.num_programs(0) - 1:
-        tl.store(split_tops + target * M + h, most)
-        tl.store(split_sums + target * M + h, _total(weights, tops, safe, low, high, h, M, N, TILE))
-    elif unit < C8:
-        _sum_fields(weights, words, scales, tops, part, safe, low, high, h, sizes, 8, 0, 2, SEG, M, N, TILE, PACKED)
-    elif unit < U4:
-        _sum_fields(weights, words, scales, tops, part, safe, low, high, h, sizes, 4, 0, 4, SEG, M, N, TILE, PACKED)
-    elif unit < U2:
-        for half in tl.static_range(2):
-            if (unit - U4) % 2 == half:
-                _sum_fields(
-                    weights, words, scales, tops, part, safe, low, high, h, sizes,
-                    2, 4 * half, 4, SEG, M, N, TILE, PACKED,
-                )  # fmt: skip
-    else:
-        for quarter in tl.static_range(4):
-            if (unit - U2) % 4 == quarter:
-                _sum_fields(
-                    weights, words, scales, tops, part, safe, low, high, h, sizes,
-                    1, 4 * quarter, 4, SEG, M, N, TILE, PACKED,
-                )  # fmt: skip
+    words += pair // PARTS * L * (CHUNKS * SEG)
+    scales += pair // PARTS * L * (SEGMENTS // 2)
+    tops += pair * (L // N) * M
+    part += target * (SEGMENTS * SEG * M)
+    for job in tl.static_range(_jobs(PLAN, MOST)):
+        if (unit >= _job(PLAN, MOST, job)[0]) & (unit < _job(PLAN, MOST, job)[1]):
+            i = unit - _job(PLAN, MOST, job)[0]
+            chunk = _job(PLAN, MOST, job)[2] + i
+            segment = _job(PLAN, MOST, job)[3] + i * _job(PLAN, MOST, job)[4]
+            most = _sum_fields(
+                weights, words + chunk * (SEG * TILE), scales + segment // 2 * TILE, tops, part + segment * SEG,
+                low, high, TILE * SEG * CHUNKS, TILE * (SEGMENTS // 2), SEGMENTS * SEG,
+                PLAN, MOST, job, SEG, M, T, N, TILE, PACKED,
+            )  # fmt: skip
+            if unit == 0:
+                none = tl.full([M], float("-inf"), tl.float32)
+                tl.store(part_tops + target * M + tl.arange(0, M), tl.where(low < high, most, none))

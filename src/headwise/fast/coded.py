@@ -29,10 +29,7 @@ class CodedSide:
         self.layout, self.by_place, self.places = layout, by_place, places
         size, device = (rows, groups), like.device
         self.words = torch.zeros(*size, places * max(1, layout.words), dtype=torch.int16, device=device)
-        pairs = max(1, len(layout.segments) // 2)
-        self.scales = torch.zeros(
-            *size, places * pairs, dtype=torch.int32, device=device
-        )  # two numbers of 16 bits each
+        self.scales = torch.zeros(*size, places * max(1, layout.pairs), dtype=torch.int32, device=device)  # two in each
         self.side = torch.zeros(*size, SIDE, layout.size, dtype=like.dtype, device=device)
 
     def of(self, rows: slice) -> CodedSide:

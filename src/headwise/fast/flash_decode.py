@@ -26,6 +26,7 @@ class Tile(NamedTuple):
     stages: int = 3  # reads in flight
     programs: int = 8  # per multiprocessor, about
     cut: bool = True  # a place into two blocks; otherwise one, rounded up to a power of two
+    even: bool = False  # programs run all at once: no more than fit
 
 
 def blocks(width: int, cut: bool, least: int) -> tuple[int, int]:
@@ -132,7 +133,7 @@ def _combine(part, top, out, S, V: tl.constexpr, SPLITS: tl.constexpr, D: tl.con
 
 def splits_for(pairs: int, places: int, processors: int, tile: Tile) -> int:
     """Programs per row and key/value head, fixed when a graph is captured: enough to fill the device evenly."""
-    wanted = -(-processors * tile.programs // pairs)
+    wanted = processors * tile.programs // pairs if tile.even else -(-processors * tile.programs // pairs)
     return max(1, min(wanted, -(-places // tile.places), 128))
 
 

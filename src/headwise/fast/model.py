@@ -92,7 +92,7 @@ def _place_bytes(layer: Any, layouts: Any, wide: int) -> int:
     """Bytes of a place in the cache of a layer."""
     if layouts is None:
         return int(layer.kv_heads * (layer.qk_dim + layer.v_dim) * wide)
-    return int(layer.kv_heads * sum(2 * one.words + 2 * len(one.segments) for one in layouts))
+    return int(layer.kv_heads * sum(2 * one.words + 4 * one.pairs for one in layouts))
 
 
 def attentions(model: Any) -> list[Any]:

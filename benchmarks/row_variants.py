@@ -1,0 +1,307 @@
+"""Ways to build the kernels for rows that query heads share, side by side, and where their time goes.
+
+python benchmarks/row_variants.py --out FOLDER     # on a CUDA device; writes FOLDER/row_variants.json
+
+Each way is checked against plain attention in double precision first. `stages` has milliseconds of every kernel by the
+profiler, `without` those of all calls if one kernel is left out. A way that fails is recorded with its error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from provenance import commit
+from rows import CODES, HEADS, POOLED, ROW, SCALING, drawn, in_turns, limits, made, numbers, off, plain, uncut_ways
+
+from headwise.fast.code_layout import CodeLayout
+from headwise.runtime.cache_headwise import NEAR, WHOLE
+from headwise.runtime.coder_headwise import RowCoder
+
+TEXTS, PLACES, WORKERS, TIMES = 32, 32768, 12, 3
+KERNELS = ("_queries", "_beside", "_scores", "_sums", "_combine")
+SCORES: list[dict[str, Any]] = [
+    {},
+    {"stages": 3},
+    {"places": 64, "warps": 4, "programs": 2},
+    {"places": 64, "warps": 4, "programs": 2, "stages": 3},
+    {"places": 64, "warps": 4, "programs": 3, "registers": 168},
+    {"places": 64, "warps": 4, "programs": 4, "registers": 128},
+    {"places": 128, "warps": 8, "programs": 2, "registers": 128},
+    {"places": 256, "warps": 16, "registers": 128},
+    {"places": 64, "warps": 4, "stages": 1, "programs": 3, "held": False},
+    {"programs": 4},
+    {"folded": True},
+    {"places": 64, "warps": 4, "programs": 2, "folded": True},
+]
+SUMS: list[dict[str, Any]] = [
+    {"sum_programs": 2},
+    {"sum_programs": 4},
+    {"sum_programs": 6},
+    {"sum_programs": 12},
+    {"sum_stages": 2},
+    {"sum_stages": 4},
+    {"sum_stages": 5},
+    {"steps": 128, "sum_registers": None, "sum_programs": 2},
+    {"steps": 128, "sum_stages": 2, "sum_registers": None, "sum_programs": 2},
+    {"fields": 2},
+    {"fields": 2, "sum_registers": 128, "sum_programs": 4},
+    {"fields": 2, "sum_registers": 96, "sum_programs": 5},
+    {"fields": 8, "sum_registers": None, "sum_programs": 2},
+    {"sum_registers": 128, "sum_programs": 4},
+]
+POOLED_TILES: list[dict[str, Any]] = [
+    {"places": 32, "warps": 4, "stages": 2, "programs": 8},
+    {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True},
+    {"places": 32, "warps": 8, "stages": 2, "programs": 4, "even": True},
+    {"places": 32, "warps": 8, "stages": 2, "programs": 8, "even": True},
+    {"places": 32, "warps": 8, "stages": 3, "programs": 1, "even": True},
+    {"places": 32, "warps": 8, "stages": 3, "programs": 4, "even": True},
+    {"places": 16, "warps": 8, "stages": 3, "programs": 2, "even": True},
+    {"places": 16, "warps": 8, "stages": 4, "programs": 2, "even": True},
+    {"places": 64, "warps": 8, "stages": 2, "programs": 1, "even": True},
+    {"places": 64, "warps": 8, "stages": 2, "programs": 4, "even": True},
+    {"places": 64, "warps": 16, "stages": 2, "programs": 1, "even": True},
+    {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True, "cut": False},
+]
+
+
+def named(how: dict[str, Any]) -> str:
+    return " ".join(f"{name}={x}" for name, x in how.items()) or "as it is"
+
+
+def coded_way(name: str, how: dict[str, Any], texts: int, places: int, held: dict[str, Any]) -> Callable[[], Any]:
+    """A call of all kernels for rows in bits; `held` keeps the cache of each case."""
+    from headwise.fast.code_beside import CodeDecode
+    from headwise.fast.code_decode import CodeTile
+
+    layout = CodeLayout(RowCoder(CODES[name], ROW))
+    if name not in held:
+        held[name] = [drawn(layout, keys, texts, places) for keys in (True, False)], made(texts, HEADS, ROW) * 0.1
+    sides, q = held[name]
+    decode = CodeDecode(layout, layout, WHOLE, NEAR, CodeTile(**how))
+    return partial(decode, q, *sides, *limits(texts, places), SCALING)
+
+
+def coded_error(name: str, how: dict[str, Any], held: dict[str, Any]) -> float:
+    """How far a way is off plain attention, relatively, at odd lengths and starts."""
+    from headwise.fast.code_beside import CodeDecode
+    from headwise.fast.code_decode import CodeTile
+
+    texts, places = 3, 1024
+    ends, starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ((1024, 700, 321), (0, 5, 70)))
+    layout = CodeLayout(RowCoder(CODES[name], ROW))
+    if name not in held:
+        sides, q = [drawn(layout, keys, texts, places) for keys in (True, False)], made(texts, HEADS, ROW) * 0.1
+        held[name] = sides, q, plain(q, *(numbers(side, ends, starts) for side in sides), ends, starts)
+    sides, q, wanted = held[name]
+    return off(CodeDecode(layout, layout, WHOLE, NEAR, CodeTile(**how))(q, *sides, ends, starts, SCALING), wanted)
+
+
+def pooled_way(how: dict[str, Any], texts: int, places: int, held: dict[str, Any]) -> Callable[[], Any]:
+    from headwise.fast.flash_decode import Tile
+    from headwise.fast.row_decode import row_decode
+
+    if not held:
+        held["rows"] = *made(texts, 1, places, 2 * POOLED).split(POOLED, -1), made(texts, HEADS, POOLED)
+    k, v, q = held["rows"]
+    return partial(row_decode, q, k, v, *limits(texts, places), SCALING, tile=Tile(**how))
+
+
+def pooled_error(how: dict[str, Any]) -> float:
+    held: dict[str, Any] = {}
+    found, (k, v, q) = pooled_way(how, 3, 1024, held)(), held["rows"]
+    return off(found, plain(q, k[:, 0], v[:, 0], *limits(3, 1024)))
+
+
+def stages(ways: dict[str, Callable[[], Any]]) -> dict[str, dict[str, Any]]:
+    """Milliseconds of every kernel of ways that have run before, by the profiler. Each call ends with `_combine`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    try:
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for work in ways.values():
+                for _ in range(TIMES):
+                    work()
+            torch.cuda.synchronize()
+        kernels = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        calls: list[Counter[str]] = [Counter()]
+        for event in sorted(kernels, key=lambda event: event.time_range.start):
+            name = event.name.split("(")[0][:40]
+            calls[-1][name] += event.device_time_total / 1000
+            if name == "_combine":
+                calls.append(Counter())
+        if len(calls) != TIMES * len(ways) + 1:
+            raise RuntimeError(f"{len(calls) - 1} calls were seen, not {TIMES * len(ways)}")
+    except Exception as error:
+        return {name: {"failed": f"{type(error).__name__}: {str(error)[-300:]}"} for name in ways}
+    own = [calls[i * TIMES : (i + 1) * TIMES] for i in range(len(ways))]
+    return {
+        name: {kernel: round(statistics.median(call[kernel] for call in some), 4) for kernel in some[0]}
+        for name, some in zip(ways, own, strict=True)
+    }
+
+
+def without(work: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+    """The same call with one kernel left out: its results are wrong, its time says what the kernel takes."""
+    import headwise.fast.code_beside as module
+
+    def less(kernel: str) -> Any:
+        kept = getattr(module, kernel)
+        setattr(module, kernel, _Nothing())
+        try:
+            return work()
+        finally:
+            setattr(module, kernel, kept)
+
+    return {f"without {kernel}": partial(less, kernel) for kernel in KERNELS}
+
+
+class _Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *given, **more: None
+
+
+def probe(out: Path) -> None:
+    """Times of kernels that take words as numbers, without unpacking: what reading and products take by themselves."""
+    import triton
+    import triton.language as tl
+
+    from headwise.fast import code_decode, code_sums
+
+    @triton.jit
+    def raw(words, scale, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
+        return words.to(tl.float16, bitcast=True)
+
+    code_decode._scaled = code_sums._scaled = raw
+    held: dict[str, Any] = {}
+    ways = {named(how): coded_way("coded 25%", how, TEXTS, PLACES, held) for how in ({}, SCORES[2])}
+    for work in ways.values():
+        work()
+    out.write_text(json.dumps(stages(ways)))
+
+
+def tasks() -> list[tuple[str, dict[str, Any]]]:
+    """All ways: a case and how its kernels are built, the most wanted first."""
+    coded = [(name, how) for how in [*SCORES, *SUMS] for name in CODES]
+    return [("pooled 50%", how) for how in POOLED_TILES] + coded
+
+
+def warm(part: int) -> None:
+    """Build kernels for some ways, which leaves them in Triton's cache."""
+    held: dict[str, Any] = {}
+    for name, how in tasks()[part::WORKERS]:
+        try:
+            pooled_error(how) if name.startswith("pooled") else coded_error(name, how, held)
+        except Exception as error:  # told by the process that measures
+            print(name, named(how), type(error).__name__, file=sys.stderr)
+
+
+def checked(name: str, how: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+    try:
+        error = pooled_error(how) if name.startswith("pooled") else coded_error(name, how, held)
+        return {"error": error}
+    except Exception as error:  # what compiling may raise is not listed anywhere
+        torch.cuda.synchronize()
+        return {"failed": f"{type(error).__name__}: {str(error)[-600:]}"}
+
+
+def measure(result: dict[str, Any], case: str, ends_at: float, save: Callable[[], None]) -> None:
+    """All ways of a case in turns, beside uncut attention, and the stages of coded ones."""
+    small: dict[str, Any] = {}
+    large: dict[str, Any] = {}
+    ways = {name: way for name, way in uncut_ways(TEXTS, PLACES).items() if name in ("uncut, ours", "uncut, cuDNN")}
+    rows = []
+    for how in [how for name, how in tasks() if name == case]:
+        row = {"case": case, "how": how, **checked(case, how, small)}
+        rows.append(row)
+        if "failed" not in row and time.time() < ends_at:
+            pooled = case.startswith("pooled")
+            way = pooled_way(how, TEXTS, PLACES, large) if pooled else coded_way(case, how, TEXTS, PLACES, large)
+            try:
+                way()
+                torch.cuda.synchronize()
+                ways[named(how)] = way
+            except Exception as error:
+                row["failed"] = f"{type(error).__name__}: {str(error)[-300:]}"
+        result["rows"] = [old for old in result["rows"] if old["case"] != case] + rows
+        save()
+    own = {named(row["how"]): row for row in rows if named(row["how"]) in ways}
+    for name, found in stages({name: ways[name] for name in own}).items():
+        own[name]["stages"] = found
+    if not case.startswith("pooled") and "as it is" in ways:
+        ways |= without(ways["as it is"])
+    times = in_turns(ways)
+    best = min((x["ms"] for name, x in times.items() if name.startswith("uncut")), default=float("nan"))
+    for row in rows:
+        if found := times.get(named(row["how"])):
+            row |= {**found, "times_uncut": best / found["ms"]}
+    result["rows"] += [
+        {"case": case, "way": name, **x} for name, x in times.items() if name[:6] in ("uncut,", "withou")
+    ]
+    save()
+    for row in sorted(rows, key=lambda row: row.get("ms", 1e9)):
+        told = (
+            row.get("failed", "")[-150:]
+            or f"{row.get('ms', 0):.3f} ms {row.get('times_uncut', 0):.2f} off {row['error']:.2%}"
+        )
+        print(f"{case} | {named(row['how'])} | {told} | {row.get('stages')}", flush=True)
+    for name, x in times.items():
+        if name[:6] in ("uncut,", "withou"):
+            print(f"{case} | {name} | {x['ms']:.3f} ms", flush=True)
+
+
+def main() -> None:
+    """Build all kernels in parallel, then check and time case by case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=Path("."))
+    parser.add_argument("--warm", type=int)
+    parser.add_argument("--probe", type=Path)
+    parser.add_argument("--seconds", type=float, default=100.0, help="after which no more ways are begun")
+    asked = parser.parse_args()
+    if asked.warm is not None:
+        return warm(asked.warm)
+    if asked.probe is not None:
+        return probe(asked.probe)
+    start = time.time()
+    workers = [subprocess.Popen([sys.executable, __file__, "--warm", str(i)]) for i in range(WORKERS)]
+    for worker in workers:
+        worker.wait()
+    print(f"built in {time.time() - start:.0f} s", flush=True)
+    result: dict[str, Any] = {
+        "hardware": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
+        "versions": {"torch": torch.__version__}, "texts": TEXTS, "places": PLACES,
+        "built_seconds": time.time() - start, "rows": [],
+    }  # fmt: skip
+    asked.out.mkdir(parents=True, exist_ok=True)
+    probed = asked.out / "row_probe.json"
+    subprocess.run([sys.executable, __file__, "--probe", str(probed)], check=False)
+    result["without unpacking"] = json.loads(probed.read_text()) if probed.exists() else "failed"
+    print("without unpacking:", result["without unpacking"], flush=True)
+
+    def save() -> None:
+        made = asked.out / "row_variants.json.new"
+        made.write_text(json.dumps(result, indent=1) + "\n")
+        os.replace(made, asked.out / "row_variants.json")
+
+    for case in ("coded 25%", "coded 12.5%", "pooled 50%", "coded 25%, all widths"):
+        measure(result, case, start + asked.seconds, save)
+        torch.cuda.empty_cache()
+    print(f"all in {time.time() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
