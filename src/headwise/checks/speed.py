@@ -35,7 +35,7 @@ def runtime(source: nn.Module, cut: nn.Module) -> str:
 
 @torch.no_grad()
 def measure(
-    source: nn.Module, cut: nn.Module, prompt: int = 256, steps: int = 24, repeats: int = 3, runtime: str = PLAIN
+    source: nn.Module, cut: nn.Module, prompt: int = 256, steps: int = 16, repeats: int = 3, runtime: str = PLAIN
 ) -> dict[str, float]:
     """Median milliseconds per token of prefill and decode; the models take turns, so that both meet the same machine.
 
@@ -44,15 +44,18 @@ def measure(
     if runtime == FAST:
         source, cut = measuring.fast_twin(source), measuring.fast_twin(cut)
     family = families.family_of(source.config)
-    run, facts = (_writing if family.shape_of(source.config).cached else _reading)(family, source.config, prompt, steps)
+    way = _writing if family.shape_of(source.config).cached else _reading
+    run, facts = way(family, source.config, prompt, steps)
+    warm_up = run if runtime == FAST else way(family, source.config, prompt, 2)[0]  # a replayed step is for one length
+    for model in (source, cut):
+        warm_up(model)
     times: dict[str, list[float]] = {}
-    for _ in range(repeats + 1):
+    for _ in range(repeats):
         for name, model in (("before", source), ("after", cut)):
             for what, ms in run(model).items():
                 times.setdefault(f"{what}_{name}", []).append(ms)
     ends = {"": statistics.median, "_low": min, "_high": max}
-    kept = {f"{key}{end}": float(of(ms[1:])) for key, ms in times.items() for end, of in ends.items()}  # first: warm-up
-    return {**kept, **facts}
+    return {f"{key}{end}": float(of(ms)) for key, ms in times.items() for end, of in ends.items()} | facts
 
 
 Run = Callable[[nn.Module], dict[str, float]]  # milliseconds of one run, by what was run
