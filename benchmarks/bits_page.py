@@ -57,6 +57,12 @@ def _results(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(path.read_text()) for path in sorted(folder.glob("bits-*.json"))]
 
 
+def _format(result: dict[str, Any]) -> str:
+    """What the name of a model adds where it was computed in another format than float32."""
+    dtype = result["settings"]["dtype"]
+    return "" if dtype == "float32" else f" in {dtype}"
+
+
 def overview(folder: Path = RESULTS) -> str:
     """One line for every model and length: what shares of the cache lose, and how many other caches are worse."""
     cells = []
@@ -65,8 +71,8 @@ def overview(folder: Path = RESULTS) -> str:
             rows = [row for row in result["rows"] if row["length"] == length]
             ours = {row["asked"]: row for row in _there(rows, "ours") if row["method"] == OURS}
             pairs = [(row, own) for row in _there(rows, "rivals", "library") if (own := _match(rows, row))]
-            won = f"{len(pairs) - len(_behind(pairs))} of {len(pairs)}"
-            name = f"{result['name'].split(' (')[0]}, {length:,}"
+            won = f"{len(pairs) - len(_behind(pairs))} of {len(pairs)}" if pairs else "not measured"
+            name = f"{result['name'].split(' (')[0]}{_format(result)}, {length:,}"
             cells.append((name, *(_told(ours.get(share)) or "not measured" for share in SHARES), won))
     titles = ("model, tokens of a text", *(f"{share} of the cache" for share in SHARES), "ours is closer than")
     return "\n".join(_table(titles, cells)).rstrip() if cells else "No results yet: see benchmarks/bits.py."
@@ -112,7 +118,7 @@ def _ways(found: dict[str, Any]) -> list[str]:
 
 
 def _section(result: dict[str, Any]) -> list[str]:
-    lines = [f"## {result['name']}", ""]
+    lines = [f"## {result['name']}{_format(result)}", ""]
     for length in sorted({row["length"] for row in result["rows"]}):
         rows = [row for row in result["rows"] if row["length"] == length]
         lines += [f"### {length:,} tokens", ""]

@@ -48,8 +48,6 @@ MOVING = ("loading the model", "saving the model", "loading the new model", "rel
 CHANGED = {  # commit of a row -> what changed since; gone from the page when the row is measured again
     "9d0d904b005e": "Measured with an earlier way to write text, before prices of cache bits were corrected and before "
     "bases were decomposed side by side.",
-    "609a551c7409": "Most of the time went into building kernels for the timing, which a run no longer does; "
-    "not measured again.",
     "16ec1e9": "Measured before the number of tokens that pass through all layers was limited, and before heads of "
     "streamed models shared rows.",
     "df4725b9fdbf": "Measured before heads of streamed models shared rows and before their codes were fitted on all "
@@ -306,6 +304,16 @@ def measure(asked: argparse.Namespace) -> None:
     shutil.rmtree(out, ignore_errors=True)
 
 
+def join(others: Sequence[Path], out: Path) -> None:
+    """Take rows that were measured elsewhere; each replaces that of the same name."""
+    found = json.loads(out.read_text()) if out.exists() else {"rows": []}
+    for other in others:
+        new = json.loads(other.read_text())["rows"]
+        names = [row["name"] for row in new]
+        found["rows"] = [*(row for row in found["rows"] if row["name"] not in names), *new]
+    out.write_text(json.dumps(found, indent=1) + "\n")
+
+
 def main() -> None:
     """Measure one run, or print the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -314,6 +322,7 @@ def main() -> None:
     what.add_argument("--model")
     what.add_argument("--demo", action="store_true")
     what.add_argument("--page", action="store_true")
+    what.add_argument("--join", type=Path, nargs="+", metavar="FILE", help="take the rows of other results")
     parser.add_argument("--name", help="of the row")
     parser.add_argument("--layers", type=int, help="fewer than the shape has")
     parser.add_argument("--budget", default="kv=50%")
@@ -330,6 +339,9 @@ def main() -> None:
     if asked.page:
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
         PAGE.write_text(filled(PAGE.read_text(), results))
+        return
+    if asked.join:
+        join(asked.join, asked.out)
         return
     if asked.demo:
         found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
