@@ -300,7 +300,7 @@ def summary(folder: Path = RESULTS) -> str:
         for length in sorted({row["length"] for row in result["rows"]}):
             rows = [row for row in result["rows"] if row["length"] == length]
             ours = {row["asked"]: row for row in _there(rows, "ours") if row["method"] == OURS}
-            name = f"{result['name'].removesuffix(f', {length:,} tokens')}, {length:,}"
+            name = f"{result['name'].removesuffix(f', {length:,} tokens')}{_format(result)}, {length:,}"
             best = (_best(rows, bits) for bits in (4, 2))
             cells.append((name, *(_told(ours.get(share)) for share in titles[1:4]), *best))
         made.append(f"{result['hardware']}, {result['date']}, {commits_of(result)}")
