@@ -17,9 +17,9 @@ from headwise.stages.texts import sources
 from headwise.tasks.causal import Causal
 from headwise.types import ModelShape
 
-LIBRARIES = 2 << 30  # bytes of a process that has loaded torch and, on a GPU, its kernels
+LIBRARIES = 11 << 28  # bytes of a process that has loaded torch and, on a GPU, its kernels
 SHARD = 4 << 30  # of weights, on their way to a file
-SPARE = 1 << 28  # of libraries' own and of what lives shortly, on a GPU
+SPARE = 3 << 27  # of libraries' own and of what lives shortly, on a GPU
 SOLVED = 5.5  # matrices of an MLP's moments in double precision that a refit holds at a time, as measured
 FOLLOWED = 32 * 4_096  # tokens times layers of a streamed model that are followed at most: time grows with layers alone
 LOCAL_TOKENS = 1_024  # that errors of its layers are measured on at least
@@ -178,7 +178,7 @@ class _Run:
     def saving(self) -> Needed:
         """A healing that helps leaves a second copy of the layers."""
         copies = self.weights + (self.settings.heal != "none") * self.layers
-        return self._stage("saving", copies, "file by file", min(SHARD, self.weights), spare=0)
+        return self._stage("saving", copies, "file by file", min(SHARD, self.weights))
 
     def verifying(self) -> Needed:
         """Source and new model, and the new model once more in a fresh process; pages of its files on the host."""
