@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -197,6 +199,17 @@ def test_a_budget_out_of_an_engines_reach_names_shared_rows() -> None:
 def test_an_engine_that_dies_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(process.KNOWN, "json", "")  # a package that is there, and no client for it
     with pytest.raises(ModelError, match="ended while it served folder: .*No such file"):
+        process.Engine("json", "folder")
+
+
+def test_a_head_size_that_an_engine_refuses_is_told_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = f"RuntimeError: {'x ' * 300} {process.ODD_SIZE}: head_dim=24 isa=1"
+    (tmp_path / "json_client.py").write_text(f"print({json.dumps(json.dumps({'error': error}))})")
+    monkeypatch.setitem(process.KNOWN, "json", "")
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
+    with pytest.raises(ModelError, match="does not serve folder: .*heads of 32, 64.*add --serve vllm"):
         process.Engine("json", "folder")
 
 
