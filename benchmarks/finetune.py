@@ -83,9 +83,10 @@ def tables(every: list[dict[str, Any]]) -> list[str]:
     for found in every:
         lines += table(found)
     worst = ", ".join(f"{found['worst_beyond_source']:+.3f} ({found['model']})" for found in every)
-    told = f"Worst of the models as saved: {worst} nats beyond the source's change (limit {LIMIT}). Below 0 fine-tuning"
+    told = f"Worst of the models as saved: {worst} nats beyond the source's change (limit {LIMIT})."
+    below = "Below 0 a cut model gains more, or loses less, than its source."
     note = "Nats per token of held-out text, with the 95% interval of the change, paired by rows."
-    return [*lines, "", note, f"{told} helps a cut model more than its source.", "", *map(provenance, every)]
+    return [*lines, "", note, f"{told} {below}", "", *map(provenance, every)]
 
 
 def table(found: dict[str, Any]) -> list[str]:
