@@ -129,6 +129,29 @@ def test_rows_that_are_filled_up_for_an_engine_give_the_same_answers(kind: str, 
     assert torch.allclose(want, found, atol=1e-5)
 
 
+@pytest.mark.parametrize("pool", [1, 2])
+def test_processes_that_share_the_heads_of_a_layer_give_the_same_answers_together(
+    pool: int, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = llama.tailor(llama.tiny("llama", num_attention_heads=8, num_key_value_heads=4), pool)
+    model = cut_of(llama, source, 8 * pool, 4 * pool)
+    hidden = torch.randn(1, 24, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = model.model.rotary_emb(hidden, torch.arange(24)[None])
+
+    def answer(part: int, parts: int) -> torch.Tensor:
+        monkeypatch.setattr(softmax, "share", lambda: (parts, part))
+        layer = rebuilt(llama, model).model.layers[0].self_attn
+        for name, side in (("q", 0), ("k", 0), ("v", 0), ("o", 1)):
+            own = getattr(layer, f"{name}_proj")
+            own.weight.data = own.weight.chunk(parts, side)[part]
+        return layer(hidden, None, positions)[0]
+
+    with torch.no_grad():
+        assert torch.allclose(answer(0, 2) + answer(1, 2), answer(0, 1), atol=1e-5)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 3 cannot share out"):
+        answer(0, 3)
+
+
 def test_a_coded_cache_is_refused_by_an_engine_with_what_to_type(engine: None) -> None:
     _, _, _, model = coded_models.made("llama")
     with pytest.raises(ValueError, match="--serve vllm"):
