@@ -84,7 +84,7 @@ def test_sizes_that_no_engine_has_are_refused_with_what_to_type() -> None:
 def test_the_saved_code_takes_every_size_that_is_planned() -> None:
     assert set(ENGINES["vllm"]) <= set(softmax.PAGED_SIZES)
     assert all(softmax.paged_size(size, size) == size for size in ENGINES["vllm"])
-    assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 64
+    assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 48 and softmax.paged_size(49, 20) == 64
 
 
 @pytest.mark.parametrize("groups", [1, 2])

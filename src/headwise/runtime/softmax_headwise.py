@@ -17,7 +17,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PAGED = "vllm"  # the name of its attention
-PAGED_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads in its cache
+# Sizes of heads in its cache. vLLM does not name 48 for a CPU, but its kernels there take it, as those of GPUs do.
+PAGED_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 FEW = 128  # tokens: on a CPU, copies of more of them take longer than a product for every head
 
 
