@@ -229,7 +229,7 @@ def test_a_head_size_that_an_engine_refuses_is_told_with_what_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     error = f"RuntimeError: {'x ' * 300} {process.ODD_SIZE}: head_dim=24 isa=1"
-    (tmp_path / "json_client.py").write_text(f"print({json.dumps(json.dumps({'error': error}))})")
+    (tmp_path / "json_client.py").write_text(f"input()\nprint({json.dumps(json.dumps({'error': error}))})")
     monkeypatch.setitem(process.KNOWN, "json", "")
     monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
     with pytest.raises(ModelError, match="does not serve folder: .*heads of 32, 64.*add --serve vllm"):
