@@ -58,9 +58,19 @@ def cell(row: dict[str, Any] | None) -> str:
     return f"{row['same_tokens']}/{row['prompts']}" if row["works"] else "no"
 
 
+def place(row: dict[str, Any]) -> tuple[str, int, str, str]:
+    """Where a row stands among those of its engine, whenever it was measured."""
+    return (
+        row["model"],
+        ORDER.index(row["kind"]) if row["kind"] in ORDER else len(ORDER),
+        row["kind"],
+        row.get("cache", ""),
+    )
+
+
 def overview(results: list[dict[str, Any]]) -> list[str]:
     """Engine and model down, kinds of cut across."""
-    found = [(result["engine"], row) for result in results for row in result["rows"]]
+    found = [(result["engine"], row) for result in results for row in sorted(result["rows"], key=place)]
     kinds = [*ORDER, *dict.fromkeys(row["kind"] for _, row in found if row["kind"] not in ORDER)]
     kinds = [kind for kind in kinds if any(row["kind"] == kind for _, row in found)]
     rows = []
@@ -80,7 +90,7 @@ def with_speed(row: dict[str, Any]) -> dict[str, Any]:
 
 def figures(result: dict[str, Any]) -> list[str]:
     """What one engine reported, where it did, and its notes."""
-    result = {**result, "rows": [with_speed(row) for row in result["rows"]]}
+    result = {**result, "rows": [with_speed(row) for row in sorted(result["rows"], key=place)]}
     names = [name for name in FIGURES if any(row.get(name) is not None for row in result["rows"])]
     shown = [row for row in result["rows"] if row["works"]]
     versions = ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())
@@ -98,7 +108,7 @@ def figures(result: dict[str, Any]) -> list[str]:
 
 def under_load(result: dict[str, Any]) -> list[str]:
     """Where more requests come than a cache holds, and the same requests where it holds all."""
-    shown = [{**row, "speed": with_speed(row).get("speed", "")} for row in result["rows"]]
+    shown = [{**row, "speed": with_speed(row).get("speed", "")} for row in sorted(result["rows"], key=place)]
     first, versions = shown[0], ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     heads = [
         "model",

@@ -1,10 +1,11 @@
-"""Exported models in llama.cpp and onnxruntime: do they run, and do they write what transformers writes?
+"""Exported models in llama.cpp, onnxruntime and OpenVINO: do they run, and do they write what transformers writes?
 
     python benchmarks/serving_exports.py gguf embedded shared/models/stories15M
     python benchmarks/serving_exports.py onnx embedded shared/models/stories15M
+    python benchmarks/serving_exports.py openvino embedded shared/models/stories15M
 
 `--work` keeps the small models, which are made once (kinds.py); `--kinds` limits what is tried, other rows stay.
-Writes benchmarks/results/serving-gguf.json or serving-onnx.json: for every model and kind of cut whether it runs, on
+Writes benchmarks/results/serving-ENGINE.json: for every model and kind of cut whether it runs, on
 how many of 20 prompts the engine writes the same 64 tokens (a choice between two tokens whose log-probabilities differ
 by less than TIE counts as the same), perplexity there and here, bytes of the file and of the cache.
 """
@@ -37,7 +38,11 @@ from headwise.files.disk import write_atomically
 
 PROMPTS, GIVEN, NEW, SCORED = 20, 16, 64, 96  # prompts, tokens in each, tokens after them, tokens of the scored row
 TIE = 1e-3  # nats between two tokens of which either may be chosen
-PACKAGES = {"gguf": ("gguf", "xllamacpp"), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+PACKAGES = {
+    "gguf": ("gguf", "xllamacpp"),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "openvino": ("onnx", "onnxscript", "openvino"),
+}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -97,23 +102,37 @@ def in_llama_cpp(folder: str, model: Any, reader: Any, tokens: list[int], at: Pa
     }  # fmt: skip
 
 
-def in_onnxruntime(folder: str, model: Any, reader: Any, tokens: list[int], at: Path) -> dict[str, Any]:
-    """One model as ONNX in onnxruntime, all prompts at once."""
+def in_onnxruntime(at: Path) -> Any:
+    """Answers of onnxruntime by inputs."""
     import onnxruntime
 
-    found = headwise.export(folder, "onnx", out=at)
     session = onnxruntime.InferenceSession(str(at / "model.onnx"), providers=["CPUExecutionProvider"])
-    names = [name.removeprefix("present.") for name in (x.name for x in session.get_outputs()) if name != "logits"]
+    return lambda feed: session.run(None, feed)
+
+
+def in_openvino(at: Path) -> Any:
+    """Answers of OpenVINO by inputs."""
+    import openvino
+
+    ready = openvino.Core().compile_model(at / "openvino_model.xml", "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
+    return lambda feed: list(ready(feed).values())
+
+
+def as_graph(engine: str, folder: str, model: Any, tokens: list[int], at: Path) -> dict[str, Any]:
+    """One model as a graph with its cache as inputs and outputs, all prompts at once."""
+    found = headwise.export(folder, engine, out=at)
+    run = in_onnxruntime(at) if engine == "onnx" else in_openvino(at)
     _, family = decoder(model)
     given, rows, written = example(model, family, (PROMPTS, 1, 0)), torch.tensor(prompts_of(tokens)), []
+    names = [f"{layer}.{part}" for layer in range(len(given["past"]) // 2) for part in ("key", "value")]
     for step in range(NEW):
         every = GIVEN + step
         given["input_ids"] = rows
         given["attention_mask"] = torch.ones(PROMPTS, every, dtype=torch.long)
         given["position_ids"] = torch.arange(every - rows.shape[1], every).expand(PROMPTS, -1)
-        logits, *past = session.run(["logits", *(f"present.{name}" for name in names)], fed(given, names))
-        rows = torch.as_tensor(logits[:, -1]).argmax(-1, keepdim=True)
-        given["past"] = [torch.as_tensor(x) for x in past]
+        logits, *past = (torch.as_tensor(x) for x in run(fed(given, names)))
+        rows = logits[:, -1].argmax(-1, keepdim=True)
+        given["past"] = past
         written.append(rows)
     return {
         "file_bytes": found["bytes"], "cache_bytes_per_token": found["cache_bytes_per_token"],
@@ -136,8 +155,11 @@ def tried(engine: str, source: str, kind: str, work: Path) -> dict[str, Any]:
     tokens = tokens_of(reader)
     with tempfile.TemporaryDirectory() as made_in:
         try:
-            run = in_llama_cpp if engine == "gguf" else in_onnxruntime
-            found = run(folder, model, reader, tokens, Path(made_in) / f"model.{engine}")
+            at = Path(made_in) / f"model.{engine}"
+            if engine == "gguf":
+                found = in_llama_cpp(folder, model, reader, tokens, at)
+            else:
+                found = as_graph(engine, folder, model, tokens, at)
         except HeadwiseError as error:
             return {**row, "note": " ".join(str(error).split())}
     prompts, there = prompts_of(tokens), found.pop("written")

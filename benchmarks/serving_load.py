@@ -26,7 +26,7 @@ from headwise.engines.process import Engine
 from headwise.files.disk import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "serving-load.json"
-REQUESTS, NEW, LENGTH, TURNS = 16, 224, 256, 5  # tokens of a prompt: those of serving_vllm.py
+REQUESTS, NEW, LENGTH, TURNS = 16, 224, 256, 11  # tokens of a prompt: those of serving_vllm.py
 CACHES = {"limits the batch": 16 << 20, "holds all requests": 1 << 30}  # bytes
 ASKED = ("pooled, --serve vllm", "per-head, --serve vllm", "parameters", "portable")
 

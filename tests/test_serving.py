@@ -5,9 +5,11 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import json
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +84,7 @@ def test_sizes_that_no_engine_has_are_refused_with_what_to_type() -> None:
 def test_the_saved_code_takes_every_size_that_is_planned() -> None:
     assert set(ENGINES["vllm"]) <= set(softmax.PAGED_SIZES)
     assert all(softmax.paged_size(size, size) == size for size in ENGINES["vllm"])
-    assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 64
+    assert softmax.paged_size(33, 20) == softmax.paged_size(20, 33) == 48 and softmax.paged_size(49, 20) == 64
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -125,6 +127,29 @@ def test_rows_that_are_filled_up_for_an_engine_give_the_same_answers(kind: str, 
     with torch.no_grad():
         want, found = model.eval()(ids).logits, rebuilt(family, model)(ids, use_cache=False).logits
     assert torch.allclose(want, found, atol=1e-5)
+
+
+@pytest.mark.parametrize("pool", [1, 2])
+def test_processes_that_share_the_heads_of_a_layer_give_the_same_answers_together(
+    pool: int, engine: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = llama.tailor(llama.tiny("llama", num_attention_heads=8, num_key_value_heads=4), pool)
+    model = cut_of(llama, source, 8 * pool, 4 * pool)
+    hidden = torch.randn(1, 24, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    positions = model.model.rotary_emb(hidden, torch.arange(24)[None])
+
+    def answer(part: int, parts: int) -> torch.Tensor:
+        monkeypatch.setattr(softmax, "share", lambda: (parts, part))
+        layer = rebuilt(llama, model).model.layers[0].self_attn
+        for name, side in (("q", 0), ("k", 0), ("v", 0), ("o", 1)):
+            own = getattr(layer, f"{name}_proj")
+            own.weight.data = own.weight.chunk(parts, side)[part]
+        return layer(hidden, None, positions)[0]
+
+    with torch.no_grad():
+        assert torch.allclose(answer(0, 2) + answer(1, 2), answer(0, 1), atol=1e-5)
+    with pytest.raises(ValueError, match="--tensor-parallel-size 3 cannot share out"):
+        answer(0, 3)
 
 
 def test_a_coded_cache_is_refused_by_an_engine_with_what_to_type(engine: None) -> None:
@@ -197,6 +222,17 @@ def test_a_budget_out_of_an_engines_reach_names_shared_rows() -> None:
 def test_an_engine_that_dies_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(process.KNOWN, "json", "")  # a package that is there, and no client for it
     with pytest.raises(ModelError, match="ended while it served folder: .*No such file"):
+        process.Engine("json", "folder")
+
+
+def test_a_head_size_that_an_engine_refuses_is_told_with_what_to_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = f"RuntimeError: {'x ' * 300} {process.ODD_SIZE}: head_dim=24 isa=1"
+    (tmp_path / "json_client.py").write_text(f"input()\nprint({json.dumps(json.dumps({'error': error}))})")
+    monkeypatch.setitem(process.KNOWN, "json", "")
+    monkeypatch.setattr(process, "__file__", str(tmp_path / "process.py"))
+    with pytest.raises(ModelError, match="does not serve folder: .*heads of 32, 64.*add --serve vllm"):
         process.Engine("json", "folder")
 
 

