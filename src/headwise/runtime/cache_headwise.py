@@ -28,6 +28,7 @@ WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
+TILE = 1 << 20  # numbers that one new token reads at once, about
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
@@ -68,12 +69,19 @@ def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     shown, room = _room.get(layer, (None, (layer.keys,)))
     barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
     if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
-        room = [nn.functional.pad(x, (0, 0, 0, new + SPARE)) for x in (layer.keys, layer.values)]
+        room = [_roomy(x, new + SPARE) for x in (layer.keys, layer.values)]
     for place, x in zip(room, (k, v), strict=True):
         place.narrow(2, past, new).copy_(x)
     layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
     _room[layer] = layer.keys, room
     return layer.keys, layer.values
+
+
+def _roomy(x: torch.Tensor, more: int) -> torch.Tensor:
+    """Rows before places for more. A byte of bytes' rows lies beside those of other tokens: as they are read."""
+    if x.dtype != torch.uint8:
+        return nn.functional.pad(x, (0, 0, 0, more))
+    return nn.functional.pad(x.mT, (0, more)).mT
 
 
 class CodedLayer(DynamicLayer):
@@ -251,10 +259,50 @@ class Rows(NamedTuple):
         return mask & apart if mask.dtype == torch.bool else mask.masked_fill(~apart, torch.finfo(mask.dtype).min)
 
 
+class OneToken(NamedTuple):
+    """Keys and values that one new token of every text reads: in bytes, which `read` does not turn into rows."""
+
+    k: torch.Tensor  # (B, G, S, N)
+    v: torch.Tensor
+    fine: tuple[torch.Tensor, ...]  # keys and values of the newest places
+    start: int  # the place of the first of them
+    coders: tuple[RowCoder, RowCoder]
+    layer: CodedLayer
+    new: tuple[torch.Tensor, torch.Tensor]  # the token's own key and value
+    gains: tuple[Any, Any] | None = None  # as those of `Rows`
+
+    def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What the heads' queries (B, H, 1, K) find: values (B, 1, H, V), and weights if the kernel gives them."""
+        if not attend.reads_codes(mask):
+            rows = _unpacked(self.coders, self.layer, (self.k, self.v), self.fine, *self.new)
+            return rows._replace(gains=self.gains).read(attend, q, mask, **kwargs)
+        asked = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (self.k.shape[1], -1)).squeeze(3)
+        asked = (asked if self.gains is None else asked / self.gains[0].unsqueeze(1)) * attend.scaling
+        first_k, first_v = (x.to(asked.dtype) for x in self.layer.starts)
+        keys, values = self._parts(self.k, 0), self._parts(self.v, 1)
+        logits = torch.cat((asked @ first_k.mT, *(coder.scores(asked, rows) for coder, rows in keys)), -1)
+        if mask is not None:
+            mask = mask.expand(-1, q.shape[1], -1, -1).view(-1, *logits.shape[1:])
+            logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
+        first, *weights = logits.softmax(-1).split([WHOLE, *(rows.shape[2] for _, rows in keys)], -1)
+        z = first @ first_v
+        for (coder, rows), those in zip(values, weights, strict=True):
+            z = z + coder.mixed(those, rows)
+        z = z if self.gains is None else z / self.gains[1].unsqueeze(1)
+        return z.to(q.dtype).flatten(1, 2).unsqueeze(1), None
+
+    def _parts(self, rows: torch.Tensor, which: int) -> list[tuple[RowCoder, torch.Tensor]]:
+        """Coded keys or values after the first tokens, not too many at once, and the newest ones."""
+        coder, far = self.coders[which], self.start - WHOLE
+        tile = max(1, TILE // (rows.shape[0] * rows.shape[1] * coder.size))
+        tiles = rows.narrow(2, WHOLE, far).split(tile, 2) if far else ()
+        return [*((coder, one) for one in tiles), (coder.fine, self.fine[which])]
+
+
 def remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool,
     gains: tuple[Any, Any] = (None, None),
-) -> Rows:  # fmt: skip
+) -> Rows | OneToken:  # fmt: skip
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
     `whole`: the first tokens of a text are kept as they are, and near tokens are read in more bits. `gains` are factors
@@ -268,7 +316,7 @@ def remembered(
 
 def _remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+) -> Rows | OneToken:
     """Rows without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
@@ -291,27 +339,37 @@ def _remembered(
 
 def _from_bytes(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+) -> Rows | OneToken:
     """Rows without gains in transformers' own cache, which holds rows of bytes."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
-    near: list[torch.Tensor] = []
-    start = past = 0
-    if type(layer) is CodedLayer:
-        layer.keep(k, v, mask)
-        fine = layer.nearest(*(coder.fine.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True)))
-        near = [coder.fine.decode(row, k.dtype) for coder, row in zip(coders, fine, strict=True)]
-    coded_k, coded_v = (coder.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True))
-    rows = append(cache, coded_k, coded_v, index)
-    found = [coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True)]
-    if near:
-        found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
-        start, past = (found[0].shape[2] - x.shape[2] for x in (near[0], k))
-        near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
-    if near and k.shape[2] == 1:
+    coded, fine = coders[0].encode_beside(coders[1], k.detach(), v.detach())
+    if type(layer) is not CodedLayer:
+        rows = append(cache, *coded, index)
+        found = (coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True))
+        return Rows(*map(as_if_kept, found, (k, v)))
+    layer.keep(k, v, mask)
+    near = layer.nearest(*fine)
+    rows = append(cache, *coded, index)
+    start = rows[0].shape[2] - near[0].shape[2]
+    if k.shape[2] == 1 and layer.begun == WHOLE <= start and not k.requires_grad:
+        return OneToken(*rows, near, start, coders, layer, (k, v))
+    return _unpacked(coders, layer, rows, near, k, v)
+
+
+def _unpacked(coders: Any, layer: CodedLayer, rows: Any, fine: Any, k: torch.Tensor, v: torch.Tensor) -> Rows:
+    """Rows in numbers, of which the last are those of keys and values."""
+    found, near = (
+        [coder.decode(row, k.dtype) for coder, row in zip(kind, those, strict=True)]
+        for kind, those in ((coders, rows), ([coder.fine for coder in coders], fine))
+    )
+    found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
+    start, past = (found[0].shape[2] - x.shape[2] for x in (near[0], k))
+    near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
+    if k.shape[2] == 1:
         for x, y in zip(found, near, strict=True):
             x[:, :, start:] = y
         near = []
