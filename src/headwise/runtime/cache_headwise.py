@@ -28,7 +28,8 @@ WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
-TILE = 1 << 20  # numbers that one new token reads at once, about
+TILE = 1 << 18  # numbers that one new token reads at once, about
+_near: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and near rows in numbers
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
@@ -110,10 +111,12 @@ class CodedLayer(DynamicLayer):
         """Rows in more bits of the new tokens (B, G, T, N), after those that are near the first of them."""
         new: tuple[torch.Tensor, ...] = (k, v)
         tokens = k.shape[2]
-        if self.newest:
-            new = tuple(torch.cat(both, 2) for both in zip(self.newest, new, strict=True))
-        self.newest = tuple(x[:, :, -(NEAR - 1 + min(tokens, BACK)) :].clone() for x in new)
-        return tuple(x[:, :, -(NEAR - 1 + tokens) :] for x in new)
+        if self.newest:  # a byte of all tokens lies together, as `RowCoder` reads them
+            near = (x.narrow(2, max(0, x.shape[2] - NEAR + 1), min(x.shape[2], NEAR - 1)) for x in self.newest)
+            new = tuple(torch.cat((x.mT, y.mT), 3).mT for x, y in zip(near, new, strict=True))
+        kept = NEAR - 1 + min(tokens, BACK)
+        self.newest = tuple(x[:, :, -kept:].clone() for x in new) if new[0].shape[2] > kept else new
+        return new
 
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
@@ -264,39 +267,38 @@ class OneToken(NamedTuple):
 
     k: torch.Tensor  # (B, G, S, N)
     v: torch.Tensor
-    fine: tuple[torch.Tensor, ...]  # keys and values of the newest places
-    start: int  # the place of the first of them
+    whole: tuple[torch.Tensor, ...]  # first and near ones in numbers, as `_whole` makes them
+    start: int  # the first near place
     coders: tuple[RowCoder, RowCoder]
-    layer: CodedLayer
-    new: tuple[torch.Tensor, torch.Tensor]  # the token's own key and value
+    rows: Callable[[], Rows]  # all in numbers
     gains: tuple[Any, Any] | None = None  # as those of `Rows`
 
     def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """What the heads' queries (B, H, 1, K) find: values (B, 1, H, V), and weights if the kernel gives them."""
-        if not attend.reads_codes(mask):
-            rows = _unpacked(self.coders, self.layer, (self.k, self.v), self.fine, *self.new)
-            return rows._replace(gains=self.gains).read(attend, q, mask, **kwargs)
-        asked = q.to(torch.promote_types(q.dtype, torch.float32)).unflatten(1, (self.k.shape[1], -1)).squeeze(3)
-        asked = (asked if self.gains is None else asked / self.gains[0].unsqueeze(1)) * attend.scaling
-        first_k, first_v = (x.to(asked.dtype) for x in self.layer.starts)
-        keys, values = self._parts(self.k, 0), self._parts(self.v, 1)
-        logits = torch.cat((asked @ first_k.mT, *(coder.scores(asked, rows) for coder, rows in keys)), -1)
+        if q.requires_grad or not attend.reads_codes(mask):
+            return self.rows()._replace(gains=self.gains).read(attend, q, mask, **kwargs)
+        first, values = self.whole
+        asked = q.to(first.dtype).view(*self.k.shape[:2], -1, q.shape[3]) * attend.scaling
+        asked = asked if self.gains is None else asked / self.gains[0].unsqueeze(1)
+        tiles = self._tiles(self.k, self.coders[0])
+        logits = torch.cat((asked @ first, *(self.coders[0].scores(asked, rows) for rows in tiles)), 3)
         if mask is not None:
-            mask = mask.expand(-1, q.shape[1], -1, -1).view(-1, *logits.shape[1:])
+            near = mask[..., self.start :].roll(self.start % NEAR, -1)
+            mask = torch.cat((mask[..., :WHOLE], near, mask[..., WHOLE : self.start]), 3)
+            mask = mask.expand(-1, q.shape[1], -1, -1).reshape(-1, *logits.shape[1:])
             logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        first, *weights = logits.softmax(-1).split([WHOLE, *(rows.shape[2] for _, rows in keys)], -1)
-        z = first @ first_v
-        for (coder, rows), those in zip(values, weights, strict=True):
-            z = z + coder.mixed(those, rows)
+        weights = logits.softmax(3)
+        z, at = weights.narrow(3, 0, first.shape[3]) @ values.mT, first.shape[3]
+        for rows in self._tiles(self.v, self.coders[1]):
+            z += self.coders[1].mixed(weights.narrow(3, at, rows.shape[2]), rows)
+            at += rows.shape[2]
         z = z if self.gains is None else z / self.gains[1].unsqueeze(1)
-        return z.to(q.dtype).flatten(1, 2).unsqueeze(1), None
+        return z.to(q.dtype).view(q.shape[0], 1, q.shape[1], -1), None
 
-    def _parts(self, rows: torch.Tensor, which: int) -> list[tuple[RowCoder, torch.Tensor]]:
-        """Coded keys or values after the first tokens, not too many at once, and the newest ones."""
-        coder, far = self.coders[which], self.start - WHOLE
-        tile = max(1, TILE // (rows.shape[0] * rows.shape[1] * coder.size))
-        tiles = rows.narrow(2, WHOLE, far).split(tile, 2) if far else ()
-        return [*((coder, one) for one in tiles), (coder.fine, self.fine[which])]
+    def _tiles(self, rows: torch.Tensor, coder: RowCoder) -> tuple[torch.Tensor, ...]:
+        """Coded rows between the first and the near ones, not too many at once."""
+        far = rows.narrow(2, WHOLE, self.start - WHOLE)
+        return far.split(max(1, TILE // (far.shape[0] * far.shape[1] * coder.size)), 2) if far.shape[2] else ()
 
 
 def remembered(
@@ -346,35 +348,62 @@ def _from_bytes(
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
-    coded, fine = coders[0].encode_beside(coders[1], k.detach(), v.detach())
-    if type(layer) is not CodedLayer:
-        rows = append(cache, *coded, index)
-        found = (coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True))
-        return Rows(*map(as_if_kept, found, (k, v)))
-    layer.keep(k, v, mask)
-    near = layer.nearest(*fine)
-    rows = append(cache, *coded, index)
-    start = rows[0].shape[2] - near[0].shape[2]
-    if k.shape[2] == 1 and layer.begun == WHOLE <= start and not k.requires_grad:
-        return OneToken(*rows, near, start, coders, layer, (k, v))
-    return _unpacked(coders, layer, rows, near, k, v)
+    coded, numbers = coders[0].beside(coders[1]).encode(torch.cat((k, v), -1).detach())
+    held = layer.keys
+    fine: tuple[torch.Tensor, ...] = ()
+    if type(layer) is CodedLayer:
+        layer.keep(k, v, mask)
+        fine = layer.nearest(*coded[2:])
+    rows = append(cache, coded[0], coded[1], index)
+    start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
+    alone = fine and k.shape[2] == 1 and fine[0].shape[2] == NEAR and layer.begun == WHOLE <= start
+    if alone and not k.requires_grad and not torch.compiler.is_compiling():
+        whole_rows = _whole(coders, layer, held, fine, numbers[2:], rows[0], k.dtype)
+        return OneToken(rows[0], rows[1], whole_rows, start, coders, lambda: _unpacked(coders, layer, rows, fine, k, v))
+    if not past:  # all numbers are at hand
+        rows, fine = numbers[:2], numbers[2:] if fine else ()
+    return _unpacked(coders, layer, rows, fine, k, v)
 
 
-def _unpacked(coders: Any, layer: CodedLayer, rows: Any, fine: Any, k: torch.Tensor, v: torch.Tensor) -> Rows:
+def _unpacked(coders: Any, layer: Any, rows: Any, fine: Any, k: torch.Tensor, v: torch.Tensor) -> Rows:
     """Rows in numbers, of which the last are those of keys and values."""
+    start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
     found, near = (
-        [coder.decode(row, k.dtype) for coder, row in zip(kind, those, strict=True)]
-        for kind, those in ((coders, rows), ([coder.fine for coder in coders], fine))
+        [x.to(k.dtype) if x.is_floating_point() else coder.decode(x, k.dtype) for coder, x in those]
+        for those in (
+            zip(coders, rows, strict=True),
+            zip((coder.fine for coder in coders[: len(fine)]), fine, strict=True),
+        )
     )
-    found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
-    start, past = (found[0].shape[2] - x.shape[2] for x in (near[0], k))
-    near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
-    if k.shape[2] == 1:
+    if near:
+        found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
+        near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
+    if near and k.shape[2] == 1:
         for x, y in zip(found, near, strict=True):
             x[:, :, start:] = y
         near = []
     given_k, given_v = map(as_if_kept, found, (k, v))
     return Rows(given_k, given_v, tuple(map(as_if_kept, near, (k, v))), start, past)
+
+
+def _whole(
+    coders: Any, layer: CodedLayer, held: Any, fine: Any, new: Any, keys: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, ...]:
+    """Numbers of the first and the near keys and values (B, G, K, WHOLE + NEAR), a near token at its place modulo NEAR.
+
+    Kept from step to step as long as the layer shows the keys that it showed: of near rows only the new one is changed.
+    """
+    shown, numbers = _near.get(layer, (None, ()))
+    start = keys.shape[2] - NEAR
+    if shown is not held or (numbers[0].is_inference() and not torch.is_inference_mode_enabled()):
+        wide = torch.promote_types(dtype, torch.float32)
+        near = (coder.fine.decode(x, wide).roll(start % NEAR, 2) for coder, x in zip(coders, fine, strict=True))
+        numbers = tuple(torch.cat((x.to(wide), y), 2).mT.contiguous() for x, y in zip(layer.starts, near, strict=True))
+    else:
+        for x, y in zip(numbers, new, strict=True):
+            x.narrow(3, WHOLE + (start - 1) % NEAR, 1).copy_(y.mT)
+    _near[layer] = keys, numbers
+    return numbers
 
 
 def _at(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

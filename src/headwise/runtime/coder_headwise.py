@@ -9,6 +9,7 @@ Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T t
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import nn
 GROUP = 64  # neighbouring coefficients that share a scale, about
 FINE = 8  # bits of a number of a near token, at least
 OCTAVE = 8  # steps of a scale in a factor of two: one byte covers 2**-16 to 2**16
+TOKENS = 128  # that are coded at once, in memory near the processor
 MIDDLE = 128  # the byte that stands for a scale of one
 FEW_STEPS = 0.9  # the part of the scale that codes of one and two bits cover
 _FACTORS: dict[Any, torch.Tensor] = {}  # device -> the scales that bytes stand for
@@ -49,14 +51,13 @@ class RowCoder:
         self.each = -(-self.kept // self.groups)  # coefficients of a group; the last one may have fewer
         self.bytes = self.codes + self.groups
         near = {str(max([FINE, *map(int, counts)])): size}
-        self.fine = self if counts == near else RowCoder(near, size)
+        self.fine = self if counts == near else _fine(size, *near)
         self.fields = placed(widths)
         self._both: Encoder | None = None  # with the coder of values, if this is one of keys
-        self._made: dict[Any, tuple[torch.Tensor, ...]] = {}
+        self._made: dict[Any, Any] = {}
 
-    def _tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """By row: of every coefficient the largest code, codes per unit, a step and the first middle. And of fields,
-        group by group: their bytes, their masks, and what they add to codes, as powers of two (groups, each, C)."""
+    def _tables(self, device: torch.device) -> torch.Tensor:
+        """Of every coefficient, by row: the largest code, codes per unit, a step and the first middle."""
         if device in self._made:
             return self._made[device]
         codes = []
@@ -64,86 +65,80 @@ class RowCoder:
             count, span = 1 << bits, _span(bits)
             codes += [(count - 1.0, count / 2 / span, 2.0 / count * span, (1.0 / count - 1) * span)] * size
         codes += [(0.0,) * 4] * (self.size - self.kept)
+        return _kept(self._made, device, torch.tensor(codes, device=device).T.contiguous())
+
+    def _fields(self, device: torch.device, dtype: torch.dtype) -> Any:
+        """Of fields, group by group with as many in each: byte, mask, coefficient, and what they are times in codes,
+        and in coefficients of scale one; and half of their largest, by which they lie too high."""
+        if (device, dtype) in self._made:
+            return self._made[device, dtype]
         groups = [[field for field in self.fields if field.own // self.each == group] for group in range(self.groups)]
         most = max(map(len, groups))
-        where, masks = ([[0] * most for _ in groups] for _ in range(2))
-        powers = [[[0.0] * most for _ in range(self.each)] for _ in groups]
-        for group, fields in enumerate(groups):
-            for at, field in enumerate(fields):
-                where[group][at], masks[group][at] = field.byte, field.mask << field.up
-                powers[group][field.own % self.each][at] = 2.0 ** (field.below - field.up)
-        table = torch.tensor(codes, device=device).T.contiguous()
-        taken = torch.tensor(where, device=device).flatten()
-        mask = torch.tensor(masks, dtype=torch.uint8, device=device).view(-1, 1)
-        return _kept(self._made, device, (table, taken, mask, torch.tensor(powers, device=device)))
-
-    def _weights(self, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """What fields, and a last number that is always one, add to coefficients of scale one (groups, each, C + 1)."""
-        if (device, dtype) in self._made:
-            return self._made[device, dtype][0]
-        table, _, _, powers = self._tables(device)
-        kept = nn.functional.pad(table[2:, : self.kept], (0, self.groups * self.each - self.kept))
-        step, middle = kept.view(2, self.groups, self.each, 1)
-        return _kept(self._made, (device, dtype), (torch.cat((powers * step, middle), -1).to(dtype),))[0]
+        nothing = Field(0, 0, 0, 0, 0)
+        fields = [field for group in groups for field in (*group, *[nothing] * (most - len(group)))]
+        byte, own = (torch.tensor([getattr(f, name) for f in fields], device=device) for name in ("byte", "own"))
+        mask = torch.tensor([f.mask << f.up for f in fields], dtype=torch.uint8, device=device)
+        power = torch.tensor([2.0 ** (f.below - f.up) for f in fields], dtype=dtype, device=device)
+        step = power * self._tables(device)[2].to(dtype)[own] * (mask > 0)
+        made = byte, mask.unsqueeze(1), own, power, step, mask.view(self.groups, 1, most) / -2
+        return _kept(self._made, (device, dtype), (*made[:5], made[5].to(dtype)))
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""
-        return Encoder((self,), (0,)).encode(x)[0]
+        return Encoder((self,), (0,)).encode(x)[0][0]
 
-    def encode_beside(self, other: RowCoder, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
-        """Rows of keys and of the other coder's values as bytes: coded, and fine."""
+    def beside(self, other: RowCoder) -> Encoder:
+        """Codes rows of keys and of the other coder's values side by side, and then both fine."""
         if self._both is None or self._both.coders[1] is not other:
-            coders = (self, other, self.fine, other.fine)
-            self._both = Encoder(coders, (0, self.size, 0, self.size))
-        rows = self._both.encode(torch.cat((k, v), -1))
-        return rows[:2], rows[2:]
+            self._both = Encoder((self, other, self.fine, other.fine), (0, self.size, 0, self.size))
+        return self._both
 
     def _coded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Codes of all coefficients, and the bytes of scales, as numbers."""
         x = x[..., : self.kept].float().nan_to_num()  # of padding, which is hidden
-        most, slope = self._tables(x.device)[0][:2, : self.kept]
+        most, slope = self._tables(x.device)[:2, : self.kept]
         padded = nn.functional.pad(x, (0, -self.kept % self.groups)) if self.kept % self.groups else x
-        scale = _scale(padded.unflatten(-1, (self.groups, -1)))
-        return _level(x, self._spread(_factor(scale)), most, slope), scale
-
-    def _taken(self, rows: torch.Tensor, dtype: torch.dtype, ones: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fields of rows as numbers (B, G, groups, C, T), before as many ones, and factors (B, G, groups, 1, T)."""
-        _, taken, mask, powers = self._tables(rows.device)
-        fields = rows.mT.index_select(2, taken).bitwise_and_(mask).unflatten(2, (self.groups, -1))
-        found = fields.new_empty((*fields.shape[:3], powers.shape[2] + ones, rows.shape[2]), dtype=dtype)
-        found.narrow(3, 0, powers.shape[2]).copy_(fields)
-        found.narrow(3, powers.shape[2], ones).fill_(1)
-        return found, _factor(rows.narrow(-1, self.codes, self.groups).mT.unsqueeze(3)).to(dtype)
+        scale = _scale(padded.unflatten(-1, (self.groups, -1)).abs().amax(-1))
+        code = torch.addcmul((most + 1) / 2, x / self._spread(_factor(scale)), slope).floor()
+        return code.clamp_min(0).minimum(most), scale
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Coefficients of such rows."""
-        fields, _ = self._taken(rows, torch.float32, 0)
-        codes = (self._tables(rows.device)[3] @ fields).flatten(2, 3).mT[..., : self.kept]
-        scale = rows.narrow(-1, self.codes, self.groups).float()
-        return self._read(self._filled(codes), scale, dtype)
+        byte, mask, own, power, *_ = self._fields(rows.device, torch.float32)
+        fields = rows.mT.index_select(2, byte).bitwise_and_(mask) * power.unsqueeze(1)
+        codes = fields.new_zeros((*fields.shape[:2], self.size, fields.shape[3])).index_add_(2, own, fields)
+        return self._read(codes.mT, rows.narrow(-1, self.codes, self.groups), dtype)
 
     def scores(self, q: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Products (B, G, h, T) of queries (B, G, h, K) with the coefficients of such rows."""
-        fields, factor = self._taken(rows, q.dtype, 1)
-        missing = self.groups * self.each - self.kept
-        q = q if self.kept == self.size and not missing else nn.functional.pad(q[..., : self.kept], (0, missing))
-        asked = q.unflatten(3, (self.groups, self.each)).transpose(2, 3) @ self._weights(q.device, q.dtype)
-        return (asked @ fields).mul_(factor).sum(2)
+        byte, mask, own, _, step, lean = self._fields(q.device, q.dtype)
+        texts, heads, asking, tokens = *q.shape[:3], rows.shape[2]
+        fields = rows.mT.index_select(2, byte).bitwise_and_(mask).to(q.dtype).view(-1, lean.shape[2], tokens)
+        asked = (q.index_select(3, own) * step).view(texts, heads, asking, self.groups, -1).transpose(2, 3)
+        asked = asked.reshape(-1, asking, lean.shape[2])
+        base = asked @ lean.mT if len(asked) == self.groups else asked @ lean.mT.repeat(texts * heads, 1, 1)
+        found = torch.baddbmm(base, asked, fields).view(texts, heads, self.groups, asking, tokens)
+        return found.mul_(self._factors(rows, q.dtype)).sum(2)
 
     def mixed(self, weights: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Sums (B, G, h, K) of the coefficients of such rows, times weights (B, G, h, T)."""
-        fields, factor = self._taken(rows, weights.dtype, 1)
-        found = (weights.unsqueeze(2) * factor) @ fields.mT @ self._weights(rows.device, weights.dtype).mT
-        found = found.transpose(2, 3).flatten(3)
-        return found if self.kept == self.size == found.shape[3] else self._filled(found[..., : self.kept])
+        byte, mask, own, _, step, lean = self._fields(rows.device, weights.dtype)
+        fields = rows.mT.index_select(2, byte).bitwise_and_(mask).to(weights.dtype)
+        weights = weights.unsqueeze(2) * self._factors(rows, weights.dtype)
+        base = weights.sum(4, keepdim=True) * lean
+        found = torch.baddbmm(
+            base.flatten(0, 2), weights.flatten(0, 2), fields.view(-1, lean.shape[2], rows.shape[2]).mT
+        )
+        found = found.view(base.shape).transpose(2, 3).flatten(3) * step
+        return found.new_zeros((*found.shape[:3], self.size)).scatter_add_(3, own.expand(found.shape), found)
 
-    def _filled(self, kept: torch.Tensor) -> torch.Tensor:
-        """Coefficients that have no bits are zeros."""
-        return nn.functional.pad(kept, (0, self.size - self.kept))
+    def _factors(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """What the numbers of every group and token are to be multiplied with (B, G, groups, 1, T)."""
+        return _factor(rows.narrow(-1, self.codes, self.groups).mT.unsqueeze(3)).to(dtype)
 
     def _read(self, codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """What codes and scales stand for; coefficients beyond the kept ones are zeros."""
-        _, _, step, middle = self._tables(codes.device)[0]
+        _, _, step, middle = self._tables(codes.device)
         found, factor = torch.addcmul(middle, codes, step), _factor(scale)
         full = self.kept // self.each  # groups; the last one may be smaller
         found.narrow(-1, 0, full * self.each).unflatten(-1, (full, self.each)).mul_(factor[..., :full, None])
@@ -156,12 +151,18 @@ class RowCoder:
         """Coefficients as a cache would give them back; gradients pass as if nothing had been coded."""
         with torch.no_grad():
             codes, scale = self._coded(x)  # packing into bytes loses nothing
-            found = self._read(self._filled(codes), scale, x.dtype)
+            found = self._read(nn.functional.pad(codes, (0, self.size - self.kept)), scale, x.dtype)
         return as_if_kept(found, x)
 
     def _spread(self, scale: torch.Tensor) -> torch.Tensor:
         """A scale for every coefficient."""
         return scale.repeat_interleave(self.each, -1)[..., : self.kept]
+
+
+@functools.cache
+def _fine(size: int, bits: str) -> RowCoder:
+    """The coder of near tokens, the same for all layers: its tables are read once for all of them."""
+    return RowCoder({bits: size}, size)
 
 
 class Encoder:
@@ -175,46 +176,63 @@ class Encoder:
         self.each = max(coder.each for coder in coders)
         self._made: dict[Any, tuple[torch.Tensor, ...]] = {}
 
-    def _tables(self, device: torch.device) -> tuple[torch.Tensor, ...]:
-        """For all groups: which coefficients they have, repeated up to the same number, their largest codes and codes
-        per unit (groups, each, 1). And of fields by row: the code or scale, the bits below it, mask, place and byte."""
+    def _tables(self, device: torch.device) -> Any:
+        """Of all groups: their coefficients, repeated up to the same number; largest codes, codes per unit, steps,
+        first middles, codes of zero and zeros (groups, each, 1). Of fields: code or scale; bits below, mask and place;
+        byte. And where every coder's coefficients lie in groups; those without bits in a last group, of zeros."""
         if device in self._made:
             return self._made[device]
         own: list[list[int]] = []
         codes: list[torch.Tensor] = []
-        fields, scales = [], sum(coder.groups for coder in self.coders) * self.each
-        begin = 0
+        count = sum(coder.groups for coder in self.coders)
+        fields, slots, begin = [], [], 0
         for coder, first in zip(self.coders, self.firsts, strict=True):
-            slot = []  # of every coefficient
+            slot: list[int] = []  # of every coefficient
             for group in range(coder.groups):
                 those = list(range(group * coder.each, min(coder.kept, (group + 1) * coder.each))) or [0]
                 slot += [len(own) * self.each + at for at in range(len(those))]
                 those += those[:1] * (self.each - len(those))
                 own.append([first + at for at in those])
-                codes.append(coder._tables(device)[0][:2, those])
-                fields.append((scales + len(own) - 1, 0, 255, 0, begin + coder.codes + group))
+                codes.append(coder._tables(device)[:, those])
+                fields.append(((count + 1) * self.each + len(own) - 1, 0, 255, 0, begin + coder.codes + group))
             fields += [(slot[f.own], f.below, f.mask, f.up, begin + f.byte) for f in coder.fields]
+            slots += [*slot[: coder.kept], *[count * self.each] * (coder.size - coder.kept)]
             begin += coder.bytes
-        table = torch.stack(codes, 1).unsqueeze(3)
+        table = torch.stack((*codes, torch.zeros_like(codes[0])), 1).unsqueeze(3)
         numbers = torch.tensor(fields, dtype=torch.int32, device=device).T.contiguous()
-        made = (torch.tensor(own, device=device).flatten(), table, numbers[:4].unsqueeze(2), numbers[4].long())
-        return _kept(self._made, device, made)
+        taken = torch.tensor([*own, own[0]], device=device).flatten()
+        made = numbers[0].long(), numbers[1:4].unsqueeze(2), numbers[4].long().unsqueeze(1)
+        table = torch.cat((table, (table[:1] + 1) / 2, torch.zeros_like(table[:1])))
+        return _kept(self._made, device, (taken, table, *made, torch.tensor(slots, device=device)))
 
-    def encode(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Rows of every coder (B, G, T, N) as bytes, codes before scales, of coefficients side by side (B, G, T, K)."""
-        own, (most, slope), (which, below, mask, up), byte = self._tables(x.device)
-        x = x.mT.float().nan_to_num().index_select(2, own).unflatten(2, (-1, self.each))
-        scale = _scale(x.transpose(3, 4))
-        codes = _level(x, _factor(scale).unsqueeze(3), most, slope)
-        numbers = torch.cat((codes.flatten(2, 3), scale), 2).int().index_select(2, which.flatten())
+    def encode(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Rows of every coder (B, G, T, N) as bytes, codes before scales, of coefficients side by side (B, G, T, K).
+
+        And the coefficients that each of them stands for, in single precision.
+        """
+        some = x.shape[2] if torch.compiler.is_compiling() else TOKENS  # one graph for any number of tokens
+        parts = [self._encode(part.mT.contiguous()) for part in x.split(some, 2)] if x.shape[2] > some else ()
+        rows, found = (torch.cat(part, 3) for part in zip(*parts, strict=True)) if parts else self._encode(x.mT)
+        both = rows.split([coder.bytes for coder in self.coders], 2), found.split([c.size for c in self.coders], 2)
+        return tuple(part.mT for part in both[0]), tuple(part.mT for part in both[1])
+
+    def _encode(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of all coders (B, G, N, T) of coefficients (B, G, K, T), and what they stand for."""
+        taken, (most, slope, step, middle, half, least), which, (below, mask, up), byte, slots = self._tables(x.device)
+        texts, heads, _, tokens = x.shape
+        x = x.float().nan_to_num().index_select(2, taken).view(texts, heads, -1, self.each, tokens)
+        scale = _scale(x.abs().amax(3))
+        factor = _factor(scale).unsqueeze(3)
+        codes = torch.addcmul(half, x / factor, slope).clamp_(least, most).floor_()
+        numbers = torch.cat((codes.flatten(2, 3), scale), 2).int().index_select(2, which)
         numbers = numbers.bitwise_right_shift_(below).bitwise_and_(mask).bitwise_left_shift_(up)
-        sizes = [coder.bytes for coder in self.coders]
-        rows = numbers.new_zeros((*numbers.shape[:2], sum(sizes), numbers.shape[3]))
-        if numbers.shape[3] == 1:
-            rows.scatter_add_(2, byte.view(-1, 1).expand(numbers.shape), numbers)
+        rows = numbers.new_zeros((texts, heads, sum(coder.bytes for coder in self.coders), tokens))
+        if tokens == 1:
+            rows.scatter_add_(2, byte.expand(numbers.shape), numbers)
         else:  # in whole lines
-            rows.index_add_(2, byte, numbers)
-        return tuple(part.mT for part in rows.to(torch.uint8).split(sizes, 2))
+            rows.index_add_(2, byte[:, 0], numbers)
+        found = torch.addcmul(middle, codes, step).mul_(factor).view(texts, heads, -1, tokens)
+        return rows.to(torch.uint8), found.index_select(2, slots)
 
 
 class Field(NamedTuple):
@@ -257,15 +275,9 @@ def _kept(made: dict[Any, Any], key: Any, tables: Any) -> Any:
     return tables
 
 
-def _scale(groups: torch.Tensor) -> torch.Tensor:
-    """The bytes of scales, as numbers: the largest of every group, which lies in the last dimension."""
-    size = groups.abs().amax(-1).clamp_min(2.0**-15)
-    return (torch.ceil(OCTAVE * size.log2()) + MIDDLE).clamp(0, 255)
-
-
-def _level(x: torch.Tensor, factor: torch.Tensor, most: torch.Tensor, slope: torch.Tensor) -> torch.Tensor:
-    """Codes of coefficients with these scales."""
-    return torch.addcmul((most + 1) / 2, x / factor, slope).floor().clamp_min(0).minimum(most)
+def _scale(size: torch.Tensor) -> torch.Tensor:
+    """The bytes of scales, as numbers, of groups whose largest numbers are of this size."""
+    return (torch.ceil(OCTAVE * size.clamp_min(2.0**-15).log2()) + MIDDLE).clamp(0, 255)
 
 
 def _factor(code: torch.Tensor) -> torch.Tensor:
@@ -273,7 +285,7 @@ def _factor(code: torch.Tensor) -> torch.Tensor:
     if (table := _FACTORS.get(code.device)) is None:
         octaves = (torch.arange(256, dtype=torch.float64, device=code.device) - MIDDLE) / OCTAVE
         table = _kept(_FACTORS, code.device, torch.exp2(octaves).float())
-    return table.index_select(0, code.flatten().int()).view(code.shape)
+    return table.index_select(0, code.reshape(-1).int()).view(code.shape)
 
 
 def _span(bits: int) -> float:
