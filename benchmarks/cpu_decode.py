@@ -148,8 +148,8 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
     ratios = [row["decode"]["ratio"]["median"] for row in coded]
     return (
         f"With a cache in bits this small model still decodes {min(ratios):.1f} to {max(ratios):.1f} times slower than"
-        f" its source at {max(PROMPTS)} tokens: to code a token and to read codes takes more operations than all else in"
-        " a layer, and rows of pooled heads need more products than heads that are apart."
+        f" its source at {max(PROMPTS)} tokens: to code a token and to read codes takes more operations than all else"
+        " in a layer, and rows of pooled heads need more products than heads that are apart."
     )
 
 
