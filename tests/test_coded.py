@@ -33,12 +33,12 @@ GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 
 @pytest.fixture(autouse=True)
 def _few_near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short texts are read as long ones are: few tokens are near, few queries read together, few can be taken back.
+    """Short texts are read as long ones are: few tokens are near, few read or are read together, few can be taken back.
 
     Saved models have the real numbers.
     """
     if "saved" not in request.node.name and "long" not in request.node.name:
-        for name, number in (("NEAR", 5), ("BLOCK", 7), ("BACK", 12)):
+        for name, number in (("NEAR", 5), ("BLOCK", 7), ("BACK", 12), ("TILE", 256)):
             monkeypatch.setattr(cache_headwise, name, number)
 
 

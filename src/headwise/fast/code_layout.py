@@ -1,6 +1,6 @@
 """How rows of codes lie in the cache of a fast model, for kernels that read many places at once.
 
-A coder stores codes of 1 to 12 bits in planes of 8, 4, 2 and 1 bits. Here, too; but fields of a plane lie in words of
+Codes of 1 to 12 bits are stored here in planes of 8, 4, 2 and 1 bits; fields of a plane lie in words of
 16 bits so that one mask gives numbers of two of them: what is left of a word, read as a number of 16 bits, is the field
 times a power of two, exactly. A segment is up to 64 coefficients that have a field in a plane and share a scale;
 word j of a chunk holds coefficient j of as many segments as a word has fields. Coefficients that are missing from a
