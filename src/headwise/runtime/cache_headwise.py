@@ -12,24 +12,22 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .coder_headwise import RowCoder, as_if_kept
+from .softmax_headwise import right_with_masks
+from .step_headwise import OneToken, whole_rows, with_places
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
-TILE = 1 << 18  # numbers that one new token reads at once, about
-_near: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and near rows in numbers
 _room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
@@ -70,19 +68,12 @@ def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     shown, room = _room.get(layer, (None, (layer.keys,)))
     barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
     if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
-        room = [_roomy(x, new + SPARE) for x in (layer.keys, layer.values)]
+        room = [with_places(x, new + SPARE) for x in (layer.keys, layer.values)]
     for place, x in zip(room, (k, v), strict=True):
         place.narrow(2, past, new).copy_(x)
     layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
     _room[layer] = layer.keys, room
     return layer.keys, layer.values
-
-
-def _roomy(x: torch.Tensor, more: int) -> torch.Tensor:
-    """Rows before places for more. A byte of bytes' rows lies beside those of other tokens: as they are read."""
-    if x.dtype != torch.uint8:
-        return nn.functional.pad(x, (0, 0, 0, more))
-    return nn.functional.pad(x.mT, (0, more)).mT
 
 
 class CodedLayer(DynamicLayer):
@@ -172,16 +163,6 @@ class CodedLayer(DynamicLayer):
         self._each(lambda x: x[indices])
 
 
-def _right_with_masks(q: torch.Tensor) -> AbstractContextManager[None]:
-    """No attention by cuDNN within a block: on some GPUs it scores places behind the last one where there is a mask.
-
-    torch prefers it for numbers of 16 bits on Hopper and Blackwell (pytorch issue 196678).
-    """
-    if not q.is_cuda or torch.compiler.is_compiling():
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-
-
 class Rows(NamedTuple):
     """Keys and values that queries read: coded ones, and near ones in more bits, if they are not among the coded."""
 
@@ -237,7 +218,7 @@ class Rows(NamedTuple):
         own = slice(near.start - self.start, near.stop - self.start)
         k, v = (torch.cat((x[:, :, far], y[:, :, own]), 2) for x, y in zip(self[:2], self.near, strict=True))
         seen = self._seen(mask, those, far, near, q.device)
-        with _right_with_masks(q):
+        with right_with_masks(q):
             z, weights = attend(q[:, :, those], k, v, seen, masked=True, **kwargs)
         if weights is None:
             return z, None
@@ -260,45 +241,6 @@ class Rows(NamedTuple):
             return mask.bool()[:, None, None, place] & apart & (query >= place)
         mask = mask[:, :, those][..., place]
         return mask & apart if mask.dtype == torch.bool else mask.masked_fill(~apart, torch.finfo(mask.dtype).min)
-
-
-class OneToken(NamedTuple):
-    """Keys and values that one new token of every text reads: in bytes, which `read` does not turn into rows."""
-
-    k: torch.Tensor  # (B, G, S, N)
-    v: torch.Tensor
-    whole: tuple[torch.Tensor, ...]  # first and near ones in numbers, as `_whole` makes them
-    start: int  # the first near place
-    coders: tuple[RowCoder, RowCoder]
-    rows: Callable[[], Rows]  # all in numbers
-    gains: tuple[Any, Any] | None = None  # as those of `Rows`
-
-    def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the heads' queries (B, H, 1, K) find: values (B, 1, H, V), and weights if the kernel gives them."""
-        if q.requires_grad or not attend.reads_codes(mask):
-            return self.rows()._replace(gains=self.gains).read(attend, q, mask, **kwargs)
-        first, values = self.whole
-        asked = q.to(first.dtype).view(*self.k.shape[:2], -1, q.shape[3]) * attend.scaling
-        asked = asked if self.gains is None else asked / self.gains[0].unsqueeze(1)
-        tiles = self._tiles(self.k, self.coders[0])
-        logits = torch.cat((asked @ first, *(self.coders[0].scores(asked, rows) for rows in tiles)), 3)
-        if mask is not None:
-            near = mask[..., self.start :].roll(self.start % NEAR, -1)
-            mask = torch.cat((mask[..., :WHOLE], near, mask[..., WHOLE : self.start]), 3)
-            mask = mask.expand(-1, q.shape[1], -1, -1).reshape(-1, *logits.shape[1:])
-            logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
-        weights = logits.softmax(3)
-        z, at = weights.narrow(3, 0, first.shape[3]) @ values.mT, first.shape[3]
-        for rows in self._tiles(self.v, self.coders[1]):
-            z += self.coders[1].mixed(weights.narrow(3, at, rows.shape[2]), rows)
-            at += rows.shape[2]
-        z = z if self.gains is None else z / self.gains[1].unsqueeze(1)
-        return z.to(q.dtype).view(q.shape[0], 1, q.shape[1], -1), None
-
-    def _tiles(self, rows: torch.Tensor, coder: RowCoder) -> tuple[torch.Tensor, ...]:
-        """Coded rows between the first and the near ones, not too many at once."""
-        far = rows.narrow(2, WHOLE, self.start - WHOLE)
-        return far.split(max(1, TILE // (far.shape[0] * far.shape[1] * coder.size)), 2) if far.shape[2] else ()
 
 
 def remembered(
@@ -358,8 +300,8 @@ def _from_bytes(
     start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
     alone = fine and k.shape[2] == 1 and fine[0].shape[2] == NEAR and layer.begun == WHOLE <= start
     if alone and not k.requires_grad and not torch.compiler.is_compiling():
-        whole_rows = _whole(coders, layer, held, fine, numbers[2:], rows[0], k.dtype)
-        return OneToken(rows[0], rows[1], whole_rows, start, coders, lambda: _unpacked(coders, layer, rows, fine, k, v))
+        near = whole_rows(coders, layer, held, fine, numbers[2:], rows[0], k.dtype)
+        return OneToken(rows[0], rows[1], near, start, coders, lambda: _unpacked(coders, layer, rows, fine, k, v))
     if not past:  # all numbers are at hand
         rows, fine = numbers[:2], numbers[2:] if fine else ()
     return _unpacked(coders, layer, rows, fine, k, v)
@@ -384,26 +326,6 @@ def _unpacked(coders: Any, layer: Any, rows: Any, fine: Any, k: torch.Tensor, v:
         near = []
     given_k, given_v = map(as_if_kept, found, (k, v))
     return Rows(given_k, given_v, tuple(map(as_if_kept, near, (k, v))), start, past)
-
-
-def _whole(
-    coders: Any, layer: CodedLayer, held: Any, fine: Any, new: Any, keys: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    """Numbers of the first and the near keys and values (B, G, K, WHOLE + NEAR), a near token at its place modulo NEAR.
-
-    Kept from step to step as long as the layer shows the keys that it showed: of near rows only the new one is changed.
-    """
-    shown, numbers = _near.get(layer, (None, ()))
-    start = keys.shape[2] - NEAR
-    if shown is not held or (numbers[0].is_inference() and not torch.is_inference_mode_enabled()):
-        wide = torch.promote_types(dtype, torch.float32)
-        near = (coder.fine.decode(x, wide).roll(start % NEAR, 2) for coder, x in zip(coders, fine, strict=True))
-        numbers = tuple(torch.cat((x.to(wide), y), 2).mT.contiguous() for x, y in zip(layer.starts, near, strict=True))
-    else:
-        for x, y in zip(numbers, new, strict=True):
-            x.narrow(3, WHOLE + (start - 1) % NEAR, 1).copy_(y.mT)
-    _near[layer] = keys, numbers
-    return numbers
 
 
 def _at(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

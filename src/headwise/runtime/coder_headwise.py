@@ -53,7 +53,7 @@ class RowCoder:
         near = {str(max([FINE, *map(int, counts)])): size}
         self.fine = self if counts == near else _fine(size, *near)
         self.fields = placed(widths)
-        self._both: Encoder | None = None  # with the coder of values, if this is one of keys
+        self._both: JointCoder | None = None  # with the coder of values, if this is one of keys
         self._made: dict[Any, Any] = {}
 
     def _tables(self, device: torch.device) -> torch.Tensor:
@@ -85,12 +85,12 @@ class RowCoder:
 
     def encode(self, x: torch.Tensor) -> torch.Tensor:
         """Rows as bytes: codes, then scales."""
-        return Encoder((self,), (0,)).encode(x)[0][0]
+        return JointCoder((self,), (0,)).encode(x)[0][0]
 
-    def beside(self, other: RowCoder) -> Encoder:
+    def beside(self, other: RowCoder) -> JointCoder:
         """Codes rows of keys and of the other coder's values side by side, and then both fine."""
         if self._both is None or self._both.coders[1] is not other:
-            self._both = Encoder((self, other, self.fine, other.fine), (0, self.size, 0, self.size))
+            self._both = JointCoder((self, other, self.fine, other.fine), (0, self.size, 0, self.size))
         return self._both
 
     def _coded(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +165,7 @@ def _fine(size: int, bits: str) -> RowCoder:
     return RowCoder({bits: size}, size)
 
 
-class Encoder:
+class JointCoder:
     """Codes rows of several coders at once, which takes hardly more steps than one of them alone.
 
     `firsts` is the place of every coder's first coefficient among those that are given side by side.

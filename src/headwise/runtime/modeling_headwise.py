@@ -160,11 +160,6 @@ class SoftmaxAttention(nn.Module):
         """What the product with keys is scaled by."""
         return 1.0 if self.scales_queries else self.scaling
 
-    def reads_codes(self, mask: Any) -> bool:
-        """Whether one new token may read a coded cache by plain products."""
-        plain = not self.training and self.softcap is None and self.config._attn_implementation == "sdpa"
-        return plain and (mask is None or mask.dim() == 4)
-
     def _one_token(self, q_BHTK: torch.Tensor, k_BGTK: torch.Tensor, v_BGTV: torch.Tensor, mask: Any) -> torch.Tensor:
         """One new token against the cache, in few steps and without repeating keys for the queries that share them."""
         batch, heads = q_BHTK.shape[:2]
