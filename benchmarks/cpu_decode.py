@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from provenance import commit, hardware
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headwise import cuts, families, pipeline, strategies
 from headwise.budgets import parse
@@ -70,6 +71,26 @@ def one(model: Any, ids: torch.Tensor) -> tuple[float, float]:
     return prefill * 1e3 / ids.shape[1], decode * 1e3 / STEPS
 
 
+class _Counted(TorchDispatchMode):
+    """Counts operations that compute something: views of a tensor are left out."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += not any(one.alias_info and not one.alias_info.is_write for one in func._schema.returns)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def operations(model: Any, ids: torch.Tensor) -> float:
+    """Operations of one decode step, per layer: what small models wait for, whatever the machine."""
+    cache = model(input_ids=ids, use_cache=True).past_key_values
+    for _ in range(2):  # the first step after a prompt makes places for tokens to come
+        with _Counted() as counted:
+            model(input_ids=ids[:, :1], past_key_values=cache, use_cache=True)
+    return counted.found / model.config.num_hidden_layers
+
+
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -106,18 +127,30 @@ def section(result: dict[str, Any]) -> str:
         f" transformers), a prompt read and {result['steps']} tokens written, float32,"
         f" {result['hardware']['processor']}, {result['date']}{_of(result)}; medians with quartiles of"
         f" {result['repeats']} alternating repeats. Below 1"
-        " is faster.",
+        " is faster. Operations are those of a decode step, per layer.",
         "",
-        "| threads | prompt | budget | prefill | decode |",
-        "| --- | --- | --- | --- | --- |",
+        "| threads | prompt | budget | prefill | decode | operations (source) |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
         cells = [str(row["threads"]), str(row["prompt"]), row["budget"].replace("every head by itself", "per head")]
         for stage in ("prefill", "decode"):
             found = row[stage]["ratio"]
             cells.append(f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        counts = row["operations"]
+        lines.append(f"| {' | '.join(cells)} | {counts['cut']:.0f} ({counts['source']:.0f}) |")
+    return "\n".join([*lines, "", _slowest(result["rows"])]) + "\n"
+
+
+def _slowest(rows: list[dict[str, Any]]) -> str:
+    """One sentence about decode with a cache in bits."""
+    coded = [row for row in rows if "in bits" in row["budget"] and row["prompt"] == max(PROMPTS)]
+    ratios = [row["decode"]["ratio"]["median"] for row in coded]
+    return (
+        f"With a cache in bits this small model still decodes {min(ratios):.1f} to {max(ratios):.1f} times slower than"
+        f" its source at {max(PROMPTS)} tokens: to code a token and to read codes takes more operations than all else"
+        " in a layer, and rows of pooled heads need more products than heads that are apart."
+    )
 
 
 def main() -> None:
@@ -136,7 +169,8 @@ def main() -> None:
         torch.set_num_threads(threads)
         for text, cut in models.items():
             found = compare(source, cut, ids[:, :prompt], asked.repeats)
-            rows.append({"threads": threads, "prompt": prompt, "budget": text, **found})
+            counts = {"source": operations(source, ids[:, :prompt]), "cut": operations(cut, ids[:, :prompt])}
+            rows.append({"threads": threads, "prompt": prompt, "budget": text, "operations": counts, **found})
             ratios = [f"{stage} {found[stage]['ratio']['median']:.3f}" for stage in ("prefill", "decode")]
             print(f"{threads} threads, prompt of {prompt}, {text}: {', '.join(ratios)}", flush=True)
     result = {

@@ -48,7 +48,8 @@ MOVING = ("loading the model", "saving the model", "loading the new model", "rel
 CHANGED = {  # commit of a row -> what changed since; gone from the page when the row is measured again
     "9d0d904b005e": "Measured with an earlier way to write text, before prices of cache bits were corrected and before "
     "bases were decomposed side by side.",
-    "75ab3d510992": "Measured on a machine that had just been started, beside other work, before fewer steps were timed.",
+    "75ab3d510992": "Measured on a machine that had just been started, beside other work, before fewer steps were "
+    "timed.",
     "16ec1e9": "Measured before the number of tokens that pass through all layers was limited, and before heads of "
     "streamed models shared rows.",
     "df4725b9fdbf": "Measured before heads of streamed models shared rows and before their codes were fitted on all "

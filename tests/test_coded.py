@@ -21,7 +21,7 @@ from headwise import cost, families
 from headwise.checks.exactness import TOLERANCE, cache_bytes_per_token, count_checks, write_proof
 from headwise.cuts import save
 from headwise.families._decoder import Decoder
-from headwise.runtime import cache_headwise
+from headwise.runtime import cache_headwise, step_headwise
 from headwise.runtime.cache_headwise import CodedLayer
 
 # Full attention, no rotary positions, windows with capped logits, windows with normed queries and keys; some pooled.
@@ -33,13 +33,14 @@ GREEDY = dict(do_sample=False, pad_token_id=0, eos_token_id=None)
 
 @pytest.fixture(autouse=True)
 def _few_near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short texts are read as long ones are: few tokens are near, few queries read together, few can be taken back.
+    """Short texts are read as long ones are: few tokens are near, few read or are read together, few can be taken back.
 
     Saved models have the real numbers.
     """
     if "saved" not in request.node.name and "long" not in request.node.name:
         for name, number in (("NEAR", 5), ("BLOCK", 7), ("BACK", 12)):
             monkeypatch.setattr(cache_headwise, name, number)
+        monkeypatch.setattr(step_headwise, "TILE", 256)
 
 
 # The change of basis.

@@ -56,6 +56,26 @@ def test_what_becomes_of_a_token_does_not_depend_on_others() -> None:
     assert torch.allclose(one[0, :, 0], all_of_them[1, :, 2])
 
 
+@pytest.mark.parametrize("counts, size", (({"12": 30, "9": 50, "8": 40, "5": 9, "3": 64}, 200), ({"2": 7, "1": 6}, 16)))
+def test_products_with_bytes_are_those_with_what_the_bytes_stand_for(counts: dict[str, int], size: int) -> None:
+    coder, draw = RowCoder(counts, size), torch.Generator().manual_seed(0)
+    rows = coder.encode(torch.randn(2, 3, 11, size, generator=draw))
+    found = coder.decode(rows, torch.float64)
+    q, weights = (torch.randn(2, 3, 4, n, generator=draw, dtype=torch.float64) for n in (size, 11))
+    assert torch.allclose(coder.scores(q, rows), q @ found.mT, atol=1e-4)
+    assert torch.allclose(coder.mixed(weights, rows), weights @ found, atol=1e-4)
+
+
+def test_coders_side_by_side_code_as_each_alone_and_say_what_their_bytes_stand_for() -> None:
+    keys, values = RowCoder({"7": 20, "3": 70, "1": 9}, 104), RowCoder({"10": 33}, 33)
+    x = torch.randn(2, 2, 300, 137, generator=torch.Generator().manual_seed(0))
+    rows, numbers = keys.beside(values).encode(x)
+    apart = ((keys, x[..., :104]), (values, x[..., 104:]), (keys.fine, x[..., :104]), (values.fine, x[..., 104:]))
+    for (coder, own), row, number in zip(apart, rows, numbers, strict=True):
+        assert torch.equal(row, coder.encode(own))
+        assert torch.equal(number, coder.decode(row, x.dtype)) and torch.equal(number, coder.rounded(own))
+
+
 def test_no_outlier_is_cut_off_and_halves_are_coded_as_floats() -> None:
     coder, x = RowCoder({"8": 8}, 8), torch.tensor([1.0, -2.0, 3e4, 0.5, 7.0, -9.0, 2.0, 0.0])
     assert abs(float(coder.rounded(x)[2]) / 3e4 - 1) < 0.01

@@ -12,16 +12,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .coder_headwise import RowCoder, as_if_kept
+from .softmax_headwise import right_with_masks
+from .step_headwise import OneToken, whole_rows, with_places
 
 SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
@@ -68,7 +68,7 @@ def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     shown, room = _room.get(layer, (None, (layer.keys,)))
     barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
     if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
-        room = [nn.functional.pad(x, (0, 0, 0, new + SPARE)) for x in (layer.keys, layer.values)]
+        room = [with_places(x, new + SPARE) for x in (layer.keys, layer.values)]
     for place, x in zip(room, (k, v), strict=True):
         place.narrow(2, past, new).copy_(x)
     layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
@@ -102,10 +102,12 @@ class CodedLayer(DynamicLayer):
         """Rows in more bits of the new tokens (B, G, T, N), after those that are near the first of them."""
         new: tuple[torch.Tensor, ...] = (k, v)
         tokens = k.shape[2]
-        if self.newest:
-            new = tuple(torch.cat(both, 2) for both in zip(self.newest, new, strict=True))
-        self.newest = tuple(x[:, :, -(NEAR - 1 + min(tokens, BACK)) :].clone() for x in new)
-        return tuple(x[:, :, -(NEAR - 1 + tokens) :] for x in new)
+        if self.newest:  # a byte of all tokens lies together, as `RowCoder` reads them
+            near = (x.narrow(2, max(0, x.shape[2] - NEAR + 1), min(x.shape[2], NEAR - 1)) for x in self.newest)
+            new = tuple(torch.cat((x.mT, y.mT), 3).mT for x, y in zip(near, new, strict=True))
+        kept = NEAR - 1 + min(tokens, BACK)
+        self.newest = tuple(x[:, :, -kept:].clone() for x in new) if new[0].shape[2] > kept else new
+        return new
 
     def restore(self, found: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         """Write the first tokens of every text as they were over what codes say of them (B, G, T, K)."""
@@ -159,16 +161,6 @@ class CodedLayer(DynamicLayer):
         """Keep some texts of the batch."""
         super().batch_select_indices(indices)
         self._each(lambda x: x[indices])
-
-
-def _right_with_masks(q: torch.Tensor) -> AbstractContextManager[None]:
-    """No attention by cuDNN within a block: on some GPUs it scores places behind the last one where there is a mask.
-
-    torch prefers it for numbers of 16 bits on Hopper and Blackwell (pytorch issue 196678).
-    """
-    if not q.is_cuda or torch.compiler.is_compiling():
-        return nullcontext()
-    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
 class Rows(NamedTuple):
@@ -226,7 +218,7 @@ class Rows(NamedTuple):
         own = slice(near.start - self.start, near.stop - self.start)
         k, v = (torch.cat((x[:, :, far], y[:, :, own]), 2) for x, y in zip(self[:2], self.near, strict=True))
         seen = self._seen(mask, those, far, near, q.device)
-        with _right_with_masks(q):
+        with right_with_masks(q):
             z, weights = attend(q[:, :, those], k, v, seen, masked=True, **kwargs)
         if weights is None:
             return z, None
@@ -254,7 +246,7 @@ class Rows(NamedTuple):
 def remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool,
     gains: tuple[Any, Any] = (None, None),
-) -> Rows:  # fmt: skip
+) -> Rows | OneToken:  # fmt: skip
     """Keys and values as a cache gives them back, after those that it holds; without one, as it would.
 
     `whole`: the first tokens of a text are kept as they are, and near tokens are read in more bits. `gains` are factors
@@ -268,7 +260,7 @@ def remembered(
 
 def _remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+) -> Rows | OneToken:
     """Rows without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
     past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
     if type(cache) is DynamicCache:
@@ -291,25 +283,42 @@ def _remembered(
 
 def _from_bytes(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
-) -> Rows:
+) -> Rows | OneToken:
     """Rows without gains in transformers' own cache, which holds rows of bytes."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
-    near: list[torch.Tensor] = []
-    start = past = 0
+    coded, numbers = coders[0].beside(coders[1]).encode(torch.cat((k, v), -1).detach())
+    held = layer.keys
+    fine: tuple[torch.Tensor, ...] = ()
     if type(layer) is CodedLayer:
         layer.keep(k, v, mask)
-        fine = layer.nearest(*(coder.fine.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True)))
-        near = [coder.fine.decode(row, k.dtype) for coder, row in zip(coders, fine, strict=True)]
-    coded_k, coded_v = (coder.encode(x.detach()) for coder, x in zip(coders, (k, v), strict=True))
-    rows = append(cache, coded_k, coded_v, index)
-    found = [coder.decode(row, k.dtype) for coder, row in zip(coders, rows, strict=True)]
+        fine = layer.nearest(*coded[2:])
+    rows = append(cache, coded[0], coded[1], index)
+    start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
+    alone = fine and k.shape[2] == 1 and fine[0].shape[2] == NEAR and layer.begun == WHOLE <= start
+    if alone and not k.requires_grad and not torch.compiler.is_compiling():
+        near = whole_rows(coders, layer, held, fine, numbers[2:], rows[0], k.dtype)
+        return OneToken(rows[0], rows[1], near, start, coders, lambda: _unpacked(coders, layer, rows, fine, k, v))
+    if not past:  # all numbers are at hand
+        rows, fine = numbers[:2], numbers[2:] if fine else ()
+    return _unpacked(coders, layer, rows, fine, k, v)
+
+
+def _unpacked(coders: Any, layer: Any, rows: Any, fine: Any, k: torch.Tensor, v: torch.Tensor) -> Rows:
+    """Rows in numbers, of which the last are those of keys and values."""
+    start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
+    found, near = (
+        [x.to(k.dtype) if x.is_floating_point() else coder.decode(x, k.dtype) for coder, x in those]
+        for those in (
+            zip(coders, rows, strict=True),
+            zip((coder.fine for coder in coders[: len(fine)]), fine, strict=True),
+        )
+    )
     if near:
         found = [layer.restore(x, first) for x, first in zip(found, layer.starts, strict=True)]
-        start, past = (found[0].shape[2] - x.shape[2] for x in (near[0], k))
         near = [layer.restore_near(x, first, start) for x, first in zip(near, layer.starts, strict=True)]
     if near and k.shape[2] == 1:
         for x, y in zip(found, near, strict=True):

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FILES = ("modeling_headwise.py", "softmax_headwise.py", "cache_headwise.py", "coder_headwise.py", "hub_headwise.py")
+FILES = tuple(f"{name}_headwise.py" for name in ("modeling", "softmax", "cache", "step", "coder", "hub"))
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}  # projections that every tailored attention has
 _recording: dict[type, type] = {}  # stock class of a body -> ours
 

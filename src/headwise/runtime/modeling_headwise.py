@@ -337,7 +337,7 @@ class TailoredAttention(nn.Module):
         """Queries and keys as `attended` takes them: keys in their cached form."""
         return (q, self._project_keys(k)) if self._many(q) else self.project(q, k)
 
-    def remembered(self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Rows:
+    def remembered(self, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Any:
         """Keys and values as the cache gives them back, after those that it holds; without one, as it would."""
         if self.coders is None:
             return Rows(*((k, v) if cache is None else append(cache, k, v, self.layer_idx)))
@@ -350,7 +350,7 @@ class TailoredAttention(nn.Module):
         alike = self.pooled == 1 or self.by_rows or torch.compiler.is_exporting()  # one graph for any number of tokens
         return not alike and q.shape[2] > self.head_width
 
-    def attended(self, q: torch.Tensor, rows: Rows, mask: Any, **kwargs: Any) -> Any:
+    def attended(self, q: torch.Tensor, rows: Any, mask: Any, **kwargs: Any) -> Any:
         """What the heads give the output projection (B, T, H O), and the weights if the kernel gives them."""
         if not self._many(q):
             z, weights = rows.read(self.attend, q, mask, **kwargs)

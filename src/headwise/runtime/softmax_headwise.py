@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import functools
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 PAGED = "vllm"  # the name of its attention
@@ -276,3 +278,13 @@ def added(mask: Any, q: torch.Tensor, k: torch.Tensor, causal: bool) -> Any:
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+
+
+def right_with_masks(q: torch.Tensor) -> AbstractContextManager[None]:
+    """No attention by cuDNN within a block: on some GPUs it scores places behind the last one where there is a mask.
+
+    torch prefers it for numbers of 16 bits on Hopper and Blackwell (pytorch issue 196678).
+    """
+    if not q.is_cuda or torch.compiler.is_compiling():
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
