@@ -42,8 +42,9 @@ SCORES: list[dict[str, Any]] = [
     {"places": 256, "warps": 16, "registers": 128},
     {"places": 64, "warps": 4, "stages": 1, "programs": 3, "held": False},
     {"programs": 4},
-    {"folded": True},
-    {"places": 64, "warps": 4, "programs": 2, "folded": True},
+    {"ahead": 2},
+    {"places": 64, "warps": 4, "programs": 2, "ahead": 1},
+    {"places": 64, "warps": 4, "programs": 2, "ahead": 2},
 ]
 SUMS: list[dict[str, Any]] = [
     {"sum_programs": 2},

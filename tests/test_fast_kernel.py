@@ -77,7 +77,7 @@ def check_codes():
         sides.append(made)
     q = torch.randn(2, 3, 33)
     few = CodeTile(places=64, programs=2, sum_programs=1)  # one program sums what several scored
-    for tile, size in ((few, 1), (few, 40), (CodeTile(steps=128, fields=2, held=False, folded=True), 1)):
+    for tile, size in ((few, 1), (few, 40), (CodeTile(steps=128, fields=8, held=False), 1)):
         want = plain.CodeDecode()(size * q, *sides, ends, starts, 0.1)
         got = CodeDecode(*layouts, 4, 32, tile)(size * q, *sides, ends, starts, 0.1)
         assert (got - want).norm() < 2e-3 * want.norm(), (tile, size)

@@ -18,15 +18,12 @@ import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import TILES, CodeTile, _scores
+from headwise.fast.code_decode import MORE, SMALL, TILES, CodeTile, _scores
 from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
 from headwise.fast.code_sums import _sums, sum_jobs
 from headwise.fast.flash_decode import _capped
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
-MORE: tuple[dict[str, int], ...] = (  # which are tried with the quickest so far
-    {"sum_programs": 6}, {"sum_programs": 12}, {"steps": 128}, {"sum_stages": 4}, {"fields": 2}, {"programs": 8},
-)  # fmt: skip
 BESIDE = 16  # tokens that are not coded, in one program
 COUNTS = ["S", "P"]
 
@@ -200,8 +197,8 @@ class CodeDecode:
         _scores[(made.pairs, S)](
             q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
             PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
-            HELD=tile.held, FOLDED=tile.folded, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-            **size,
+            HELD=tile.held, AHEAD=tile.ahead, WARPS=tile.warps, num_warps=tile.warps,
+            num_stages=tile.stages, maxnreg=tile.registers, **size,
         )  # fmt: skip
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
         P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
@@ -239,10 +236,12 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> 
         for more in MORE:
             tile = min(times, key=lambda tile: times[tile])._replace(**more)
             times[tile] = _ms(work, tile)
-        _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
-        if math.isinf(min(times.values())):
-            raise RuntimeError("no kernel for rows in bits can be built here")
-    return next(tile for tile in _chosen[key] if tile in built or _builds(work, tile, built))
+        best = min(times, key=lambda tile: times[tile])
+        _chosen[key] = [best, *SMALL] if times[best] < math.inf else [*SMALL]
+    for tile in _chosen[key]:
+        if tile in built or _builds(work, tile, built):
+            return tile
+    raise RuntimeError("no kernel for rows in bits can be built here")
 
 
 def _builds(work: Callable[[CodeTile], object], tile: CodeTile, built: set[Any]) -> bool:
