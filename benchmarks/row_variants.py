@@ -64,6 +64,9 @@ SUMS: list[dict[str, Any]] = [
 ]
 POOLED_TILES: list[dict[str, Any]] = [
     {"places": 32, "warps": 4, "stages": 2, "programs": 8},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 8, "ahead": 2},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 4},
+    {"places": 64, "warps": 8, "stages": 2, "programs": 1, "even": True, "ahead": 2},
     {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True},
     {"places": 32, "warps": 8, "stages": 2, "programs": 4, "even": True},
     {"places": 32, "warps": 8, "stages": 2, "programs": 8, "even": True},

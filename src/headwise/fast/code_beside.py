@@ -152,12 +152,7 @@ class CodeDecode:
         pairs, device = B * G * parts, q_BHK.device
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
-        q16, units, own = made(self.keys.slots, dtype=torch.float16), made(), self.keys.tables(device)
-        _queries[(pairs * M // EACH,)](
-            q_BHK, own["own"], own["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
-            PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
-            EACH=EACH, num_warps=8,
-        )  # fmt: skip
+        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
         aside = _aside(device)
@@ -188,6 +183,18 @@ class CodeDecode:
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
         read(self.tile or _quickest(read, size_of, self.built))
         return out
+
+    def _ready(
+        self, q_BHK: torch.Tensor, scaling: float, made: Any, size: dict[str, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries as the kernels take them, and what makes scores of products."""
+        slots, own = self.keys.slots, self.keys.tables(q_BHK.device)
+        q16, units = made(slots, dtype=torch.float16), made()
+        _queries[(made.pairs * made.heads // EACH,)](
+            q_BHK, own["own"], own["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), SLOTS=slots,
+            UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, slots)), EACH=EACH, num_warps=8, **size,
+        )  # fmt: skip
+        return q16, units
 
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,

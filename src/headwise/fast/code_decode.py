@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from headwise.fast.flash_decode import _capped
+from headwise.fast.flash_decode import _ask, _capped
 
 COUNTS = ["S", "L"]  # numbers of splits and places: kernels are not built anew for each
 
@@ -152,22 +152,6 @@ def _products(
                 some = tl.load(q + _segment(PLAN, c, f) * (SEG * M) + cell)
             s = tl.dot(_scaled(words, factor, _field(PLAN, c, f), PACKED), some, s)
     return s
-
-
-@triton.constexpr_function
-def _asking(size):
-    """Assembly: the first thread of a warp asks the L2 cache for so many bytes."""
-    code = "{.reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
-    return code + f"@p cp.async.bulk.prefetch.L2.global [$1], {size};" + "}"
-
-
-@triton.jit
-def _ask(start, SIZE: tl.constexpr, WARPS: tl.constexpr):
-    """Ask that bytes which are read later are brought into the L2 cache; each warp asks for some."""
-    EACH: tl.constexpr = SIZE // WARPS // 16 * 16
-    if EACH > 0:
-        own = start.to(tl.int64) + tl.arange(0, 32 * WARPS).to(tl.int64) // 32 * EACH
-        tl.inline_asm_elementwise(_asking(EACH), "=r,l", [own], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit(do_not_specialize=COUNTS)
