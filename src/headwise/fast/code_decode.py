@@ -46,6 +46,8 @@ TILES = (  # which are tried
 )
 SMALL = (CodeTile(), CodeTile(places=64, warps=4, stages=1, programs=3, held=False))  # for rows too wide for the others
 MORE: tuple[dict[str, Any], ...] = (  # which are tried with the quickest so far
+    {"programs": 3},
+    {"programs": 4, "registers": 128, "stages": 2},
     {"ahead": 2},
     {"sum_programs": 6},
     {"steps": 128, "sum_registers": None, "sum_programs": 2},
