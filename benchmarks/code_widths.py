@@ -109,11 +109,11 @@ def section(result: dict[str, Any]) -> str:
             lines.append(f"| {model} | {mean / 16:.1%} | {rule} | {cells} |")
     told = [
         f"`python benchmarks/code_widths.py embedded stories15M`, {result['tokens']:,} tokens, {result['date']},",
-        f"commit {result['commit']}. Kernels are fastest for codes of 8, 4 and 2 bits, and for rows with few widths.",
-        "Plans may give a coefficient any width. The table shows the predicted damage at equal bits if only some",
-        "widths were allowed, or one width for runs of neighbouring coefficients. The last column is the size of the",
-        "cache with `optimise=True`, as a share of 16 bits per number, with scales and padding. Rows of these small",
-        "models are narrow, so much of it is padding.",
+        f"commit {result['commit']}. Plans may give a coefficient any width. The cache of `optimise=True` keeps codes",
+        "of up to 2, 4 or 8 bits in fields of that size, so that other widths are rounded up there. The table shows",
+        "the predicted damage at equal bits if only some widths were allowed, or one width for runs of neighbouring",
+        "coefficients. The last column is the size of that cache as a share of 16 bits per number, with scales and",
+        "padding. Rows of these small models are narrow, so part of it is padding.",
     ]
     head = "| model | codes, of 16 bits | widths | predicted damage | more than any width | fast cache |"
     return "\n".join(["## Widths of codes", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines]) + "\n"

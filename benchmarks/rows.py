@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from provenance import commit
+from row_page import variants
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -211,15 +212,14 @@ def section(result: dict[str, Any]) -> str:
         f"tokens. Both as `optimise=True` reads them. Low and high over {result['rounds']} rounds,",
         "all ways alternating; the fastest uncut way is the baseline. The section above has the speed of a copy.",
         "At short contexts most of the time goes into starting kernels: coded rows need five. Bytes are those of the",
-        "cache. Segments of 64 coefficients of one width share one scale; they are padded, most with many widths.",
-        f"Difference from plain attention in double precision: {errors}.",
+        f"cache. Difference from plain attention in double precision: {errors}.",
         *_prototype(),
+        "This table is of earlier kernels, which padded segments of 64 coefficients of one width; the next one is of",
+        "those that replaced them.",
     ]
     head = "| texts x tokens | | bytes | ms | times uncut's speed | TB/s |"
-    return (
-        "\n".join(["## Rows that heads share", "", *told, "", head, "| " + " | ".join(["---"] * 6) + " |", *lines])
-        + "\n"
-    )
+    table = [head, "| " + " | ".join(["---"] * 6) + " |", *lines]
+    return "\n".join(["## Rows that heads share", "", *told, "", *table, *variants()]) + "\n"
 
 
 def _prototype() -> list[str]:

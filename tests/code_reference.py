@@ -33,9 +33,13 @@ def place_codes(layout: Any, held: Any, x: torch.Tensor, starts: torch.Tensor, p
             tiles[:, :, at // TILE, :, at % TILE] = short
         if layout.chunks:
             groups = [one.group for one in layout.segments]
-            halves = held.scales.view(torch.float16).view(*x.shape[:2], -1, layout.pairs, TILE, 2)
+            halves = held.scales.view(torch.float16)
             factor = (SCALE_UP * torch.exp2(scales[:, :, token, groups].float() / 8 - 16)).half()
-            halves[:, :, at // TILE, :, at % TILE] = factor.unflatten(-1, (-1, 2))
+            if by_place:
+                pairs = halves.view(*x.shape[:2], -1, layout.pairs, TILE, 2)
+                pairs[:, :, at // TILE, :, at % TILE] = factor.unflatten(-1, (-1, 2))
+            else:
+                halves.view(*x.shape[:2], -1, 2 * layout.pairs, TILE)[:, :, at // TILE, :, at % TILE] = factor
         if at >= first + tokens - NEAR:
             held.side[:, :, WHOLE + at % NEAR] = layout.coder.fine.rounded(x[:, :, token : token + 1])[:, :, 0]
         for text, start in enumerate(starts.tolist()):

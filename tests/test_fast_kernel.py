@@ -55,6 +55,7 @@ def check_codes():
     """New rows in bits lie where they should, and rows in bits are read as what they stand for."""
     import code_reference as plain
 
+    from headwise.fast import code_beside
     from headwise.fast.code_beside import CodeDecode
     from headwise.fast.code_decode import CodeTile
     from headwise.fast.code_layout import CodeLayout
@@ -75,12 +76,14 @@ def check_codes():
             assert torch.allclose(got.float(), wanted.float(), atol=1e-6, rtol=1e-6)
         made.words.random_(-(2**15), 2**15), made.side.normal_(), made.scales.view(torch.float16).uniform_(2, 16)
         sides.append(made)
-    q = torch.randn(2, 3, 33)
     few = CodeTile(places=64, programs=2, sum_programs=1)  # one program sums what several scored
-    for tile, size in ((few, 1), (few, 40), (CodeTile(steps=128, fields=2, held=False, folded=True), 1)):
-        want = plain.CodeDecode()(size * q, *sides, ends, starts, 0.1)
-        got = CodeDecode(*layouts, 4, 32, tile)(size * q, *sides, ends, starts, 0.1)
-        assert (got - want).norm() < 2e-3 * want.norm(), (tile, size)
+    more = CodeTile(steps=128, fields=8, held=False)
+    for tile, size, heads, outputs in ((few, 1, 3, 2048), (few, 40, 3, 2048), (more, 1, 35, 1)):
+        code_beside.FEW = outputs
+        q = size * torch.randn(2, heads, 33)
+        want = plain.CodeDecode()(q, *sides, ends, starts, 0.1)
+        got = CodeDecode(*layouts, 4, 32, tile)(q, *sides, ends, starts, 0.1)
+        assert (got - want).norm() < 2e-3 * want.norm(), (tile, size, heads)
 
 
 def nothing(*size):

@@ -18,37 +18,36 @@ import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import TILES, CodeTile, _scores
+from headwise.fast.code_decode import MORE, SMALL, TILES, CodeTile, _scores
 from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
 from headwise.fast.code_sums import _sums, sum_jobs
 from headwise.fast.flash_decode import _capped
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
-MORE: tuple[dict[str, int], ...] = (  # which are tried with the quickest so far
-    {"sum_programs": 6}, {"sum_programs": 12}, {"steps": 128}, {"sum_stages": 4}, {"fields": 2}, {"programs": 8},
-)  # fmt: skip
+EACH = 8  # query heads that one program makes ready: they lie side by side
 BESIDE = 16  # tokens that are not coded, in one program
+FEW = 2048  # outputs of a multiprocessor: where there are more, a program combines more of them
 COUNTS = ["S", "P"]
 
 
 @triton.jit
 def _queries(
     q, own, mult, out, units, scaling, q_row, q_head, G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr,
-    SLOTS: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr,
+    SLOTS: tl.constexpr, UP: tl.constexpr, BLOCK: tl.constexpr, M: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """A head's queries by slots, times the steps of their codes, in 16 bits; and what makes scores of products."""
-    pair = (tl.program_id(0) // M).to(tl.int64)
-    m = tl.program_id(0) % M
-    b = pair // (G * PARTS)
+    """Queries of some heads by slots, times the steps of their codes, in 16 bits; and what makes scores of products."""
+    pair = (tl.program_id(0) // (M // EACH)).to(tl.int64)
+    m = tl.program_id(0) % (M // EACH) * EACH + tl.arange(0, EACH)
     head = pair % PARTS * M + m
     i = tl.arange(0, BLOCK)
     there = i < SLOTS
     k = tl.load(own + i, mask=there, other=0)
-    x = tl.load(q + b * q_row + (pair // PARTS % G * SHARE + head) * q_head + k, mask=there & (head < SHARE), other=0.0)
-    x = x.to(tl.float32) * tl.load(mult + i, mask=there, other=0.0)
-    size = tl.max(tl.abs(x), 0)
-    power = 12.0 - tl.ceil(tl.log2(tl.maximum(size, 1e-30)))
-    tl.store(out + (pair * SLOTS + i) * M + m, (x * tl.exp2(power)).to(tl.float16), mask=there)
+    heads = pair // (G * PARTS) * q_row + (pair // PARTS % G * SHARE + head) * q_head
+    x = tl.load(q + heads[None, :] + k[:, None], mask=there[:, None] & (head < SHARE)[None, :], other=0.0)
+    x = x.to(tl.float32) * tl.load(mult + i, mask=there, other=0.0)[:, None]
+    power = 12.0 - tl.ceil(tl.log2(tl.maximum(tl.max(tl.abs(x), 0), 1e-30)))
+    cells = out + (pair * SLOTS + i)[:, None] * M + m[None, :]
+    tl.store(cells, (x * tl.exp2(power)[None, :]).to(tl.float16), mask=there[:, None])
     tl.store(units + pair * M + m, scaling * tl.exp2(10.0 - power) / UP)
 
 
@@ -99,16 +98,17 @@ def _beside(
 def _combine(
     part, part_tops, tops, sums, beside, beside_tops, slots, mult, out, S, P,
     PARTS: tl.constexpr, SHARE: tl.constexpr, SLOTS: tl.constexpr, UP: tl.constexpr,
-    V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SIDES: tl.constexpr, SIDES2: tl.constexpr, D: tl.constexpr,
+    V: tl.constexpr, M: tl.constexpr, SPLITS: tl.constexpr, SUMS: tl.constexpr, SIDES: tl.constexpr,
+    SIDES2: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """Outputs of a head: `S` programs scored places, `P` others summed values."""
     row = tl.program_id(0).to(tl.int64)
     g, head = row // SHARE, row % SHARE
     pair, m = g * PARTS + head // M, head % M
     d = tl.program_id(1) * D + tl.arange(0, D)
-    split, side = tl.arange(0, SPLITS), tl.arange(0, SIDES2)
+    split, some, side = tl.arange(0, SPLITS), tl.arange(0, SUMS), tl.arange(0, SIDES2)
     scored = tl.load(tops + (pair * S + split) * M + m, mask=split < S, other=float("-inf"))
-    x = tl.load(part_tops + (pair * P + split) * M + m, mask=split < P, other=float("-inf"))
+    x = tl.load(part_tops + (pair * P + some) * M + m, mask=some < P, other=float("-inf"))
     y = tl.load(beside_tops + (pair * SIDES + side) * M + m, mask=side < SIDES, other=float("-inf"))
     most = tl.maximum(tl.max(scored, 0), tl.max(y, 0))
     scored = tl.where(scored == float("-inf"), 0.0, tl.exp2(scored - most))
@@ -121,7 +121,7 @@ def _combine(
     for i in tl.static_range(2):
         slot = tl.load(slots + d * 2 + i, mask=d < V, other=-1)
         there = (slot >= 0)[None, :] & (x > 0)[:, None]
-        found = tl.load(part + ((pair * P + split) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
+        found = tl.load(part + ((pair * P + some) * M + m)[:, None] * SLOTS + slot[None, :], mask=there, other=0.0)
         unit = tl.load(mult + slot, mask=slot >= 0, other=0.0) * (1024.0 / UP)
         z += tl.sum(found * x[:, None], 0) * unit
     mixed = z / tl.where(total > 0, total, 1.0)
@@ -152,11 +152,7 @@ class CodeDecode:
         pairs, device = B * G * parts, q_BHK.device
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
-        q16, units, own = made(self.keys.slots, dtype=torch.float16), made(), self.keys.tables(device)
-        _queries[(pairs * M,)](
-            q_BHK, own["own"], own["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), G=G, SHARE=share,
-            PARTS=parts, SLOTS=self.keys.slots, UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, self.keys.slots)), M=M,
-        )  # fmt: skip
+        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
         aside = _aside(device)
@@ -177,15 +173,28 @@ class CodeDecode:
             S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
-            _combine[(B * H, -(-V // 64))](
+            D = 256 if B * H * V // made.processors >= FEW else 64
+            _combine[(B * H, -(-V // D))](
                 *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
-                SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M,
-                SPLITS=triton.next_power_of_2(max(S, P)), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=64,
+                SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M, SPLITS=triton.next_power_of_2(S),
+                SUMS=triton.next_power_of_2(P), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=D,
             )  # fmt: skip
 
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
         read(self.tile or _quickest(read, size_of, self.built))
         return out
+
+    def _ready(
+        self, q_BHK: torch.Tensor, scaling: float, made: Any, size: dict[str, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries as the kernels take them, and what makes scores of products."""
+        slots, own = self.keys.slots, self.keys.tables(q_BHK.device)
+        q16, units = made(slots, dtype=torch.float16), made()
+        _queries[(made.pairs * made.heads // EACH,)](
+            q_BHK, own["own"], own["mult"], q16, units, scaling, q_BHK.stride(0), q_BHK.stride(1), SLOTS=slots,
+            UP=SCALE_UP, BLOCK=triton.next_power_of_2(max(1, slots)), EACH=EACH, num_warps=8, **size,
+        )  # fmt: skip
+        return q16, units
 
     def _coded(
         self, q16: torch.Tensor, units: torch.Tensor, k: Any, v: Any, lengths: torch.Tensor, starts: torch.Tensor,
@@ -200,8 +209,8 @@ class CodeDecode:
         _scores[(made.pairs, S)](
             q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
             PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
-            HELD=tile.held, FOLDED=tile.folded, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-            **size,
+            HELD=tile.held, AHEAD=tile.ahead, WARPS=tile.warps, num_warps=tile.warps,
+            num_stages=tile.stages, maxnreg=tile.registers, **size,
         )  # fmt: skip
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
         P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
@@ -239,10 +248,12 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> 
         for more in MORE:
             tile = min(times, key=lambda tile: times[tile])._replace(**more)
             times[tile] = _ms(work, tile)
-        _chosen[key] = [*sorted(times, key=lambda tile: times[tile])[:1], *TILES[-2:]]
-        if math.isinf(min(times.values())):
-            raise RuntimeError("no kernel for rows in bits can be built here")
-    return next(tile for tile in _chosen[key] if tile in built or _builds(work, tile, built))
+        best = min(times, key=lambda tile: times[tile])
+        _chosen[key] = [best, *SMALL] if times[best] < math.inf else [*SMALL]
+    for tile in _chosen[key]:
+        if tile in built or _builds(work, tile, built):
+            return tile
+    raise RuntimeError("no kernel for rows in bits can be built here")
 
 
 def _builds(work: Callable[[CodeTile], object], tile: CodeTile, built: set[Any]) -> bool:

@@ -11,12 +11,12 @@ Shape suffixes: B texts, H query heads, G rows per token, L places, K and V coef
 # ruff: noqa: SIM108  # branches of kernels are taken when they are built
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from headwise.fast.flash_decode import _capped
+from headwise.fast.flash_decode import _ask, _capped
 
 COUNTS = ["S", "L"]  # numbers of splits and places: kernels are not built anew for each
 
@@ -30,9 +30,7 @@ class CodeTile(NamedTuple):
     programs: int = 1  # per multiprocessor: as many as it runs at once
     registers: int | None = None  # of a thread, at most
     held: bool = True  # queries stay in shared memory
-    folded: bool = (
-        False  # a scale is applied where the middle is taken off: less work, fewer bits where scales are small
-    )
+    ahead: int = 0  # blocks of places for which the L2 cache is asked before they are read
     steps: int = 64  # places whose values are summed at once
     fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
@@ -40,13 +38,20 @@ class CodeTile(NamedTuple):
     sum_programs: int = 3
 
 
-TILES = (  # which are tried; the last takes least shared memory
-    CodeTile(),
+TILES = (  # which are tried
     CodeTile(places=64, warps=4, programs=2),
-    CodeTile(places=256, warps=16, registers=128),
-    CodeTile(places=128, warps=8, programs=2, registers=128),
-    CodeTile(places=64, warps=4, programs=4, registers=128),
-    CodeTile(places=64, warps=4, stages=1, programs=3, held=False),
+    CodeTile(places=64, warps=4, programs=2, stages=3),
+    CodeTile(stages=3),
+    CodeTile(),
+)
+SMALL = (CodeTile(), CodeTile(places=64, warps=4, stages=1, programs=3, held=False))  # for rows too wide for the others
+MORE: tuple[dict[str, Any], ...] = (  # which are tried with the quickest so far
+    {"programs": 3},
+    {"programs": 4, "registers": 128, "stages": 2},
+    {"ahead": 2},
+    {"sum_programs": 6},
+    {"steps": 128, "sum_registers": None, "sum_programs": 2},
+    {"fields": 8, "sum_registers": None, "sum_programs": 2},
 )
 
 
@@ -94,29 +99,6 @@ def _unpacking(kind):
 
 
 @triton.constexpr_function
-def _unpacking_folded(kind):
-    """Assembly: two fields of a register times 2**(place - 24), times scales, and something added."""
-    source = f"shr.u32 t, $1, {kind[1] // 8 * 8}; and.b32 t, t," if kind[1] >= 8 else "and.b32 t, $1,"
-    mask = (((1 << kind[0]) - 1) << kind[1] % 8) * 0x10001
-    return "{.reg .b32 t; " + f"{source} {mask}; fma.rn.f16x2 $0, t, $2, $3;" + "}"
-
-
-@triton.jit
-def _folded(words, factor, N: tl.constexpr, SEG: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr):
-    """As `_scaled`, by scales of places (N) below 64, and 256 times smaller."""
-    how: tl.constexpr = _placed(KIND)
-    less = (factor * (-how[2] / 256)).to(tl.float16)[:, None].broadcast_to(N, SEG)
-    scale = (factor * 64.0).to(tl.float16)[:, None].broadcast_to(N, SEG)
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            _unpacking_folded(KIND), "=r,r,r,r", [words, scale, less], dtype=tl.float16, is_pure=True, pack=2
-        )
-    else:
-        x = ((words >> how[0]) & how[1]).to(tl.int16).to(tl.float16, bitcast=True)
-        return (x.to(tl.float32) * scale + less).to(tl.float16)
-
-
-@triton.constexpr_function
 def _placed(kind):
     """Bits that a field moves down, its mask then, and what is taken off to centre it."""
     most = (1 << kind[0]) - 1
@@ -155,8 +137,8 @@ def _range(lengths, starts, b, split, S, N: tl.constexpr, WHOLE: tl.constexpr, N
 
 @triton.jit
 def _products(
-    rows, q, held, scales, cell, PLAN: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, SEG: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
+    rows, q, held, scales, cell, PLAN: tl.constexpr, HELD: tl.constexpr, SEG: tl.constexpr, M: tl.constexpr,
+    N: tl.constexpr, TILE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Products (N, M) of some rows with all queries, which are `held` or not."""
     s = tl.zeros([N, M], tl.float32)
@@ -165,17 +147,13 @@ def _products(
         for f in tl.static_range(_fields(PLAN, c)):
             if f % 2 == 0:
                 both = tl.load(scales + _segment(PLAN, c, f) // 2 * TILE)
-            factor = _factor(both, f % 2)
+            factor = _factor(both, f % 2)[:, None].broadcast_to(N, SEG)
             if HELD:
                 some = held[_segment(PLAN, c, f)]
             else:
                 some = tl.load(q + _segment(PLAN, c, f) * (SEG * M) + cell)
-            if FOLDED:
-                x = _folded(words, factor, N, SEG, _field(PLAN, c, f), PACKED)
-            else:
-                x = _scaled(words, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f), PACKED)
-            s = tl.dot(x, some, s)
-    return s * 256.0 if FOLDED else s
+            s = tl.dot(_scaled(words, factor, _field(PLAN, c, f), PACKED), some, s)
+    return s
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -183,7 +161,7 @@ def _scores(
     q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
     GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, SEGMENTS: tl.constexpr, SEG: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
-    CAPPED: tl.constexpr, HELD: tl.constexpr, FOLDED: tl.constexpr, PACKED: tl.constexpr,
+    CAPPED: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     begin, last, low, high = _range(lengths, starts, pair // GP, tl.program_id(1), S, N, WHOLE, NEAR)
@@ -202,10 +180,14 @@ def _scores(
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([N, M], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
     for t in range(low, high):
+        if PACKED and AHEAD > 0:
+            later = tl.minimum(t + AHEAD, high - 1).to(tl.int64) * N
+            _ask(words + later * ROW, 2 * N * ROW, WARPS)
+            _ask(scales + later * (SEGMENTS // 2), 2 * N * SEGMENTS, WARPS)
         at = t * N + tl.arange(0, N)
         rows = words + at[:, None] * ROW + j[None, :]
         own = scales + at // TILE * (TILE * (SEGMENTS // 2)) + at % TILE
-        s = _products(rows, q, held, own, cell, PLAN, HELD, FOLDED, SEG, M, N, TILE, PACKED) * unit[None, :]
+        s = _products(rows, q, held, own, cell, PLAN, HELD, SEG, M, N, TILE, PACKED) * unit[None, :]
         if CAPPED:
             s = _capped(s, cap)
         seen = (at >= begin) & (at < last)

@@ -4,7 +4,8 @@ A code of 1 to 8 bits has a field of 2, 4 or 8 bits here, one of up to 12 bits h
 read fastest. Fields lie in words of 16 bits so that one mask gives numbers of two of them: what is left of a word, read
 as a number of 16 bits, is the field times a power of two, exactly. A segment is up to 64 coefficients that have a field
 of one size and share a scale; word j of a chunk holds coefficient j of several segments, whose fields fill the word.
-Coefficients that are missing from a segment have a factor of zero. Needs torch alone.
+Coefficients that are missing from a segment have a factor of zero. Scales of keys lie in pairs of segments, those of
+values in pairs of places: as they are multiplied, two at once. Needs torch alone.
 """
 
 from typing import Any, NamedTuple
@@ -122,11 +123,14 @@ class CodeLayout:
         found = torch.zeros(B, G, L, max(1, self.size), device=words_BGN.device)
         if not self.chunks:
             return found
+        tiles = (B, G, L // TILE, -1, TILE)
+        halves = scales_BGN.view(torch.float16)
         if by_place:
             words = words_BGN.view(B, G, L, self.words)
+            halves = halves.view(*tiles, 2)
         else:
-            words = words_BGN.view(B, G, L // TILE, self.words, TILE).transpose(3, 4).reshape(B, G, L, self.words)
-        halves = scales_BGN.view(torch.float16).view(B, G, L // TILE, -1, TILE, 2)
+            words = words_BGN.view(tiles).transpose(3, 4).reshape(B, G, L, self.words)
+            halves = halves.view(tiles)
         factor = halves.transpose(3, 4).reshape(B, G, L, -1).float() / SCALE_UP
         for number, (plane, place, _, _) in enumerate(self.segments):
             slots = slice(number * self.segment, (number + 1) * self.segment)

@@ -57,7 +57,11 @@ def _place_chunk(
     k = tl.load(group + segment, mask=used, other=0)[:, None] * EACH + i[None, :]
     factor = _scale(_row(x, k, used[:, None] & (i < EACH)[None, :] & (k < KEPT)))
     half = tl.minimum(factor * UP, 65504.0).to(tl.float16).to(tl.int16, bitcast=True)
-    tl.store(scales + ((at // TILE * PAIRS + segment // 2) * TILE + at % TILE) * 2 + segment % 2, half, mask=used)
+    if BY_PLACE:
+        target = ((at // TILE * PAIRS + segment // 2) * TILE + at % TILE) * 2 + segment % 2
+    else:
+        target = (at // TILE * (2 * PAIRS) + segment) * TILE + at % TILE
+    tl.store(scales + target, half, mask=used)
     slot = segment[:, None] * SEG + j[None, :]
     wide = tl.load(bits + slot, mask=used[:, None], other=0)
     numbers = _row(x, tl.load(own + slot, mask=used[:, None], other=0), wide > 0)

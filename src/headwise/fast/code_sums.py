@@ -70,7 +70,8 @@ def _sum_fields(
     most = tl.load(tops + low * M + h, mask=h < tl.where(low < high, M, 0), other=0.0)
     top, highest = most, most  # `top`: of the next places, read long before it is used
     words += (n // TILE * word_tile + n % TILE)[None, :] + j[:, None] * TILE
-    scales += n // TILE * scale_tile + n % TILE
+    two = tl.arange(0, T // 2)  # neighbouring places, whose scales are read as one number
+    scales += two // (TILE // 2) * scale_tile + two % (TILE // 2)
     for t in range(low * (N // T), high * (N // T)):
         w = tl.load(weights + (t * T + n)[:, None] * M + h[None, :])
         code = tl.load(words + t * (T // TILE) * word_tile)
@@ -86,9 +87,8 @@ def _sum_fields(
         top = tl.load(tops + tl.minimum((t + 1) // (N // T), high - 1) * M + h)
         new = ()
         for f in tl.static_range(FIELDS):
-            if f % 2 == 0:
-                both = tl.load(scales + t * (T // TILE) * scale_tile + f // 2 * TILE)
-            scale = _factor(both, f % 2)[None, :].broadcast_to(SEG, T)
+            both = tl.load(scales + t * (T // TILE) * scale_tile + f * (TILE // 2))
+            scale = tl.join(_factor(both, 0), _factor(both, 1)).reshape([T])[None, :].broadcast_to(SEG, T)
             new = new + (tl.dot(_scaled(code, scale, _kind(PLAN, MOST, JOB, f), PACKED), w, z[f]),)
         z = new
     for f in tl.static_range(FIELDS):
@@ -119,7 +119,7 @@ def _sums(
             chunk = _job(PLAN, MOST, job)[2] + i
             segment = _job(PLAN, MOST, job)[3] + i * _job(PLAN, MOST, job)[4]
             most = _sum_fields(
-                weights, words + chunk * (SEG * TILE), scales + segment // 2 * TILE, tops, part + segment * SEG,
+                weights, words + chunk * (SEG * TILE), scales + segment * (TILE // 2), tops, part + segment * SEG,
                 low, high, TILE * SEG * CHUNKS, TILE * (SEGMENTS // 2), SEGMENTS * SEG,
                 PLAN, MOST, job, SEG, M, T, N, TILE, PACKED,
             )  # fmt: skip
