@@ -48,7 +48,6 @@ SMALL = (CodeTile(), CodeTile(places=64, warps=4, stages=1, programs=3, held=Fal
 MORE: tuple[dict[str, Any], ...] = (  # which are tried with the quickest so far
     {"programs": 3},
     {"programs": 4, "registers": 128, "stages": 2},
-    {"ahead": 2},
     {"sum_programs": 6},
     {"steps": 128, "sum_registers": None, "sum_programs": 2},
     {"fields": 8, "sum_registers": None, "sum_programs": 2},

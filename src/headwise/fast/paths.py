@@ -137,7 +137,6 @@ ROW_TILES: dict[str, dict[str, Any]] = {  # of our kernel for wide rows
     "split-rows": dict(places=32, warps=4, stages=2, programs=8),
     "split-rows-few": dict(places=32, warps=4, stages=2, programs=4),
     "split-rows-even": dict(places=64, warps=8, stages=2, programs=1, even=True),
-    "split-rows-ahead": dict(places=64, warps=8, stages=2, programs=1, even=True, ahead=2),
 }
 TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split": dict(places=64, warps=4, stages=3, programs=16),
