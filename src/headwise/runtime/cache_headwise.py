@@ -291,7 +291,6 @@ def _from_bytes(
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
     coded, numbers = coders[0].beside(coders[1]).encode(torch.cat((k, v), -1).detach())
-    held = layer.keys
     fine: tuple[torch.Tensor, ...] = ()
     if type(layer) is CodedLayer:
         layer.keep(k, v, mask)
@@ -300,7 +299,7 @@ def _from_bytes(
     start, past = (rows[0].shape[2] - x.shape[2] for x in (fine[0] if fine else rows[0], k))
     alone = fine and k.shape[2] == 1 and fine[0].shape[2] == NEAR and layer.begun == WHOLE <= start
     if alone and not k.requires_grad and not torch.compiler.is_compiling():
-        near = whole_rows(coders, layer, held, fine, numbers[2:], rows[0], k.dtype)
+        near = whole_rows(coders, layer, fine, k.dtype)
         return OneToken(rows[0], rows[1], near, start, coders, lambda: _unpacked(coders, layer, rows, fine, k, v))
     if not past:  # all numbers are at hand
         rows, fine = numbers[:2], numbers[2:] if fine else ()

@@ -5,7 +5,6 @@ Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T t
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +14,6 @@ from torch import nn
 from .coder_headwise import RowCoder
 
 TILE = 1 << 18  # numbers that one new token reads at once, about
-_near: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and near rows in numbers
 
 
 def with_places(x: torch.Tensor, more: int) -> torch.Tensor:
@@ -23,26 +21,11 @@ def with_places(x: torch.Tensor, more: int) -> torch.Tensor:
     return nn.functional.pad(x.mT, (0, more)).mT if x.dtype == torch.uint8 else nn.functional.pad(x, (0, 0, 0, more))
 
 
-def whole_rows(
-    coders: Any, layer: Any, held: Any, fine: Any, new: Any, keys: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, ...]:
-    """Numbers of the first and the near keys and values (B, G, K, T), a near token at its place modulo how many are.
-
-    Kept from step to step as long as the layer shows the keys that it showed: of near rows only the new one is changed.
-    `held` are the keys that it showed before the new token, `keys` those that it shows now.
-    """
-    shown, numbers = _near.get(layer, (None, ()))
-    near, first = fine[0].shape[2], layer.starts[0].shape[2]
-    start = keys.shape[2] - near
-    if shown is not held or (numbers[0].is_inference() and not torch.is_inference_mode_enabled()):
-        wide = torch.promote_types(dtype, torch.float32)
-        found = (coder.fine.decode(x, wide).roll(start % near, 2) for coder, x in zip(coders, fine, strict=True))
-        numbers = tuple(torch.cat((x.to(wide), y), 2).mT.contiguous() for x, y in zip(layer.starts, found, strict=True))
-    else:
-        for x, y in zip(numbers, new, strict=True):
-            x.narrow(3, first + (start - 1) % near, 1).copy_(y.mT)
-    _near[layer] = keys, numbers
-    return numbers
+def whole_rows(coders: Any, layer: Any, fine: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Numbers of the first and the near keys and values (B, G, K, T). Made anew in every step: a cache holds bytes."""
+    wide = torch.promote_types(dtype, torch.float32)
+    found = (coder.fine.decode(x, wide) for coder, x in zip(coders, fine, strict=True))
+    return tuple(torch.cat((x.to(wide), y), 2).mT for x, y in zip(layer.starts, found, strict=True))
 
 
 class OneToken(NamedTuple):
@@ -62,14 +45,13 @@ class OneToken(NamedTuple):
         if not plain or q.requires_grad or (mask is not None and mask.dim() != 4):
             return self.rows()._replace(gains=self.gains).read(attend, q, mask, **kwargs)
         first, values = self.whole
-        near, begin = self._apart()
+        begin = self._first()
         asked = q.to(first.dtype).view(*self.k.shape[:2], -1, q.shape[3]) * attend.scaling
         asked = asked if self.gains is None else asked / self.gains[0].unsqueeze(1)
         tiles = self._tiles(self.k, self.coders[0])
         logits = torch.cat((asked @ first, *(self.coders[0].scores(asked, rows) for rows in tiles)), 3)
         if mask is not None:
-            newest = mask[..., self.start :].roll(self.start % near, -1)
-            mask = torch.cat((mask[..., :begin], newest, mask[..., begin : self.start]), 3)
+            mask = torch.cat((mask[..., :begin], mask[..., self.start :], mask[..., begin : self.start]), 3)
             mask = mask.expand(-1, q.shape[1], -1, -1).reshape(-1, *logits.shape[1:])
             logits = logits.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else logits + mask
         weights = logits.softmax(3)
@@ -80,13 +62,12 @@ class OneToken(NamedTuple):
         z = z if self.gains is None else z / self.gains[1].unsqueeze(1)
         return z.to(q.dtype).view(q.shape[0], 1, q.shape[1], -1), None
 
-    def _apart(self) -> tuple[int, int]:
-        """How many near tokens there are, and how many first ones."""
-        near = self.k.shape[2] - self.start
-        return near, self.whole[0].shape[3] - near
+    def _first(self) -> int:
+        """How many first tokens there are."""
+        return self.whole[0].shape[3] - (self.k.shape[2] - self.start)
 
     def _tiles(self, rows: torch.Tensor, coder: RowCoder) -> tuple[torch.Tensor, ...]:
         """Coded rows between the first and the near ones, not too many at once."""
-        begin = self._apart()[1]
+        begin = self._first()
         far = rows.narrow(2, begin, self.start - begin)
         return far.split(max(1, TILE // (far.shape[0] * far.shape[1] * coder.size)), 2) if far.shape[2] else ()
