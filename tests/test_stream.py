@@ -82,9 +82,9 @@ class Held:
         return nullcontext(self.layers[index])
 
 
-def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows, options=None) -> Healing:
-    """Carry out a plan, healed on rows where there are any."""
-    made = StreamedBuild(source, plan, work, rows, options=options)
+def build(source: Streamed, plan: Plan, work: Path, out: Path, tokenizer, rows, options=None, ridge=None) -> Healing:
+    """Carry out a plan, healed on rows where there are any; with options, its layers are trained."""
+    made = StreamedBuild(source, plan, work, rows, options=options or Options(ridge=ridge), trains=options is not None)
     found = made.run(out)
     made.finish(tokenizer, out, lambda folder: None)
     return found
@@ -128,6 +128,20 @@ def test_a_streamed_model_reads_cuts_and_heals_as_one_in_memory_does(name, tmp_p
     mine, again = (families.load(str(tmp_path / side))[0] for side in ("ours", "theirs"))
     with torch.no_grad():
         assert torch.equal(mine(rows).logits, again(rows).logits)
+
+
+def test_a_streamed_refit_is_held_back_as_strongly_as_was_asked(tmp_path):
+    family = made("llama", tmp_path / "m")
+    source, rows = Streamed(tmp_path / "m"), family.example(in_memory(family, tmp_path / "m").config, 6, 24)
+    readings = probe.probe(source, rows, probe.Wanted("m", few=48), tmp_path / "w")
+    plan = strategies.allocate(readings, (parse("kv=50%", source.shape),), allow=("qk", "v"))
+    tokenizer, gains = families.load(str(tmp_path / "m"))[1], []
+    for ridge in (None, 1e6):
+        found = build(source, plan, tmp_path / "w", tmp_path / f"made-{ridge}", tokenizer, rows, ridge=ridge)
+        gains.append(found.layers[0]["attention"])
+    free, held = gains
+    assert free.error_after < free.error_before * 0.99
+    assert held.error_after > held.error_before * 0.99, "so strong a pull leaves the weights as they were"
 
 
 @pytest.mark.parametrize(("name", "allow"), [("llama", ("bits", "mlp")), ("gpt2", ("qk", "v", "mlp"))])

@@ -40,7 +40,6 @@ from headwise.stream.probe import moments_file
 from headwise.tasks.causal import Causal
 from headwise.types import Healing, Plan, write_atomically
 
-STRENGTH = Causal.refit_strength  # of the pull towards the weights that a cut left
 # What a refit changes of what a cut may share.
 REFITTED = ("v.weight", "v.bias", "o.weight", "gate.weight", "up.weight", "down.weight")
 
@@ -86,8 +85,9 @@ class StreamedBuild:
         rows: torch.Tensor | None,
         seed: int = 0,
         options: Options | None = None,
+        trains: bool = False,
     ) -> None:
-        """Layers are refitted on `rows` and, where there are `options` of that, trained after it."""
+        """Layers are refitted on `rows` and, where `trains`, trained after it."""
         if source.shape.layers != plan.source.layers:
             raise PlanError("this plan was made for a model with other sizes; allocate again for this one.")
         if plan.portable or any(layer.gone for layer in plan.target.layers):
@@ -97,10 +97,12 @@ class StreamedBuild:
         self.frame = EmptyModel(source.family, source.family.frame(source.model, plan.target.layers), source.device)
         self.moments, self.work = folder, folder / "build"
         self.parts, self.tokens = ([], 0) if rows is None else (batches(rows), places(rows))
-        key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": STRENGTH}
-        key |= {"seed": seed, "training": None if options is None else asdict(options)}
+        options = options or Options()
+        self.strength = options.ridge or Causal.refit_strength  # of the pull towards the weights that a cut left
+        key = {"plan": plan.to_json(), "rows": None if rows is None else checksum(rows), "strength": self.strength}
+        key |= {"seed": seed, "training": asdict(options) if trains else None}
         self.store = StreamStore(self.work, key, source.device)
-        self.training = None if rows is None or options is None else self._training(rows, options, seed)
+        self.training = None if rows is None or not trains else self._training(rows, options, seed)
         self.seconds = 0.0  # of training
         emptied()
         self.place = self._place()
@@ -152,7 +154,7 @@ class StreamedBuild:
             return Healing("none")
         layers = range(len(source.layers))
         gains = [read_object(self._gain(index), advice=AGAIN) for index in layers]
-        found = {"method": "refit", "tokens": self.tokens, "strength": STRENGTH, "layers": gains}
+        found = {"method": "refit", "tokens": self.tokens, "strength": self.strength, "layers": gains}
         took = time.perf_counter() - began - self.seconds
         records = [replace(Healing.from_json(found), seconds=took, kept=True)]
         if self.training is not None:
@@ -220,7 +222,7 @@ class StreamedBuild:
             else:
                 folder = scratch / str(number) if self.place == "disk" else None
                 rows.append(_RowsElsewhere(folder, source, cut, context))
-        gains = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, STRENGTH).all()
+        gains = LayerRefit(family.block(ours), [family.block(theirs)], 0, rows, self.strength).all()
         write_atomically(self._gain(index), json.dumps({part: gain.to_json() for part, gain in gains.items()}))
         for number, row in enumerate(rows):
             for side in ("source", "cut"):

@@ -65,8 +65,8 @@ class Streaming(Source):
         """The new model lies in the folder's unfinished work until it is saved."""
         assert folder is not None, "a streamed model is built on disk"
         rows = None if settings.heal == "none" else self.calibration
-        options = Options.parse(settings.heal_options) if settings.heal == "blockwise" else None
-        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed, options)
+        options, trains = Options.parse(settings.heal_options), settings.heal == "blockwise"
+        work = StreamedBuild(self.model, plan, folder.streaming, rows, self.seed, options, trains)
         return Fitted(work, plan, [work.run(folder.model, track)], None)
 
     def save(self, settings: Settings, folder: RunFolder, fitted: Fitted) -> None:
