@@ -41,8 +41,8 @@ def variants() -> list[str]:
         "the largest size that padding allows. Each kernel was built in several ways, and the fastest of each case is",
         "shown by its settings. `optimise=True` measures such ways and takes the fastest. Uncut attention took",
         f"{min(uncut):.3f} to {max(uncut):.3f} ms in the same rounds. The last column has milliseconds of each kernel",
-        "by the profiler; `_beside` runs beside others. Later changes to `_queries`, `_combine`, `_sums` and reads",
-        "ahead are not in these figures, and decode steps on this page are of the earlier kernels.",
+        "by the profiler; `_beside` runs beside others. Later changes to `_queries`, `_combine` and `_sums` are not in",
+        "these figures, and decode steps on this page are of the earlier kernels.",
         f"Scales that were applied in fewer instructions made a way up to {gained:.1%} faster. It is not in the table",
         "and was removed: it overflowed at scales of 64 and more.",
     ]

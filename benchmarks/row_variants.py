@@ -39,14 +39,10 @@ SCORES: list[dict[str, Any]] = [
     {"places": 64, "warps": 4, "programs": 3, "stages": 3},
     {"places": 64, "warps": 4, "programs": 3, "registers": 168},
     {"places": 64, "warps": 4, "programs": 4, "registers": 128},
-    {"places": 64, "warps": 4, "programs": 4, "registers": 128, "ahead": 2},
     {"places": 128, "warps": 8, "programs": 2, "registers": 128},
     {"places": 256, "warps": 16, "registers": 128},
     {"places": 64, "warps": 4, "stages": 1, "programs": 3, "held": False},
     {"programs": 4},
-    {"ahead": 2},
-    {"places": 64, "warps": 4, "programs": 2, "ahead": 1},
-    {"places": 64, "warps": 4, "programs": 2, "ahead": 2},
 ]
 SUMS: list[dict[str, Any]] = [
     {"sum_programs": 2},
@@ -67,9 +63,7 @@ SUMS: list[dict[str, Any]] = [
 ]
 POOLED_TILES: list[dict[str, Any]] = [
     {"places": 32, "warps": 4, "stages": 2, "programs": 8},
-    {"places": 32, "warps": 4, "stages": 2, "programs": 8, "ahead": 2},
     {"places": 32, "warps": 4, "stages": 2, "programs": 4},
-    {"places": 64, "warps": 8, "stages": 2, "programs": 1, "even": True, "ahead": 2},
     {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True},
     {"places": 32, "warps": 8, "stages": 2, "programs": 4, "even": True},
     {"places": 32, "warps": 8, "stages": 2, "programs": 8, "even": True},

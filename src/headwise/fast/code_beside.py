@@ -209,7 +209,7 @@ class CodeDecode:
         _scores[(made.pairs, S)](
             q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
             PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
-            HELD=tile.held, AHEAD=tile.ahead, WARPS=tile.warps, num_warps=tile.warps,
+            HELD=tile.held, num_warps=tile.warps,
             num_stages=tile.stages, maxnreg=tile.registers, **size,
         )  # fmt: skip
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))

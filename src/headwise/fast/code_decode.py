@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from headwise.fast.flash_decode import _ask, _capped
+from headwise.fast.flash_decode import _capped
 
 COUNTS = ["S", "L"]  # numbers of splits and places: kernels are not built anew for each
 
@@ -30,7 +30,6 @@ class CodeTile(NamedTuple):
     programs: int = 1  # per multiprocessor: as many as it runs at once
     registers: int | None = None  # of a thread, at most
     held: bool = True  # queries stay in shared memory
-    ahead: int = 0  # blocks of places for which the L2 cache is asked before they are read
     steps: int = 64  # places whose values are summed at once
     fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
@@ -160,7 +159,7 @@ def _scores(
     q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
     GP: tl.constexpr, PARTS: tl.constexpr, PLAN: tl.constexpr, SEGMENTS: tl.constexpr, SEG: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr, NEAR: tl.constexpr,
-    CAPPED: tl.constexpr, HELD: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr, PACKED: tl.constexpr,
+    CAPPED: tl.constexpr, HELD: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     pair = tl.program_id(0).to(tl.int64)
     begin, last, low, high = _range(lengths, starts, pair // GP, tl.program_id(1), S, N, WHOLE, NEAR)
@@ -179,10 +178,6 @@ def _scores(
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([N, M], tl.float32)  # summed at the end: in the loop warps would have to wait for each other
     for t in range(low, high):
-        if PACKED and AHEAD > 0:
-            later = tl.minimum(t + AHEAD, high - 1).to(tl.int64) * N
-            _ask(words + later * ROW, 2 * N * ROW, WARPS)
-            _ask(scales + later * (SEGMENTS // 2), 2 * N * SEGMENTS, WARPS)
         at = t * N + tl.arange(0, N)
         rows = words + at[:, None] * ROW + j[None, :]
         own = scales + at // TILE * (TILE * (SEGMENTS // 2)) + at % TILE

@@ -27,7 +27,6 @@ class Tile(NamedTuple):
     programs: int = 8  # per multiprocessor, about
     cut: bool = True  # a place into two blocks; otherwise one, rounded up to a power of two
     even: bool = False  # programs run all at once: no more than fit
-    ahead: int = 0  # of wide rows: blocks of places for which the L2 cache is asked before they are read
 
 
 def blocks(width: int, cut: bool, least: int) -> tuple[int, int]:
@@ -40,22 +39,6 @@ def blocks(width: int, cut: bool, least: int) -> tuple[int, int]:
     if not cut or whole // 2 < least:
         return whole, 0
     return whole // 2, max(least, triton.next_power_of_2(width - whole // 2))
-
-
-@triton.constexpr_function
-def _asking(size):
-    """Assembly: the first thread of a warp asks the L2 cache for so many bytes."""
-    code = "{.reg .pred p; .reg .b32 t; mov.u32 t, %laneid; setp.eq.u32 p, t, 0; mov.b32 $0, 0; "
-    return code + f"@p cp.async.bulk.prefetch.L2.global [$1], {size};" + "}"
-
-
-@triton.jit
-def _ask(start, SIZE: tl.constexpr, WARPS: tl.constexpr):
-    """Ask that bytes which are read later are brought into the L2 cache; each warp asks for some."""
-    EACH: tl.constexpr = SIZE // WARPS // 16 * 16
-    if EACH > 0:
-        own = start.to(tl.int64) + tl.arange(0, 32 * WARPS).to(tl.int64) // 32 * EACH
-        tl.inline_asm_elementwise(_asking(EACH), "=r,l", [own], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.flash_decode import Tile, _ask, _capped, blocks, run_splits
+from headwise.fast.flash_decode import Tile, _capped, blocks, run_splits
 
 HEADS = 32  # query heads of a program, at most: more share a row by reading it again
 COUNTS = ["S"]  # numbers of splits: kernels are not built anew for each
@@ -55,7 +55,7 @@ def _attend_rows(
     q, k, v, part, top, lengths, starts, scaling, cap, S, q_row, q_head, row, group,
     G: tl.constexpr, SHARE: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, ROW: tl.constexpr,
     K1: tl.constexpr, K2: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr, AHEAD: tl.constexpr, WARPS: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(1)
     b = (tl.program_id(0) // (G * PARTS)).to(tl.int64)
@@ -76,9 +76,6 @@ def _attend_rows(
     most = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
     for t in range(low, high):
-        if AHEAD > 0:
-            later = k + tl.minimum(t + AHEAD, high - 1).to(tl.int64) * (N * ROW)
-            _ask(later, N * ROW * (k.dtype.element_ty.primitive_bitwidth // 8), WARPS)
         at = t * N + tl.arange(0, N)
         seen = (at >= begin) & (at < end)
         x1, y1 = _block(k, at, i1, seen, ROW, K), _block(v, at, j1, seen, ROW, V)
@@ -119,15 +116,8 @@ def row_decode(
     M = max(16, min(HEADS, triton.next_power_of_2(share)))
     (K1, K2), (V1, V2) = (blocks(width, tile.cut, 2 * M) for width in (K, V))
     seen = (lengths_B, starts_B, scaling, softcap, window)
-    ahead = tile.ahead if _in_blocks(k_BGLK, tile.places) else 0
-    how = dict(PARTS=-(-share // M), K1=K1, K2=K2, V1=V1, V2=V2, M=M, AHEAD=ahead, WARPS=tile.warps)
+    how = dict(PARTS=-(-share // M), K1=K1, K2=K2, V1=V1, V2=V2, M=M)
     return run_splits(_attend_rows, q_BHK, (k_BGLK, v_BGLV), v_BGLV, *seen, tile, how, 128)
-
-
-def _in_blocks(rows_BGLK: torch.Tensor, places: int) -> bool:
-    """Whether rows are whole blocks of places that begin at multiples of 16 bytes: only such may be asked for."""
-    begins = (rows_BGLK.data_ptr(), *(step * rows_BGLK.element_size() for step in rows_BGLK.stride()[:3]))
-    return rows_BGLK.shape[2] % places == 0 and all(begin % 16 == 0 for begin in begins)
 
 
 ROW_TILE = Tile(places=32, warps=4, stages=2, programs=8)

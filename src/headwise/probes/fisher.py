@@ -55,7 +55,7 @@ Floats = NDArray[np.float64]
 class _RowSums:
     """Running sums of one layer's cached rows, on a device: those of a whole large model take gigabytes."""
 
-    device: torch.device = CPU
+    device: torch.device
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     tokens: int = 0
 
@@ -88,7 +88,7 @@ class _Watcher:
 
 
 @contextmanager
-def _watching(attentions: Sequence[Any], device: torch.device = CPU) -> Iterator[list[_RowSums]]:
+def _watching(attentions: Sequence[Any], device: torch.device) -> Iterator[list[_RowSums]]:
     """Sum over the rows of these layers until the end, on a device."""
     found = [_RowSums(device) for _ in attentions]
     try:

@@ -151,7 +151,7 @@ class _Run:
         if self.device != "cpu" and fisher.sums_fit(squares, available_bytes(self.device) - int(self.weights)):
             sums += squares
         held = self.weights + kept + self.logits + self.head + sums
-        return self._stage("prices", held, words, host=squares * 4 / 3)
+        return self._stage("prices", held, words, host=squares * 4 / 3)  # one more matrix for each three: the basis
 
     def swaps(self) -> Needed | None:
         if not self.settings.swap_tokens:
