@@ -17,6 +17,8 @@ from headwise.latency import measuring
 from headwise.latency.measuring import FAST, PLAIN
 from headwise.types import Budget, Check, Plan, Workload
 
+FEWEST, ENOUGH = 4, 250.0  # steps that are timed at least; milliseconds that are enough for one timing
+
 
 def runtime(source: nn.Module, cut: nn.Module) -> str:
     """The runtime of both models: decoders on CUDA with `optimise=True`, if joined weights fit into memory.
@@ -45,10 +47,13 @@ def measure(
         source, cut = measuring.fast_twin(source), measuring.fast_twin(cut)
     family = families.family_of(source.config)
     way = _writing if family.shape_of(source.config).cached else _reading
+    first = steps if runtime == FAST else 2  # a replayed step is for one length
+    warm_up = way(family, source.config, prompt, first)[0]
+    for _ in range(2):  # what runs first is slow
+        took = max(warm_up(model).get("decode_ms_per_token", 0.0) for model in (source, cut))
+    if runtime != FAST:
+        steps = min(steps, max(FEWEST, int(ENOUGH / max(took, 1e-3))))
     run, facts = way(family, source.config, prompt, steps)
-    warm_up = run if runtime == FAST else way(family, source.config, prompt, 2)[0]  # a replayed step is for one length
-    for model in (source, cut):
-        warm_up(model)
     times: dict[str, list[float]] = {}
     for _ in range(repeats):
         for name, model in (("before", source), ("after", cut)):

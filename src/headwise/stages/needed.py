@@ -90,8 +90,8 @@ class _Run:
         return Needed(name, int(held + beside + spare), int(host + LIBRARIES), way, int(beside))
 
     def one_layer_at_a_time(self) -> list[Needed]:
-        """Of a streamed model: one layer in its format and in float32, the output table, and streams that a GPU has
-        room for. On a CPU streams lie on disk, but for a batch, and all is in float32."""
+        """Of a streamed model: one layer in its format and twice in float32, the output table, and streams that a GPU
+        has room for. On a CPU streams lie on disk, but for a batch, and all is in float32."""
         one, hidden = self.layers / len(self.shape.layers), self.shape.hidden_size
         trained = 16 * one / self.size * (self.settings.heal == "blockwise")  # in float32, with Adam's moments
         if self.device == "cpu":
@@ -103,7 +103,7 @@ class _Run:
         few = 4 * followed_tokens(self.settings.swap_tokens, len(self.shape.layers)) * hidden
         few *= len(self.shape.layers) + 1  # the source's, and those with one of the layers cut
         work = 4 * FEW * (3 * self.wide + 13 * hidden)  # in float32
-        prices = (1 + 4 / self.size) * one + table + streams + max(work + few, 2 * few)
+        prices = (1 + 8 / self.size) * one + table + streams + max(work + few, 2 * few)
         found = [self._stage("prices", prices, ONE_BY_ONE, table)]
         if self.settings.heal != "none":
             heads = max(layer.query_heads * layer.out_dim for layer in self.shape.layers)
