@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headwise import budgets as prices
 from headwise import families, preflight, processes
@@ -170,8 +172,8 @@ def claimed(
     preflight.note_all(settings, folder.path, latency)
     where = families.locate(settings.model)[0]
     folder.refuse(settings, where)
-    processes.begin(settings.device)
-    with folder.held(command, new=True):
+    device = processes.begin(settings.device)
+    with folder.held(command, new=True), _attention(device):
         processes.by_first(partial(folder.claim, settings, where, overwrite))
         with folder.replacing():
             yield
@@ -185,7 +187,15 @@ def resumed(folder: RunFolder, command: str, trust_remote_code: bool = False) ->
     """
     with folder.held(command):
         settings = replace(folder.require(), trust_remote_code=trust_remote_code)
-        processes.begin(settings.device)
+        device = processes.begin(settings.device)
         processes.wait()
         folder.same_inputs(families.locate(settings.model)[0])
-        yield settings
+        with _attention(device):
+            yield settings
+
+
+def _attention(device: str) -> AbstractContextManager[None]:
+    """No attention by cuDNN on CUDA: it plans for every new length, and a text that grows has one at every step."""
+    if not device.startswith("cuda"):
+        return nullcontext()
+    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])

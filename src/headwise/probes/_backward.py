@@ -126,10 +126,10 @@ def _drawn(log_probabilities_TV: torch.Tensor, random: torch.Generator) -> torch
 
 
 def _largest(scores_TN: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """One of every row, drawn by its share of the exponentials; noise is made on the CPU, the same for all devices."""
-    uniform = torch.rand(scores_TN.shape, generator=random, dtype=torch.float64)
+    """One of every row, drawn by its share of the exponentials; numbers come from the CPU, the same for all devices."""
+    uniform = torch.rand(scores_TN.shape, generator=random, dtype=torch.float64).to(scores_TN.device)
     noise = -(-uniform.clamp_min(1e-300).log()).clamp_min(1e-300).log()
-    return (scores_TN.double() + noise.to(scores_TN.device)).argmax(-1)
+    return (scores_TN.double() + noise).argmax(-1)
 
 
 class Way(NamedTuple):
