@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -152,10 +153,12 @@ class CodeDecode:
         pairs, device = B * G * parts, q_BHK.device
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
-        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
-        aside = _aside(device)
+        early = (self.tile or TILES[0]).early
+        aside = _aside(device) if early else None
+        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
+        aside = aside or _aside(device)
         with nullcontext() if aside is None else torch.cuda.stream(aside):
             if write is not None:
                 write()
@@ -173,7 +176,7 @@ class CodeDecode:
             S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
-            D = 256 if B * H * V // made.processors >= FEW else 64
+            D = tile.columns if B * H * V // made.processors >= FEW else 64
             _combine[(B * H, -(-V // D))](
                 *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M, SPLITS=triton.next_power_of_2(S),
@@ -206,21 +209,40 @@ class CodeDecode:
         weights, tops = made(L, dtype=torch.float16), made(L // N)
         S = max(1, min(made.processors * tile.programs // made.pairs, L // N))
         split_tops, split_sums = made(S), made(S)
-        _scores[(made.pairs, S)](
-            q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
-            PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
-            HELD=tile.held, num_warps=tile.warps,
-            num_stages=tile.stages, maxnreg=tile.registers, **size,
-        )  # fmt: skip
+        given = (q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L)
+        own = dict(PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None)
+        how = dict(num_warps=tile.warps, maxnreg=tile.registers)
+        whole = {name: x for name, x in size.items() if name != "PACKED"}
+        if tile.ahead and _ahead(size["PACKED"], keys):
+            from headwise.fast.code_ahead import _scores_ahead, fitting_ring
+
+            ring = fitting_ring(tile.ahead, keys.chunks)
+            _scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=ring, **own, **how, **whole)
+        else:
+            how["num_stages"] = tile.stages
+            _scores[(made.pairs, S)](*given, softcap or 1.0, HELD=tile.held, **own, **how, **size)
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
         P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
         part, part_tops = made(P, values.slots), made(P)
-        _sums[(jobs, P, made.pairs)](
-            weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L, PLAN=values.plan,
-            MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks, SEG=values.segment,
-            T=min(tile.steps, N), N=N, num_stages=tile.sum_stages, maxnreg=tile.sum_registers, **size,
-        )  # fmt: skip
+        given = (weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L)
+        own = dict(PLAN=values.plan, MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks)
+        own |= dict(SEG=values.segment, N=N)
+        if tile.sum_ahead and _ahead(size["PACKED"], values):
+            from headwise.fast.code_ahead import _sums_ahead
+
+            how = dict(num_warps=4, maxnreg=tile.sum_registers)
+            _sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own, **how, **whole)
+        else:
+            how = dict(num_stages=tile.sum_stages, maxnreg=tile.sum_registers)
+            _sums[(jobs, P, made.pairs)](*given, T=min(tile.steps, N), **own, **how, **size)
         return part, part_tops, split_tops, split_sums
+
+
+def _ahead(packed: bool, layout: CodeLayout) -> bool:
+    """Whether kernels of `code_ahead` take such rows here."""
+    if not packed or layout.segment != 64 or find_spec("triton.experimental.gluon") is None:
+        return False
+    return torch.cuda.get_device_capability()[0] == 9
 
 
 @cache

@@ -1,0 +1,278 @@
+"""The two large kernels of decode attention over rows in bits, with products that run while codes are unpacked.
+
+They compute what `_scores` and `_sums` do, in Gluon, which says where everything lies and when products are waited for:
+two products of a program are under way at once, and codes of several steps ahead are copied to shared memory, chunk by
+chunk. For segments of 64 coefficients on GPUs with compute capability 9. Imported only where Triton has Gluon.
+Shape suffixes: as in `code_decode`.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"
+# ruff: noqa: SIM108  # branches of kernels are taken when they are built
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from headwise.fast.code_decode import _chunks, _field, _fields, _segment, _unpacking
+from headwise.fast.code_sums import _job, _jobs, _kind
+
+SEGMENT = 64  # coefficients: the only size these kernels take
+
+
+def fitting_ring(wanted: int, chunks: int) -> int:
+    """How many chunks of keys lie in shared memory: about as many as wanted, and whole rows or whole parts of one."""
+    if wanted % chunks == 0:
+        return max(2, wanted)
+    return max((n for n in range(2, wanted + 1) if chunks % n == 0), default=max(2, chunks))
+
+
+@gluon.jit
+def _bounds(lengths, starts, b, split, S, N: gl.constexpr, WHOLE: gl.constexpr, NEAR: gl.constexpr):
+    """The coded places that a text shows, and the blocks of a split: counted from place 0, so that they are aligned."""
+    last = gl.load(lengths + b) - NEAR
+    begin = gl.load(starts + b) + WHOLE
+    first = begin // N
+    each = gl.cdiv(gl.maximum(gl.cdiv(last, N) - first, 0), S)
+    low = first + split * each
+    return begin, last, low, gl.minimum(low + each, gl.cdiv(last, N))
+
+
+@gluon.jit
+def _factor(both, ODD: gl.constexpr):
+    """One of two scales that lie in a number of 32 bits."""
+    return (both >> (16 * ODD)).to(gl.int16).to(gl.float16, bitcast=True)
+
+
+@gluon.jit
+def _scaled(words, scale, KIND: gl.constexpr):
+    """A field of every word, less its middle, times a scale: what the code stands for, times a power of two."""
+    return gl.inline_asm_elementwise(
+        _unpacking(KIND), "=r,r,r", [words, scale], dtype=gl.float16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _tile_scales(own, there, PAIRS: gl.constexpr, TILE: gl.constexpr):
+    """Scales of some places, of all pairs of segments."""
+    found = ()
+    for i in gl.static_range(PAIRS):
+        found = found + (gl.load(own + i * TILE, mask=there, other=0),)
+    return found
+
+
+@gluon.jit(do_not_specialize=["S", "L"])
+def _scores_ahead(
+    q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
+    GP: gl.constexpr, PARTS: gl.constexpr, PLAN: gl.constexpr, SEGMENTS: gl.constexpr, SEG: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr, WHOLE: gl.constexpr, NEAR: gl.constexpr,
+    CAPPED: gl.constexpr, RING: gl.constexpr,
+):  # fmt: skip
+    WARPS: gl.constexpr = gl.num_warps()
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
+    CHUNKS: gl.constexpr = _chunks(PLAN)
+    ROW: gl.constexpr = CHUNKS * SEG
+    PAIRS: gl.constexpr = SEGMENTS // 2
+    R: gl.constexpr = min(RING, CHUNKS)
+    DEPTH: gl.constexpr = RING // R  # one of `RING` and `CHUNKS` divides the other
+    pair = gl.program_id(0).to(gl.int64)
+    begin, last, low, high = _bounds(lengths, starts, pair // GP, gl.program_id(1), S, N, WHOLE, NEAR)
+    words += pair // PARTS * L * ROW
+    scales += pair // PARTS * L * PAIRS
+    q += pair * (SEGMENTS * SEG * M)
+    h = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    unit = gl.load(units + pair * M + h)
+    from_q = gl.arange(0, SEG, layout=gl.SliceLayout(1, stored))[:, None] * M
+    from_q += gl.arange(0, M, layout=gl.SliceLayout(0, stored))[None, :]
+    held = ()
+    for c in gl.static_range(CHUNKS):
+        for f in gl.static_range(_fields(PLAN, c)):
+            some = gl.load(q + _segment(PLAN, c, f) * (SEG * M) + from_q)
+            held = held + (gl.allocate_shared_memory(gl.float16, [SEG, M], right, some),)
+        if _fields(PLAN, c) % 2 == 1:
+            held = held + (held[0],)  # an empty segment, which is not read
+    fence_async_shared()
+    rings = ()
+    for _i in gl.static_range(R):
+        rings = rings + (gl.allocate_shared_memory(gl.int16, [DEPTH, N, SEG], swizzled),)
+    n = gl.arange(0, N, layout=gl.SliceLayout(1, copied))
+    cells = words + n[:, None] * ROW + gl.arange(0, SEG, layout=gl.SliceLayout(0, copied))[None, :]
+    for i in gl.static_range(RING - 1):
+        t = low + i // CHUNKS
+        async_copy.async_copy_global_to_shared(
+            rings[i % R].index(i // CHUNKS), cells + (t * (N * ROW) + i % CHUNKS * SEG), mask=t < high
+        )
+        async_copy.commit_group()
+    place = gl.arange(0, N, layout=gl.SliceLayout(1, left))
+    own = scales + place // TILE * (TILE * PAIRS) + place % TILE
+    both = _tile_scales(own + low * (N * PAIRS), low < high, PAIRS, TILE)
+    most = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
+    total = gl.zeros([N, M], gl.float32, mma)
+    slot = 0  # of the rings
+    for t in range(low, high):
+        s = warpgroup_mma_init(gl.zeros([N, M], gl.float32, mma))
+        for c in gl.static_range(CHUNKS):
+            async_copy.wait_group(RING - 2)
+            code = rings[c % R].index(slot).load(left)
+            far = t + (c + RING - 1) // CHUNKS  # of the chunk that is copied now, to where the last one was
+            async_copy.async_copy_global_to_shared(
+                rings[(c + RING - 1) % R].index((slot + (c + RING - 1) // CHUNKS) % DEPTH),
+                cells + (far * (N * ROW) + (c + RING - 1) % CHUNKS * SEG), mask=far < high,
+            )  # fmt: skip
+            async_copy.commit_group()
+            for f in gl.static_range(_fields(PLAN, c)):
+                factor = _factor(both[_segment(PLAN, c, f) // 2], f % 2)
+                x = _scaled(code, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f))
+                s = warpgroup_mma(x, held[_segment(PLAN, c, f)], s, is_async=True)
+                s = warpgroup_mma_wait(1, [s])
+        slot = (slot + 1) % DEPTH
+        both = _tile_scales(own + (t + 1) * (N * PAIRS), t + 1 < high, PAIRS, TILE)
+        s = warpgroup_mma_wait(0, [s]) * unit[None, :]
+        if CAPPED:
+            s = cap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * s / cap)))
+        at = t * N + gl.arange(0, N, layout=gl.SliceLayout(1, mma))
+        seen = (at >= begin) & (at < last)
+        s = gl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
+        top = gl.maximum(most, gl.max(s, 0))  # weights are relative to the highest score so far
+        safe = gl.where(top == float("-inf"), 0.0, top)
+        p = gl.exp2(s - safe[None, :])
+        total = total * gl.exp2(most - safe)[None, :] + p
+        most = top
+        gl.store(tops + (pair * (L // N) + t) * M + h, safe)
+        at = t * N + gl.arange(0, N, layout=gl.SliceLayout(1, stored))
+        to = (pair * L + at)[:, None] * M + gl.arange(0, M, layout=gl.SliceLayout(0, stored))[None, :]
+        gl.store(weights + to, gl.convert_layout(p.to(gl.float16), stored))
+    async_copy.wait_group(0)
+    target = (pair * S + gl.program_id(1)) * M + h
+    gl.store(split_tops + target, most)
+    gl.store(split_sums + target, gl.sum(total, 0))
+
+
+@gluon.jit
+def _copy_step(
+    rings, words, scales, weights, slot, t, high, word_tile, scale_tile,
+    FIELDS: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, T: gl.constexpr,
+):  # fmt: skip
+    """Begin to copy what a step needs."""
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
+    line: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    j = gl.arange(0, SEG, layout=gl.SliceLayout(1, wide))[:, None] * T
+    cells = words + (j + gl.arange(0, T, layout=gl.SliceLayout(0, wide))[None, :])
+    async_copy.async_copy_global_to_shared(rings[0].index(slot), cells + t * word_tile, mask=t < high)
+    n = gl.arange(0, T, layout=gl.SliceLayout(1, narrow))[:, None] * M
+    cells = weights + (n + gl.arange(0, M, layout=gl.SliceLayout(0, narrow))[None, :])
+    async_copy.async_copy_global_to_shared(rings[1].index(slot), cells + t * (T * M), mask=t < high)
+    cells = scales + gl.arange(0, T, layout=line)
+    for f in gl.static_range(FIELDS):
+        async_copy.async_copy_global_to_shared(
+            rings[2 + f].index(slot), cells + (t * scale_tile + f * T), mask=t < high
+        )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _sum_fields(
+    weights, words, scales, tops, out, low, high, word_tile, scale_tile, slots, PLAN: gl.constexpr, MOST: gl.constexpr,
+    JOB: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, T: gl.constexpr, EACH: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    """Sums over places of some fields of a chunk, and the scores that they are relative to, which `EACH` steps share."""
+    FIELDS: gl.constexpr = _job(PLAN, MOST, JOB)[5]
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    right: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    h = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    rings = (gl.allocate_shared_memory(gl.int16, [DEPTH, SEG, T], swizzled),)
+    rings = rings + (gl.allocate_shared_memory(gl.float16, [DEPTH, T, M], right),)
+    z = ()
+    for _f in gl.static_range(FIELDS):
+        rings = rings + (gl.allocate_shared_memory(gl.float16, [DEPTH, T], flat),)
+        z = z + (gl.zeros([SEG, M], gl.float32, mma),)
+    for i in gl.static_range(DEPTH - 1):
+        _copy_step(rings, words, scales, weights, i, low + i, high, word_tile, scale_tile, FIELDS, SEG, M, T)
+    most = gl.load(tops + low // EACH * M + h, mask=h < gl.where(low < high, M, 0), other=0.0)
+    top, highest = most, most  # `top`: of the next places, read long before it is used
+    slot = 0
+    for t in range(low, high):
+        async_copy.wait_group(DEPTH - 2)
+        code = rings[0].index(slot).load(left)
+        top = gl.maximum(top, highest - 60.0)
+        highest = gl.maximum(highest, top)
+        z = warpgroup_mma_wait(0, z)
+        if FIELDS == 1:
+            z = (z,)
+        if gl.max(gl.abs(top - most), 0) > 0:
+            fade = gl.exp2(most - top)
+            new = ()
+            for f in gl.static_range(FIELDS):
+                new = new + (z[f] * fade[None, :],)
+            z = new
+        most = top
+        top = gl.load(tops + gl.minimum(t + 1, high - 1) // EACH * M + h)
+        new = ()
+        for f in gl.static_range(FIELDS):
+            scale = rings[2 + f].index(slot).load(gl.SliceLayout(0, left))
+            x = _scaled(code, scale[None, :].broadcast_to(SEG, T), _kind(PLAN, MOST, JOB, f))
+            new_f = warpgroup_mma(x, rings[1].index(slot), z[f], is_async=True)
+            new = new + (warpgroup_mma_wait(1, [new_f]),)  # it may still run while the next codes are unpacked
+        z = new
+        free = (slot + DEPTH - 1) % DEPTH  # of the step before: its products are done
+        _copy_step(
+            rings, words, scales, weights, free, t + DEPTH - 1, high, word_tile, scale_tile, FIELDS, SEG, M, T
+        )
+        slot = (slot + 1) % DEPTH
+    z = warpgroup_mma_wait(0, z)
+    if FIELDS == 1:
+        z = (z,)
+    async_copy.wait_group(0)
+    j = gl.arange(0, SEG, layout=gl.SliceLayout(1, mma))
+    for f in gl.static_range(FIELDS):
+        gl.store(out + h[None, :] * slots + f * SEG + j[:, None], z[f])
+    return most
+
+
+@gluon.jit(do_not_specialize=["S", "L"])
+def _sums_ahead(
+    weights, words, scales, tops, part, part_tops, lengths, starts, S, L,
+    GP: gl.constexpr, PARTS: gl.constexpr, PLAN: gl.constexpr, MOST: gl.constexpr, SEGMENTS: gl.constexpr,
+    CHUNKS: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr,
+    WHOLE: gl.constexpr, NEAR: gl.constexpr, DEPTH: gl.constexpr,
+):  # fmt: skip
+    unit = gl.program_id(0)  # a chunk, or part of one, so that there are few fields
+    pair = gl.program_id(2).to(gl.int64)
+    split = gl.program_id(1)
+    begin, last, low, high = _bounds(lengths, starts, pair // GP, split, S, N, WHOLE, NEAR)
+    target = pair * S + split
+    weights += pair * L * M
+    words += pair // PARTS * L * (CHUNKS * SEG)
+    halves = scales.to(gl.pointer_type(gl.float16), bitcast=True) + pair // PARTS * L * SEGMENTS
+    tops += pair * (L // N) * M
+    part += target * (SEGMENTS * SEG * M)
+    for job in gl.static_range(_jobs(PLAN, MOST)):
+        if (unit >= _job(PLAN, MOST, job)[0]) & (unit < _job(PLAN, MOST, job)[1]):
+            i = unit - _job(PLAN, MOST, job)[0]
+            chunk = _job(PLAN, MOST, job)[2] + i
+            segment = _job(PLAN, MOST, job)[3] + i * _job(PLAN, MOST, job)[4]
+            most = _sum_fields(
+                weights, words + chunk * (SEG * TILE), halves + segment * TILE, tops, part + segment * SEG,
+                low * (N // TILE), high * (N // TILE), TILE * SEG * CHUNKS, TILE * SEGMENTS, SEGMENTS * SEG,
+                PLAN, MOST, job, SEG, M, TILE, N // TILE, DEPTH,
+            )  # fmt: skip
+            if unit == 0:
+                mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+                h = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+                gl.store(part_tops + target * M + h, gl.where(low < high, most, float("-inf")))
