@@ -6,7 +6,7 @@ chunk. For segments of 64 coefficients on GPUs with compute capability 9. Import
 Shape suffixes: as in `code_decode`.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment, var-annotated, misc"
 # ruff: noqa: SIM108  # branches of kernels are taken when they are built
 from __future__ import annotations
 
@@ -53,9 +53,7 @@ def _factor(both, ODD: gl.constexpr):
 @gluon.jit
 def _scaled(words, scale, KIND: gl.constexpr):
     """A field of every word, less its middle, times a scale: what the code stands for, times a power of two."""
-    return gl.inline_asm_elementwise(
-        _unpacking(KIND), "=r,r,r", [words, scale], dtype=gl.float16, is_pure=True, pack=2
-    )
+    return gl.inline_asm_elementwise(_unpacking(KIND), "=r,r,r", [words, scale], dtype=gl.float16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -67,6 +65,58 @@ def _tile_scales(own, there, PAIRS: gl.constexpr, TILE: gl.constexpr):
     return found
 
 
+@gluon.jit
+def _held(q, PLAN: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr):
+    """Queries of all segments in shared memory."""
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [gl.num_warps(), 1], [1, 0])
+    right: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    cells = gl.arange(0, SEG, layout=gl.SliceLayout(1, narrow))[:, None] * M
+    cells += gl.arange(0, M, layout=gl.SliceLayout(0, narrow))[None, :]
+    found = ()
+    for c in gl.static_range(_chunks(PLAN)):
+        for f in gl.static_range(_fields(PLAN, c)):
+            some = gl.load(q + _segment(PLAN, c, f) * (SEG * M) + cells)
+            found = found + (gl.allocate_shared_memory(gl.float16, [SEG, M], right, some),)
+        if _fields(PLAN, c) % 2 == 1:
+            found = found + (found[0],)  # an empty segment, which is not read
+    fence_async_shared()
+    return found
+
+
+@gluon.jit
+def _copy_chunk(rings, cells, t, slot, high, CHUNK: gl.constexpr, CHUNKS: gl.constexpr, SEG: gl.constexpr):
+    """Begin to copy a chunk of a tile, to where others are read no more."""
+    to = rings[CHUNK % len(rings)].index(slot)
+    async_copy.async_copy_global_to_shared(
+        to, cells + (t * (cells.shape[0] * CHUNKS * SEG) + CHUNK * SEG), mask=t < high
+    )
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _products(
+    rings, cells, held, both, t, slot, high, mma: gl.constexpr, PLAN: gl.constexpr, RING: gl.constexpr,
+    DEPTH: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+):  # fmt: skip
+    """Products (N, M) of a tile with all queries, of which the last may still be under way."""
+    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    CHUNKS: gl.constexpr = _chunks(PLAN)
+    s = warpgroup_mma_init(gl.zeros([N, M], gl.float32, mma))
+    for c in gl.static_range(CHUNKS):
+        async_copy.wait_group(RING - 2)
+        code = rings[c % len(rings)].index(slot).load(left)
+        _copy_chunk(  # the chunk that comes `RING` - 1 later, to where the one before this was
+            rings, cells, t + (c + RING - 1) // CHUNKS, (slot + (c + RING - 1) // CHUNKS) % DEPTH, high,
+            (c + RING - 1) % CHUNKS, CHUNKS, SEG,
+        )  # fmt: skip
+        for f in gl.static_range(_fields(PLAN, c)):
+            factor = _factor(both[_segment(PLAN, c, f) // 2], f % 2)
+            x = _scaled(code, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f))
+            s = warpgroup_mma(x, held[_segment(PLAN, c, f)], s, is_async=True)
+            s = warpgroup_mma_wait(1, [s])  # while it runs, the next codes are unpacked
+    return s
+
+
 @gluon.jit(do_not_specialize=["S", "L"])
 def _scores_ahead(
     q, words, scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, cap,
@@ -74,89 +124,64 @@ def _scores_ahead(
     M: gl.constexpr, N: gl.constexpr, TILE: gl.constexpr, WHOLE: gl.constexpr, NEAR: gl.constexpr,
     CAPPED: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    WARPS: gl.constexpr = gl.num_warps()
-    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, M, 16])
-    left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
-    right: gl.constexpr = gl.NVMMASharedLayout(2 * M, 16)
+    mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
+    wide: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    copied: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [WARPS, 1], [1, 0])
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [WARPS, 1], [1, 0])
     CHUNKS: gl.constexpr = _chunks(PLAN)
-    ROW: gl.constexpr = CHUNKS * SEG
     PAIRS: gl.constexpr = SEGMENTS // 2
     R: gl.constexpr = min(RING, CHUNKS)
-    DEPTH: gl.constexpr = RING // R  # one of `RING` and `CHUNKS` divides the other
     pair = gl.program_id(0).to(gl.int64)
     begin, last, low, high = _bounds(lengths, starts, pair // GP, gl.program_id(1), S, N, WHOLE, NEAR)
-    words += pair // PARTS * L * ROW
-    scales += pair // PARTS * L * PAIRS
-    q += pair * (SEGMENTS * SEG * M)
-    h = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
-    unit = gl.load(units + pair * M + h)
-    from_q = gl.arange(0, SEG, layout=gl.SliceLayout(1, stored))[:, None] * M
-    from_q += gl.arange(0, M, layout=gl.SliceLayout(0, stored))[None, :]
-    held = ()
-    for c in gl.static_range(CHUNKS):
-        for f in gl.static_range(_fields(PLAN, c)):
-            some = gl.load(q + _segment(PLAN, c, f) * (SEG * M) + from_q)
-            held = held + (gl.allocate_shared_memory(gl.float16, [SEG, M], right, some),)
-        if _fields(PLAN, c) % 2 == 1:
-            held = held + (held[0],)  # an empty segment, which is not read
-    fence_async_shared()
+    held = _held(q + pair * (SEGMENTS * SEG * M), PLAN, SEG, M)
     rings = ()
     for _i in gl.static_range(R):
-        rings = rings + (gl.allocate_shared_memory(gl.int16, [DEPTH, N, SEG], swizzled),)
-    n = gl.arange(0, N, layout=gl.SliceLayout(1, copied))
-    cells = words + n[:, None] * ROW + gl.arange(0, SEG, layout=gl.SliceLayout(0, copied))[None, :]
+        rings = rings + (gl.allocate_shared_memory(gl.int16, [RING // R, N, SEG], swizzled),)
+    cells = words + pair // PARTS * L * (CHUNKS * SEG)
+    cells += gl.arange(0, N, layout=gl.SliceLayout(1, wide))[:, None] * (CHUNKS * SEG)
+    cells += gl.arange(0, SEG, layout=gl.SliceLayout(0, wide))[None, :]
     for i in gl.static_range(RING - 1):
-        t = low + i // CHUNKS
-        async_copy.async_copy_global_to_shared(
-            rings[i % R].index(i // CHUNKS), cells + (t * (N * ROW) + i % CHUNKS * SEG), mask=t < high
-        )
-        async_copy.commit_group()
-    place = gl.arange(0, N, layout=gl.SliceLayout(1, left))
-    own = scales + place // TILE * (TILE * PAIRS) + place % TILE
+        _copy_chunk(rings, cells, low + i // CHUNKS, i // CHUNKS, high, i % CHUNKS, CHUNKS, SEG)
+    place = gl.arange(0, N, layout=gl.SliceLayout(1, gl.DotOperandLayout(0, mma, 2)))
+    own = scales + pair // PARTS * L * PAIRS + place // TILE * (TILE * PAIRS) + place % TILE
     both = _tile_scales(own + low * (N * PAIRS), low < high, PAIRS, TILE)
+    h = gl.arange(0, M, layout=gl.SliceLayout(0, mma))
+    unit = gl.load(units + pair * M + h)
     most = gl.full([M], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     total = gl.zeros([N, M], gl.float32, mma)
     slot = 0  # of the rings
     for t in range(low, high):
-        s = warpgroup_mma_init(gl.zeros([N, M], gl.float32, mma))
-        for c in gl.static_range(CHUNKS):
-            async_copy.wait_group(RING - 2)
-            code = rings[c % R].index(slot).load(left)
-            far = t + (c + RING - 1) // CHUNKS  # of the chunk that is copied now, to where the last one was
-            async_copy.async_copy_global_to_shared(
-                rings[(c + RING - 1) % R].index((slot + (c + RING - 1) // CHUNKS) % DEPTH),
-                cells + (far * (N * ROW) + (c + RING - 1) % CHUNKS * SEG), mask=far < high,
-            )  # fmt: skip
-            async_copy.commit_group()
-            for f in gl.static_range(_fields(PLAN, c)):
-                factor = _factor(both[_segment(PLAN, c, f) // 2], f % 2)
-                x = _scaled(code, factor[:, None].broadcast_to(N, SEG), _field(PLAN, c, f))
-                s = warpgroup_mma(x, held[_segment(PLAN, c, f)], s, is_async=True)
-                s = warpgroup_mma_wait(1, [s])
-        slot = (slot + 1) % DEPTH
+        s = _products(rings, cells, held, both, t, slot, high, mma, PLAN, RING, RING // R, SEG, M, N)
+        slot = (slot + 1) % (RING // R)
         both = _tile_scales(own + (t + 1) * (N * PAIRS), t + 1 < high, PAIRS, TILE)
         s = warpgroup_mma_wait(0, [s]) * unit[None, :]
-        if CAPPED:
-            s = cap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * s / cap)))
         at = t * N + gl.arange(0, N, layout=gl.SliceLayout(1, mma))
-        seen = (at >= begin) & (at < last)
-        s = gl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
-        top = gl.maximum(most, gl.max(s, 0))  # weights are relative to the highest score so far
-        safe = gl.where(top == float("-inf"), 0.0, top)
-        p = gl.exp2(s - safe[None, :])
-        total = total * gl.exp2(most - safe)[None, :] + p
-        most = top
+        p, total, most, safe = _weighed(s, total, most, (at >= begin) & (at < last), cap, CAPPED)
         gl.store(tops + (pair * (L // N) + t) * M + h, safe)
-        at = t * N + gl.arange(0, N, layout=gl.SliceLayout(1, stored))
-        to = (pair * L + at)[:, None] * M + gl.arange(0, M, layout=gl.SliceLayout(0, stored))[None, :]
-        gl.store(weights + to, gl.convert_layout(p.to(gl.float16), stored))
+        _store(weights + (pair * L + t * N) * M, p.to(gl.float16), N, M)
     async_copy.wait_group(0)
     target = (pair * S + gl.program_id(1)) * M + h
     gl.store(split_tops + target, most)
     gl.store(split_sums + target, gl.sum(total, 0))
+
+
+@gluon.jit
+def _weighed(s, total, most, seen, cap, CAPPED: gl.constexpr):
+    """Weights of a tile, relative to the highest score so far; the sum of all weights; that score, as it is and safe."""
+    if CAPPED:
+        s = cap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * s / cap)))
+    s = gl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
+    top = gl.maximum(most, gl.max(s, 0))
+    safe = gl.where(top == float("-inf"), 0.0, top)
+    p = gl.exp2(s - safe[None, :])
+    return p, total * gl.exp2(most - safe)[None, :] + p, top, safe
+
+
+@gluon.jit
+def _store(to, p, N: gl.constexpr, M: gl.constexpr):
+    """Write weights of a tile, 16 bytes at once."""
+    narrow: gl.constexpr = gl.BlockedLayout([1, 8], [256 // M, M // 8], [gl.num_warps(), 1], [1, 0])
+    cells = to + gl.arange(0, N, layout=gl.SliceLayout(1, narrow))[:, None] * M
+    gl.store(cells + gl.arange(0, M, layout=gl.SliceLayout(0, narrow))[None, :], gl.convert_layout(p, narrow))
 
 
 @gluon.jit
@@ -188,7 +213,7 @@ def _sum_fields(
     weights, words, scales, tops, out, low, high, word_tile, scale_tile, slots, PLAN: gl.constexpr, MOST: gl.constexpr,
     JOB: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, T: gl.constexpr, EACH: gl.constexpr, DEPTH: gl.constexpr,
 ):  # fmt: skip
-    """Sums over places of some fields of a chunk, and the scores that they are relative to, which `EACH` steps share."""
+    """Sums over places of some fields of a chunk, and the scores that they are relative to, one for `EACH` steps."""
     FIELDS: gl.constexpr = _job(PLAN, MOST, JOB)[5]
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, M, 16])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
@@ -231,9 +256,7 @@ def _sum_fields(
             new = new + (warpgroup_mma_wait(1, [new_f]),)  # it may still run while the next codes are unpacked
         z = new
         free = (slot + DEPTH - 1) % DEPTH  # of the step before: its products are done
-        _copy_step(
-            rings, words, scales, weights, free, t + DEPTH - 1, high, word_tile, scale_tile, FIELDS, SEG, M, T
-        )
+        _copy_step(rings, words, scales, weights, free, t + DEPTH - 1, high, word_tile, scale_tile, FIELDS, SEG, M, T)
         slot = (slot + 1) % DEPTH
     z = warpgroup_mma_wait(0, z)
     if FIELDS == 1:

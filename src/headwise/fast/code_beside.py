@@ -204,45 +204,58 @@ class CodeDecode:
         softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Of every part: sums over places by slots, the highest score. Of every split: that, the sum of weights."""
-        L, (keys, values) = k.places, (self.keys, self.values)
+        L, keys = k.places, self.keys
         N = min(tile.places, L)
         weights, tops = made(L, dtype=torch.float16), made(L // N)
         S = max(1, min(made.processors * tile.programs // made.pairs, L // N))
         split_tops, split_sums = made(S), made(S)
         given = (q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L)
         own = dict(PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None)
-        how = dict(num_warps=tile.warps, maxnreg=tile.registers)
-        whole = {name: x for name, x in size.items() if name != "PACKED"}
+        own |= dict(num_warps=tile.warps, maxnreg=tile.registers)
         if tile.ahead and _ahead(size["PACKED"], keys):
             from headwise.fast.code_ahead import _scores_ahead, fitting_ring
 
-            ring = fitting_ring(tile.ahead, keys.chunks)
-            _scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=ring, **own, **how, **whole)
+            own |= {name: x for name, x in size.items() if name != "PACKED"}
+            _scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=fitting_ring(tile.ahead, keys.chunks), **own)
         else:
-            how["num_stages"] = tile.stages
-            _scores[(made.pairs, S)](*given, softcap or 1.0, HELD=tile.held, **own, **how, **size)
+            own |= dict(HELD=tile.held, num_stages=tile.stages)
+            _scores[(made.pairs, S)](*given, softcap or 1.0, **own, **size)
+        found = self._summed(weights, v, tops, lengths, starts, made, size | dict(N=N), tile)
+        return *found, split_tops, split_sums
+
+    def _summed(
+        self, weights: torch.Tensor, v: Any, tops: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor,
+        made: Any, size: dict[str, Any], tile: CodeTile,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of every part: sums over places by slots, and the highest score."""
+        L, values = v.places, self.values
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
-        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
+        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // size["N"]))
         part, part_tops = made(P, values.slots), made(P)
         given = (weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L)
         own = dict(PLAN=values.plan, MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks)
-        own |= dict(SEG=values.segment, N=N)
+        own |= dict(SEG=values.segment, maxnreg=tile.sum_registers)
         if tile.sum_ahead and _ahead(size["PACKED"], values):
             from headwise.fast.code_ahead import _sums_ahead
 
-            how = dict(num_warps=4, maxnreg=tile.sum_registers)
-            _sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own, **how, **whole)
+            own |= {name: x for name, x in size.items() if name != "PACKED"}
+            _sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own)
         else:
-            how = dict(num_stages=tile.sum_stages, maxnreg=tile.sum_registers)
-            _sums[(jobs, P, made.pairs)](*given, T=min(tile.steps, N), **own, **how, **size)
-        return part, part_tops, split_tops, split_sums
+            own |= dict(T=min(tile.steps, size["N"]), num_stages=tile.sum_stages)
+            _sums[(jobs, P, made.pairs)](*given, **own, **size)
+        return part, part_tops
 
 
 def _ahead(packed: bool, layout: CodeLayout) -> bool:
     """Whether kernels of `code_ahead` take such rows here."""
-    if not packed or layout.segment != 64 or find_spec("triton.experimental.gluon") is None:
-        return False
-    return torch.cuda.get_device_capability()[0] == 9
+    return packed and layout.chunks > 0 and layout.segment == 64 and _gluon()
+
+
+@cache
+def _gluon() -> bool:
+    """Whether kernels in Gluon with products under way can be built here."""
+    here = find_spec("triton.experimental") is not None and find_spec("triton.experimental.gluon") is not None
+    return here and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache
