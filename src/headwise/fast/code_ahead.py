@@ -166,7 +166,7 @@ def _scores_ahead(
 
 @gluon.jit
 def _weighed(s, total, most, seen, cap, CAPPED: gl.constexpr):
-    """Weights of a tile, relative to the highest score so far; the sum of all weights; that score, as it is and safe."""
+    """Weights of a tile relative to the highest score so far; the sum of all; that score; the same, where it is known."""
     if CAPPED:
         s = cap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * s / cap)))
     s = gl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
