@@ -14,6 +14,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -30,51 +31,37 @@ from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.coder_headwise import RowCoder
 
 TEXTS, PLACES, WORKERS, TIMES = 32, 32768, 12, 3
-KERNELS = ("_queries", "_beside", "_scores", "_sums", "_combine")
-SCORES: list[dict[str, Any]] = [
-    {},
-    {"stages": 3},
-    {"places": 64, "warps": 4, "programs": 2},
-    {"places": 64, "warps": 4, "programs": 2, "stages": 3},
-    {"places": 64, "warps": 4, "programs": 3, "stages": 3},
-    {"places": 64, "warps": 4, "programs": 3, "registers": 168},
-    {"places": 64, "warps": 4, "programs": 4, "registers": 128},
-    {"places": 128, "warps": 8, "programs": 2, "registers": 128},
-    {"places": 256, "warps": 16, "registers": 128},
-    {"places": 64, "warps": 4, "stages": 1, "programs": 3, "held": False},
-    {"programs": 4},
-]
-SUMS: list[dict[str, Any]] = [
-    {"sum_programs": 2},
-    {"sum_programs": 4},
-    {"sum_programs": 6},
-    {"sum_programs": 12},
-    {"sum_stages": 2},
-    {"sum_stages": 4},
-    {"sum_stages": 5},
-    {"steps": 128, "sum_registers": None, "sum_programs": 2},
-    {"steps": 128, "sum_stages": 2, "sum_registers": None, "sum_programs": 2},
-    {"fields": 8},
-    {"fields": 2},
-    {"fields": 2, "sum_registers": 128, "sum_programs": 4},
-    {"fields": 2, "sum_registers": 96, "sum_programs": 5},
-    {"fields": 8, "sum_registers": None, "sum_programs": 2},
-    {"sum_registers": 128, "sum_programs": 4},
+LONGEST = 60.0  # seconds for building
+KERNELS = ("_queries", "_beside", "_combine")
+PLAIN: dict[str, Any] = {"places": 64, "warps": 4, "programs": 2}  # the fastest way so far
+AHEAD: dict[str, Any] = {**PLAIN, "ahead": 4, "sum_ahead": 3, "early": True}
+WAYS: list[dict[str, Any]] = [  # the first is what others are compared with; then the most wanted
+    PLAIN,
+    AHEAD,
+    {**AHEAD, "early": False},
+    {**PLAIN, "ahead": 4},
+    {**PLAIN, "sum_ahead": 3},
+    {**PLAIN, "early": True},
+    {**PLAIN, "stages": 3},
+    {**AHEAD, "columns": 512},
+    {**AHEAD, "columns": 1024},
+    {**AHEAD, "ahead": 2},
+    {**AHEAD, "programs": 3},
+    {**AHEAD, "programs": 4, "registers": 128},
+    {**AHEAD, "places": 128, "warps": 8, "programs": 1},
+    {**AHEAD, "sum_ahead": 4},
+    {**AHEAD, "fields": 8, "sum_registers": None},
+    {**AHEAD, "fields": 2, "sum_registers": 128, "sum_programs": 4},
+    {**AHEAD, "sum_programs": 6},
+    {**AHEAD, "sum_registers": None, "sum_programs": 2},
 ]
 POOLED_TILES: list[dict[str, Any]] = [
     {"places": 32, "warps": 4, "stages": 2, "programs": 8},
-    {"places": 32, "warps": 4, "stages": 2, "programs": 4},
-    {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True},
-    {"places": 32, "warps": 8, "stages": 2, "programs": 4, "even": True},
-    {"places": 32, "warps": 8, "stages": 2, "programs": 8, "even": True},
-    {"places": 32, "warps": 8, "stages": 3, "programs": 1, "even": True},
-    {"places": 32, "warps": 8, "stages": 3, "programs": 4, "even": True},
-    {"places": 16, "warps": 8, "stages": 3, "programs": 2, "even": True},
-    {"places": 16, "warps": 8, "stages": 4, "programs": 2, "even": True},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 2, "even": True},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 4, "even": True},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 6, "even": True},
+    {"places": 32, "warps": 4, "stages": 2, "programs": 2, "even": True, "cut": False},
     {"places": 64, "warps": 8, "stages": 2, "programs": 1, "even": True},
-    {"places": 64, "warps": 8, "stages": 2, "programs": 4, "even": True},
-    {"places": 64, "warps": 16, "stages": 2, "programs": 1, "even": True},
-    {"places": 32, "warps": 8, "stages": 2, "programs": 2, "even": True, "cut": False},
 ]
 
 
@@ -180,38 +167,90 @@ def probe(out: Path) -> None:
     """Times of kernels that take words as numbers, without unpacking: what reading and products take by themselves."""
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
 
-    from headwise.fast import code_decode, code_sums
+    from headwise.fast import code_ahead, code_decode, code_sums
 
     @triton.jit
     def raw(words, scale, KIND: tl.constexpr, PACKED: tl.constexpr):  # type: ignore[no-untyped-def]
         return words.to(tl.float16, bitcast=True)
 
+    @gluon.jit
+    def raw_ahead(words, scale, KIND: gl.constexpr):  # type: ignore[no-untyped-def]
+        return words.to(gl.float16, bitcast=True)
+
     code_decode._scaled = code_sums._scaled = raw
+    code_ahead._scaled = raw_ahead
     held: dict[str, Any] = {}
-    ways = {named(how): coded_way("coded 25%", how, TEXTS, PLACES, held) for how in ({}, SCORES[2])}
+    ways = {named(how): coded_way("coded 25%", how, TEXTS, PLACES, held) for how in (AHEAD, PLAIN)}
     for work in ways.values():
         work()
     out.write_text(json.dumps(stages(ways)))
 
 
+def probed() -> Any:
+    """What `probe` found, in a process of its own."""
+    out = Path(tempfile.mkdtemp()) / "probe.json"
+    try:
+        subprocess.run([sys.executable, __file__, "--probe", str(out)], check=True, timeout=40)
+    except (subprocess.SubprocessError, OSError) as error:
+        return f"failed: {error}"
+    return json.loads(out.read_text())
+
+
 def tasks() -> list[tuple[str, dict[str, Any]]]:
     """All ways: a case and how its kernels are built, the most wanted first."""
-    coded = [(name, how) for how in [*SCORES, *SUMS] for name in CODES]
+    coded = [(name, how) for how in WAYS for name in CODES]
     return [("pooled 50%", how) for how in POOLED_TILES] + coded
 
 
-def warm(part: int) -> None:
-    """Build kernels for some ways, which leaves them in Triton's cache."""
+def warm(folder: Path, part: int, first: int) -> None:
+    """Build kernels for some ways, which leaves them in Triton's cache, and run them once.
+
+    What fails is told in a file. A kernel that broke the device's state is behind us in a fresh process.
+    """
     held: dict[str, Any] = {}
-    for name, how in tasks()[part::WORKERS]:
+    own = tasks()[part::WORKERS]
+    for number in range(first, len(own)):
+        name, how = own[number]
+        note = folder / f"way-{part}-{number}.txt"
+        note.write_text("it was begun and did not end")
         try:
             pooled_error(how) if name.startswith("pooled") else coded_error(name, how, held)
-        except Exception as error:  # told by the process that measures
-            print(name, named(how), type(error).__name__, file=sys.stderr)
+            torch.cuda.synchronize()
+            note.unlink()
+        except Exception as error:
+            note.write_text(f"{type(error).__name__}: {str(error)[-600:]}")
+            print(name, named(how), type(error).__name__, str(error)[:200], file=sys.stderr, flush=True)
+            if "CUDA error" in str(error):
+                again = ["--warm", str(part), "--first", str(number + 1), "--out", str(folder)]
+                os.execv(sys.executable, [sys.executable, __file__, *again])
 
 
-def checked(name: str, how: dict[str, Any], held: dict[str, Any]) -> dict[str, Any]:
+def built() -> dict[tuple[str, str], str]:
+    """Build everything in parallel; by case and way, what failed."""
+    folder = Path(tempfile.mkdtemp())
+    command = [sys.executable, __file__, "--out", str(folder), "--warm"]
+    workers = [subprocess.Popen([*command, str(i)]) for i in range(WORKERS)]
+    ends_at = time.time() + LONGEST
+    for worker in workers:
+        try:
+            worker.wait(max(1.0, ends_at - time.time()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+    failed = {}
+    for part in range(WORKERS):
+        for number, (name, how) in enumerate(tasks()[part::WORKERS]):
+            note = folder / f"way-{part}-{number}.txt"
+            if note.exists():
+                failed[name, named(how)] = note.read_text()
+    return failed
+
+
+def checked(name: str, how: dict[str, Any], held: dict[str, Any], failed: dict[tuple[str, str], str]) -> dict[str, Any]:
+    if (name, named(how)) in failed:
+        return {"failed": failed[name, named(how)]}
     try:
         error = pooled_error(how) if name.startswith("pooled") else coded_error(name, how, held)
         return {"error": error}
@@ -220,21 +259,24 @@ def checked(name: str, how: dict[str, Any], held: dict[str, Any]) -> dict[str, A
         return {"failed": f"{type(error).__name__}: {str(error)[-600:]}"}
 
 
-def measure(result: dict[str, Any], case: str, ends_at: float, save: Callable[[], None]) -> None:
+def measure(
+    result: dict[str, Any], case: str, failed: dict[tuple[str, str], str], ends_at: float, save: Callable[[], None]
+) -> None:
     """All ways of a case in turns, beside uncut attention, and the stages of coded ones."""
     small: dict[str, Any] = {}
     large: dict[str, Any] = {}
     ways = {name: way for name, way in uncut_ways(TEXTS, PLACES).items() if name in ("uncut, ours", "uncut, cuDNN")}
     rows = []
     for how in [how for name, how in tasks() if name == case]:
-        row = {"case": case, "how": how, **checked(case, how, small)}
+        row = {"case": case, "how": how, **checked(case, how, small, failed)}
         rows.append(row)
         if "failed" not in row and time.time() < ends_at:
             pooled = case.startswith("pooled")
             way = pooled_way(how, TEXTS, PLACES, large) if pooled else coded_way(case, how, TEXTS, PLACES, large)
             try:
-                way()
-                torch.cuda.synchronize()
+                found = way().double()
+                large.setdefault("found", found)
+                row["like the first"] = off(found, large["found"])  # at full size: of a race, both are not alike
                 ways[named(how)] = way
             except Exception as error:
                 row["failed"] = f"{type(error).__name__}: {str(error)[-300:]}"
@@ -243,8 +285,8 @@ def measure(result: dict[str, Any], case: str, ends_at: float, save: Callable[[]
     own = {named(row["how"]): row for row in rows if named(row["how"]) in ways}
     for name, found in stages({name: ways[name] for name in own}).items():
         own[name]["stages"] = found
-    if not case.startswith("pooled") and "as it is" in ways:
-        ways |= without(ways["as it is"])
+    if not case.startswith("pooled") and named(AHEAD) in own:
+        ways |= without(ways[named(AHEAD)])
     times = in_turns(ways)
     best = min((x["ms"] for name, x in times.items() if name.startswith("uncut")), default=float("nan"))
     for row in rows:
@@ -270,28 +312,23 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, default=Path("."))
     parser.add_argument("--warm", type=int)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--probe", type=Path)
     parser.add_argument("--seconds", type=float, default=100.0, help="after which no more ways are begun")
     asked = parser.parse_args()
     if asked.warm is not None:
-        return warm(asked.warm)
+        return warm(asked.out, asked.warm, asked.first)
     if asked.probe is not None:
         return probe(asked.probe)
     start = time.time()
-    workers = [subprocess.Popen([sys.executable, __file__, "--warm", str(i)]) for i in range(WORKERS)]
-    for worker in workers:
-        worker.wait()
+    failed = built()
+    asked.out.mkdir(parents=True, exist_ok=True)
     print(f"built in {time.time() - start:.0f} s", flush=True)
     result: dict[str, Any] = {
         "hardware": torch.cuda.get_device_name(), "date": time.strftime("%Y-%m-%d"), "commit": commit(),
         "versions": {"torch": torch.__version__}, "texts": TEXTS, "places": PLACES,
         "built_seconds": time.time() - start, "rows": [],
     }  # fmt: skip
-    asked.out.mkdir(parents=True, exist_ok=True)
-    probed = asked.out / "row_probe.json"
-    subprocess.run([sys.executable, __file__, "--probe", str(probed)], check=False)
-    result["without unpacking"] = json.loads(probed.read_text()) if probed.exists() else "failed"
-    print("without unpacking:", result["without unpacking"], flush=True)
 
     def save() -> None:
         made = asked.out / "row_variants.json.new"
@@ -299,8 +336,11 @@ def main() -> None:
         os.replace(made, asked.out / "row_variants.json")
 
     for case in ("coded 25%", "coded 12.5%", "pooled 50%", "coded 25%, all widths"):
-        measure(result, case, start + asked.seconds, save)
+        measure(result, case, failed, start + asked.seconds, save)
         torch.cuda.empty_cache()
+    result["without unpacking"] = probed()
+    save()
+    print("without unpacking:", result["without unpacking"], flush=True)
     print(f"all in {time.time() - start:.0f} s", flush=True)
 
 

@@ -86,6 +86,38 @@ def check_codes():
         assert (got - want).norm() < 2e-3 * want.norm(), (tile, size, heads)
 
 
+def check_ahead():
+    """Kernels with products under way give the same numbers, whether copies arrive late or at once."""
+    import code_reference as plain
+    import gluon_plain
+
+    with gluon_plain.standing_in():
+        from headwise.fast import code_ahead, code_beside, code_decode
+    from headwise.fast.code_layout import CodeLayout
+    from headwise.fast.coded import CodedSide
+    from headwise.runtime.coder_headwise import RowCoder
+
+    code_ahead._scaled = lambda words, scale, kind: code_decode._scaled(words, scale, kind, False)
+    code_beside._ahead = lambda packed, layout: layout.chunks > 0
+    torch.manual_seed(0)
+    ends, starts = torch.tensor([509, 509], dtype=torch.int32), torch.tensor([0, 70], dtype=torch.int32)
+    for parts, rings in (({"8": 128, "4": 256, "3": 60, "2": 68}, (2, 3)), ({"8": 70, "2": 130}, (2, 4))):
+        layout, sides = CodeLayout(RowCoder(parts, 512)), []
+        assert layout.segment == code_ahead.SEGMENT
+        for keys in (True, False):
+            side = CodedSide(layout, keys, 2, 1, 512, torch.randn(1))
+            side.words.random_(-(2**15), 2**15), side.side.normal_()
+            side.scales.view(torch.float16).uniform_(2, 16)
+            sides.append(side)
+        q = torch.randn(2, 20, 512)
+        want = plain.CodeDecode()(q, *sides, ends, starts, 0.1)
+        for ring, late, depth in zip(rings, (True, False), (2, 3), strict=True):
+            gluon_plain.LATE[0] = late
+            tile = code_decode.CodeTile(places=64 * (depth - 1), ahead=ring, sum_ahead=depth, fields=3, sum_programs=8)
+            got = code_beside.CodeDecode(layout, layout, 4, 32, tile)(q, *sides, ends, starts, 0.1)
+            assert (got - want).norm() < 2e-3 * want.norm(), (parts, tile)
+
+
 def nothing(*size):
     return torch.full(size, float("nan"))
 
@@ -149,4 +181,5 @@ if __name__ == "__main__":
     check_decode()
     check_rows()
     check_codes()
+    check_ahead()
     check_heads()

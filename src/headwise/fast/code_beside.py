@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -152,10 +153,12 @@ class CodeDecode:
         pairs, device = B * G * parts, q_BHK.device
         size = dict(GP=G * parts, PARTS=parts, M=M, TILE=TILE, WHOLE=self.whole, NEAR=self.near, PACKED=q_BHK.is_cuda)
         made = _Room(pairs, M, device)
-        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
-        aside = _aside(device)
+        early = (self.tile or TILES[0]).early
+        aside = _aside(device) if early else None
+        q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
+        aside = aside or _aside(device)
         with nullcontext() if aside is None else torch.cuda.stream(aside):
             if write is not None:
                 write()
@@ -173,7 +176,7 @@ class CodeDecode:
             S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
-            D = 256 if B * H * V // made.processors >= FEW else 64
+            D = tile.columns if B * H * V // made.processors >= FEW else 64
             _combine[(B * H, -(-V // D))](
                 *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M, SPLITS=triton.next_power_of_2(S),
@@ -201,26 +204,58 @@ class CodeDecode:
         softcap: float | None, made: Any, size: dict[str, Any], tile: CodeTile,
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Of every part: sums over places by slots, the highest score. Of every split: that, the sum of weights."""
-        L, (keys, values) = k.places, (self.keys, self.values)
+        L, keys = k.places, self.keys
         N = min(tile.places, L)
         weights, tops = made(L, dtype=torch.float16), made(L // N)
         S = max(1, min(made.processors * tile.programs // made.pairs, L // N))
         split_tops, split_sums = made(S), made(S)
-        _scores[(made.pairs, S)](
-            q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L, softcap or 1.0,
-            PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None,
-            HELD=tile.held, num_warps=tile.warps,
-            num_stages=tile.stages, maxnreg=tile.registers, **size,
-        )  # fmt: skip
+        given = (q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L)
+        own = dict(PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None)
+        own |= dict(num_warps=tile.warps, maxnreg=tile.registers)
+        if tile.ahead and _ahead(size["PACKED"], keys):
+            from headwise.fast.code_ahead import _scores_ahead, fitting_ring
+
+            own |= {name: x for name, x in size.items() if name != "PACKED"}
+            _scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=fitting_ring(tile.ahead, keys.chunks), **own)
+        else:
+            own |= dict(HELD=tile.held, num_stages=tile.stages)
+            _scores[(made.pairs, S)](*given, softcap or 1.0, **own, **size)
+        found = self._summed(weights, v, tops, lengths, starts, made, size | dict(N=N), tile)
+        return *found, split_tops, split_sums
+
+    def _summed(
+        self, weights: torch.Tensor, v: Any, tops: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor,
+        made: Any, size: dict[str, Any], tile: CodeTile,
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        """Of every part: sums over places by slots, and the highest score."""
+        L, values = v.places, self.values
         jobs = sum(job[1] for job in sum_jobs(values.plan, tile.fields))
-        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // N))
+        P = max(1, min(made.processors * tile.sum_programs // max(1, made.pairs * jobs), L // size["N"]))
         part, part_tops = made(P, values.slots), made(P)
-        _sums[(jobs, P, made.pairs)](
-            weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L, PLAN=values.plan,
-            MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks, SEG=values.segment,
-            T=min(tile.steps, N), N=N, num_stages=tile.sum_stages, maxnreg=tile.sum_registers, **size,
-        )  # fmt: skip
-        return part, part_tops, split_tops, split_sums
+        given = (weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L)
+        own = dict(PLAN=values.plan, MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks)
+        own |= dict(SEG=values.segment, maxnreg=tile.sum_registers)
+        if tile.sum_ahead and _ahead(size["PACKED"], values):
+            from headwise.fast.code_ahead import _sums_ahead
+
+            own |= {name: x for name, x in size.items() if name != "PACKED"}
+            _sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own)
+        else:
+            own |= dict(T=min(tile.steps, size["N"]), num_stages=tile.sum_stages)
+            _sums[(jobs, P, made.pairs)](*given, **own, **size)
+        return part, part_tops
+
+
+def _ahead(packed: bool, layout: CodeLayout) -> bool:
+    """Whether kernels of `code_ahead` take such rows here."""
+    return packed and layout.chunks > 0 and layout.segment == 64 and _gluon()
+
+
+@cache
+def _gluon() -> bool:
+    """Whether kernels in Gluon with products under way can be built here."""
+    here = find_spec("triton.experimental") is not None and find_spec("triton.experimental.gluon") is not None
+    return here and torch.cuda.get_device_capability()[0] == 9
 
 
 @cache

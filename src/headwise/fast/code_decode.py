@@ -35,6 +35,10 @@ class CodeTile(NamedTuple):
     sum_stages: int = 3
     sum_registers: int | None = 168
     sum_programs: int = 3
+    ahead: int = 0  # chunks of keys in shared memory, where `code_ahead` scores; otherwise 0
+    sum_ahead: int = 0  # steps of values in shared memory, where `code_ahead` sums; otherwise 0
+    early: bool = False  # tokens that are not coded are read while queries are made ready
+    columns: int = 256  # of an output, combined by one program where there are many
 
 
 TILES = (  # which are tried

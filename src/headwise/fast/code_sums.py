@@ -21,12 +21,14 @@ def sum_jobs(plan, most):
     neighbouring chunks; the first chunk; its first segment; segments of a chunk.
     """
     jobs = []
-    for low in range(0, 8, most):
+    for turn in range(8):
         for chunk in range(len(plan.split())):
             planes, places, first = planned(plan, chunk)
-            kinds = [(planes[f], places[f]) for f in range(low, min(low + most, len(planes)))]
+            each = -(-len(planes) // -(-len(planes) // most))  # programs of a chunk sum about as many fields
+            low = turn * each
+            kinds = [(planes[f], places[f]) for f in range(low, min(low + each, len(planes)))]
             step = len(planes) + len(planes) % 2
-            if jobs and jobs[-1][0] == kinds and jobs[-1][2] + jobs[-1][1] == chunk and jobs[-1][4] == step:
+            if kinds and jobs and jobs[-1][0] == kinds and jobs[-1][2] + jobs[-1][1] == chunk and jobs[-1][4] == step:
                 jobs[-1][1] += 1
             elif kinds:
                 jobs.append([kinds, 1, chunk, first + low, step])
