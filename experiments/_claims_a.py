@@ -242,7 +242,11 @@ def a8(found: Found, results: Results) -> Judged:
     number = (
         f"taper against equal sizes {worst.interval.signed(3)} nats better ({worst.what.rstrip(':')}, cut and refitted)"
     )
+    if scratch:
+        worst = min(scratch, key=lambda contest: abs(contest.gain))
+        number = f"{worst.what} {worst.interval.signed(3)} nats better, trained from scratch at equal FLOPs"
     why = (
+        f"{'From scratch: ' + reasons(scratch, 3, ' nats') + ' Cutting: ' if scratch else ''}"
         f"{reasons(cutting, 3, ' nats')} Equal sizes are interpolated to what the taper spends. Training after the cut "
         "is not judged: at one fixed rate it wrecked two arms of earlier results. The 15-25% are from a summary."
     )

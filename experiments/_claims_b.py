@@ -262,15 +262,24 @@ def b7(found: Found, _: Results) -> Judged:
         ("1 x 8", "2 x 2", "1 layer of 8 heads against 2 layers of 2"),
         ("1 x 8", "1 x 2", "8 heads against 2 in 1 layer"),
     ):
-        if {one, other} <= set(models):
-            a, b = models[one], models[other]
-            failed = at_majority(b["accuracy"], found["chance"], "ListOps") + edges_of(models, one, other)
-            contests.append(paired(what, a["accuracy"], b["accuracy"], LISTS, failed=failed))
+        if not {one, other} <= set(models):
+            contests.append(Contest(what, 0.0, math.inf, 1, LISTS, failed=("not trained",)))
+            continue
+        a, b = models[one], models[other]
+        failed = at_majority(b["accuracy"], found["chance"], "ListOps") + edges_of(models, one, other)
+        contests.append(paired(what, a["accuracy"], b["accuracy"], LISTS, failed=failed))
     number = f"{contests[0].what} {contests[0].interval.signed()} of accuracy"
     standing = outcomes([contest._replace(failed=()) for contest in contests]).count(SHOWN)
     why = f"{reasons(contests)} Leaving checks aside, {standing} of {len(contests)} stand after Holm's correction."
-    settle = "10 seeds, and rates with worse ones on both sides"
+    settle = f"{_seeds(contests)} seeds or more, and rates with worse ones on both sides"
     return Judged(decide(contests), number, strip_of(contests[0]), why, settle=settle)
+
+
+def _seeds(contests: Sequence[Contest]) -> int:
+    """How many seeds would bring every interval down to the margin, at least 10."""
+    wide = [(c.interval.high - c.gain) / c.margin for c in contests if math.isfinite(c.error)]
+    seeds = max((int(c.freedom) + 1 for c in contests if math.isfinite(c.error)), default=10)
+    return max(10, math.ceil(seeds * max([1.0, *wide]) ** 2))
 
 
 CLAIMS = {

@@ -293,6 +293,11 @@ def test_b7_one_layer_beats_two_and_heads_help(four: list[float], eight: list[fl
     assert verdict("b7_listops", {"chance": 0.1, "models": models}) == word
 
 
+def test_b7_is_open_while_two_layers_were_not_trained() -> None:
+    models = {f"1 x {heads}": {"accuracy": near(0.1 * heads), **INNER} for heads in (2, 4, 8)}
+    assert verdict("b7_listops", {"chance": 0.1, "models": models}) == OPEN
+
+
 @pytest.mark.parametrize(("low", "word"), [(0.4, ANSWERED), (-0.5, UNANSWERED)])
 def test_q1_is_answered_once_damages_differ(low: float, word: str) -> None:
     plans = {"8": {"measured": 0.5, "measured_low": low, "measured_high": 1.0 - low}}
