@@ -2,7 +2,7 @@
 
     python benchmarks/cpu_decode.py
 
-Reading a prompt (prefill) and writing on from it token by token (decode), in float32, by the plain runtime that lies
+Reading a prompt (prefill) and writing token by token (decode), in float32, by the plain runtime that lies
 beside every saved model, against the stock model in transformers. Source and cut take turns; a ratio is the cut's time
 over that of the source run next to it, told as the median of all repeats with the quartiles, since single repeats on a
 machine that does other things mean little. Writes `benchmarks/results/cpu_decode.json`.
@@ -59,7 +59,7 @@ def cut_models() -> dict[str, Any]:
 
 @torch.inference_mode()
 def one(model: Any, ids: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds per token of reading the prompt and of writing on."""
+    """Milliseconds per token of prefill and of decode."""
     out, prefill = timed(lambda: model(input_ids=ids, use_cache=True, logits_to_keep=1), ids.device)
 
     def write() -> None:

@@ -1,8 +1,8 @@
 """Results of quality.py that were measured side by side, some plans in each, put together.
 
 They must be of the same model, text, settings and machine. Of the healing options `batch` and `micro` may differ, as
-what fits depends on what else runs: rows that learned by others than the first result's say so. Where two results have
-the same row, that of the later one stands.
+what fits depends on what else runs: rows that learned by others than the first result's name them. Where two
+results have the same row, that of the later one stands.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ class Results:
     def __init__(self, asked: argparse.Namespace, settings: Settings) -> None:
         self.path, known = asked.out, json.loads(asked.out.read_text()) if asked.out.exists() else {}
         kept = [row for row in known.get("rows", []) if row["section"] not in asked.only]
-        older = {name: known[name] for name in ("hardware", "date") if name in known}  # of rows that do not say so
+        older = {name: known[name] for name in ("hardware", "date") if name in known}  # of rows that do not have them
         if "settings" in known:
             older |= {name: known["settings"][name] for name in ("tokens", "length")}
         self.found = {"name": Path(asked.model).stem, "batch": BATCH, "rows": [{**older, **row} for row in kept]}

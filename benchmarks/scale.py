@@ -206,7 +206,7 @@ def of_texts(rows: list[dict[str, Any]]) -> list[str]:
         said = f"perplexity {found['perplexity_before']:.2f} before, {after} after ({low} to {high}, 95%)"
         said += f", KL to the source {found['kl']:.4f}, same next token {found['next_token_agreement']:.1%}"
         told += ["", f"**{row['name']}**, on {about['eval']}, calibrated on {about['data']}: {said}.", ""]
-        told += ["| beginning | the source goes on | the cut model goes on |", "| --- |" + " --- |" * 2]
+        told += ["| prompt | the source continues | the cut model continues |", "| --- |" + " --- |" * 2]
         for sample in row["samples"]:
             told.append(f"| {' | '.join(_plain(sample[name]) for name in ('prompt', 'before', 'after'))} |")
     return told

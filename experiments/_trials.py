@@ -59,7 +59,7 @@ def run_all(
 
 
 def _sane(name: str, net: Net, trial: Trial, parts: Mapping[str, Any]) -> None:
-    """Refuse to go on where a model learned nothing at any rate: whatever came after could give no verdict."""
+    """Stop where a model learned nothing at any rate: no verdict could follow."""
     losses, nothing = _rates.tried(name, trial.ladder, parts), math.log(net.classes or net.symbols)
     if losses and trial.tuning_steps >= ENOUGH and min(losses.values()) > LEARNED * nothing:
         raise HeadwiseError(

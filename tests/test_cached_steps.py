@@ -1,4 +1,4 @@
-"""A cut model that writes on from a cache, token by token, on a CPU: what it says, and what it does to the cache."""
+"""A cut model that decodes from a cache, token by token, on a CPU: its logits, and what it does to the cache."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_what_others_hold_of_a_cache_is_never_written_to(model):
     step(model, again, IDS[:, : READ + 1])
     assert close(step(model, again, IDS[:, 30:31]), first)
     cache.crop(-1)
-    assert close(step(model, cache, IDS[:, 31:32]), second), "goes on from where it was cropped"
+    assert close(step(model, cache, IDS[:, 31:32]), second), "continues from where it was cropped"
     assert all(torch.equal(a, b) for a, b in zip(held, was, strict=True))
 
 

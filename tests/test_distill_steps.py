@@ -237,7 +237,7 @@ def test_a_healing_that_stopped_goes_on_to_the_last_bit(job, tmp_path):
     whole, _ = distill.heal(asked)
     with pytest.raises(KeyboardInterrupt):
         distill.heal(replace(asked, folder=tmp_path, track=stopping))
-    assert list((tmp_path / "distill").glob("step-*")), "there is something to go on from"
+    assert list((tmp_path / "distill").glob("step-*")), "there is a checkpoint to resume from"
     again, _ = distill.heal(replace(asked, folder=tmp_path))
     found = whole.state_dict()
     assert all(torch.equal(tensor, found[name]) for name, tensor in again.state_dict().items())

@@ -297,7 +297,7 @@ def test_a_full_disk_loses_nothing(folder, tmp_path, capsys, monkeypatch):
     assert not (out / "model").exists() and not [p for p in out.iterdir() if p.name.startswith(".")], (
         "no half-written folder"
     )
-    assert call("run", folder, *RUN, "--out", out) == 0, "goes on once there is space"
+    assert call("run", folder, *RUN, "--out", out) == 0, "resumes once there is space"
 
 
 def test_help_and_allocate_never_import_torch(finished, tmp_path):

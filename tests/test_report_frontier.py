@@ -98,7 +98,7 @@ def test_time_runs_out_evenly_and_the_rest_is_solved_later(
     later = frontier.solve(readings, plan, ALLOW, rough)
     assert later is not None and later.done
     layers = [later.target(answer) for answer in later.answers]
-    assert layers == [whole.target(answer) for answer in whole.answers], "goes on to the same end"
+    assert layers == [whole.target(answer) for answer in whole.answers], "resumes with the same result"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Searches: trials meet the budget, bad ones are given up, studies go on, and the front says what was found."""
+"""Searches: trials meet the budget, bad ones are given up, studies resume, and the front says what was found."""
 
 from __future__ import annotations
 

@@ -312,7 +312,7 @@ def test_a_store_that_was_cleared_in_part_is_empty(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(shutil, "rmtree", killed)
         store.clear()
-    assert StreamStore(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to go on with"
+    assert StreamStore(tmp_path / "s", {"plan": 1}).position() is None, "its streams are gone: nothing to resume"
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -267,7 +267,7 @@ def test_models_without_a_known_head():
     config.architectures = ["BertForQuestionAnswering"]
     with pytest.raises(ModelError, match="QuestionAnswering is for none of the tasks .*Choose one of them with --task"):
         families.task_of(config)
-    assert families.task_of(llama.tiny().config) == "causal", "a decoder writes, whether it says so or not"
+    assert families.task_of(llama.tiny().config) == "causal", "a decoder without a named task is causal"
     config.is_decoder = True
     with pytest.raises(ModelError, match="made into decoders are not supported"):
         bert.shape_of(config)

@@ -1,4 +1,4 @@
-"""Training: the loop, what random models begin with, data of every kind, and runs that are killed and go on."""
+"""Training: the loop, what random models begin with, data of every kind, and runs that are killed and resume."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_a_tailored_design_becomes_a_normal_folder(tmp_path, text):
     assert found == json.loads((out / "training.json").read_text())
     assert found["tokens"] == 25 * 4 * 32 and found["flops"] > 0 and found["evaluation"]["loss_se"] > 0
     further = headwise.train(str(out / "model"), text, tmp_path / "further", steps=2, **FEW)
-    assert further["train_loss"] < curve[0]["loss"] - 0.5, "goes on from the weights"
+    assert further["train_loss"] < curve[0]["loss"] - 0.5, "training continues from the weights"
     assert further["fit"]["rate"] == pytest.approx(found["fit"]["rate"] / 20)
 
 

@@ -29,7 +29,7 @@ def verdict(name: str, found: Found, results: Found | None = None) -> str:
 def test_every_experiment_has_a_claim_and_every_claim_a_test() -> None:
     assert set(_lab.CLAIMS) == set(_lab.experiments())
     for name, claim in _lab.CLAIMS.items():
-        assert any(source in claim.source for source in _judge.SOURCES), f"{name}: who says so?"
+        assert any(source in claim.source for source in _judge.SOURCES), f"{name}: which source?"
         assert claim.says.endswith((".", "?")) and claim.rule.endswith("."), name
         assert any(test.startswith(f"test_{name.partition('_')[0]}_") for test in globals()), f"{name} has no test"
 

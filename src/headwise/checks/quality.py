@@ -196,7 +196,7 @@ def samples(
 
 
 def _prompt(family: Family, row: torch.Tensor, tokenizer: Any) -> tuple[torch.Tensor, int]:
-    """A prompt of a row, and how many tokens of an answer belong to it; text to write on from begins with a line."""
+    """A prompt of a row, and how many tokens of an answer belong to it; one that is continued begins with a line."""
     prompt, before = family.prompt(row)
     if family.audio or before != prompt.shape[1]:
         return prompt, before

@@ -1,4 +1,4 @@
-"""Time per token before and after, measured side by side: reading a prompt and, if the model can, writing on."""
+"""Time per token before and after, measured side by side: reading a prompt and, if the model can, decoding."""
 
 import copy
 import gc

@@ -207,7 +207,7 @@ class EncoderDecoder(Family):
         return {**found, "decoder_input_ids": found["decoder_input_ids"][:, :1]}
 
     def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
-        """How it writes on, after `out`."""
+        """How it writes the next token, after `out`."""
         return {"decoder_input_ids": token, "encoder_outputs": (out.encoder_last_hidden_state,)}
 
     @contextmanager

@@ -75,7 +75,7 @@ class Reader:
         return self.unpadded(rows[:1])[:, :most]
 
     def prompt(self, row: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """What a model is given to write on from, of a row, and how many tokens come before what it wrote."""
+        """The prompt that a model is to continue, of a row, and how many tokens come before what it wrote."""
         length = min(32, len(row) // 2)
         return row[None, :length], length
 
@@ -88,7 +88,7 @@ class Reader:
         return {"input_ids": rows, "logits_to_keep": 1}
 
     def next_step(self, token: torch.Tensor, out: Any) -> dict[str, Any]:
-        """How it writes on, after `out`."""
+        """How it writes the next token, after `out`."""
         return {"input_ids": token}
 
 

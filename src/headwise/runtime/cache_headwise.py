@@ -262,7 +262,7 @@ def _remembered(
     coders: tuple[RowCoder, RowCoder], k: torch.Tensor, v: torch.Tensor, cache: Any, index: int, mask: Any, whole: bool
 ) -> Rows | OneToken:
     """Rows without gains. Caches of other kinds keep numbers as they are and code them whenever they are read."""
-    past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache counts on in its own tensor
+    past = 0 if cache is None else cache.get_seq_length(index) + 0  # a static cache changes its count in place
     if type(cache) is DynamicCache:
         return _from_bytes(coders, k, v, cache, index, mask, whole)
     if not whole:

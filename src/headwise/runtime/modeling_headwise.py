@@ -512,7 +512,7 @@ class StackLayer(GradientCheckpointingLayer):
 
     def _bias(self, queries: int, mask: Any, cache: Any) -> Any:
         past = 0 if cache is None else cache.get_seq_length()
-        past = past.clone() if isinstance(past, torch.Tensor) else past  # a static cache counts on in place
+        past = past.clone() if isinstance(past, torch.Tensor) else past  # a static cache changes its count in place
         return self.positions(queries, past + queries if mask is None else mask.shape[-1], past)
 
     def _attended(self, stream: torch.Tensor, **given: Any) -> torch.Tensor:
@@ -674,7 +674,7 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
             self.__dict__["_tied_weights_keys"] = tied
         if parts := config.headwise.get("packed_table"):  # one table for words in and out, in few bits
             self.__dict__["_tied_weights_keys"] = packed_ends(type(self)._tied_weights_keys, parts)
-        if anatomy.patches:  # timm does not always say so
+        if anatomy.patches:  # timm does not always state it
             self.__dict__["_supports_sdpa"] = True
         stock.__init__(self, config, *args, **kwargs)
         _tailor(self, anatomy)
