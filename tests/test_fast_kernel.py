@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 from itertools import product
+from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -77,7 +78,7 @@ def check_codes():
         made.words.random_(-(2**15), 2**15), made.side.normal_(), made.scales.view(torch.float16).uniform_(2, 16)
         sides.append(made)
     few = CodeTile(places=64, programs=2, sum_programs=1)  # one program sums what several scored
-    more = CodeTile(steps=128, fields=8, held=False)
+    more = CodeTile(fields=8, held=False)
     for tile, size, heads, outputs in ((few, 1, 3, 2048), (few, 40, 3, 2048), (more, 1, 35, 1)):
         code_beside.FEW = outputs
         q = size * torch.randn(2, heads, 33)
@@ -98,7 +99,7 @@ def check_ahead():
     from headwise.runtime.coder_headwise import RowCoder
 
     code_ahead._scaled = lambda words, scale, kind: code_decode._scaled(words, scale, kind, False)
-    code_beside._ahead = lambda packed, layout: layout.chunks > 0
+    code_beside._ahead = lambda device, layout: code_ahead
     torch.manual_seed(0)
     ends, starts = torch.tensor([509, 509], dtype=torch.int32), torch.tensor([0, 70], dtype=torch.int32)
     for parts, rings in (({"8": 128, "4": 256, "3": 60, "2": 68}, (2, 3)), ({"8": 70, "2": 130}, (2, 4))):
@@ -116,6 +117,42 @@ def check_ahead():
             tile = code_decode.CodeTile(places=64 * (depth - 1), ahead=ring, sum_ahead=depth, fields=3, sum_programs=8)
             got = code_beside.CodeDecode(layout, layout, 4, 32, tile)(q, *sides, ends, starts, 0.1)
             assert (got - want).norm() < 2e-3 * want.norm(), (parts, tile)
+
+
+def check_other_ways():
+    """Where the fastest kernels do not work, others are taken: on first use, and for a later layer of the same size."""
+    from headwise.fast import code_beside
+    from headwise.fast.code_decode import AHEAD, PLAIN, SMALL
+
+    def works_with(*tiles):
+        def work(tile):
+            if tile not in tiles:
+                raise SyntaxError("not in this version")
+
+        return work
+
+    code_beside._ms = lambda work, tile: inf if code_beside._failure(work, tile) else 1 if tile == AHEAD else 2
+    torch.cuda.is_current_stream_capturing = lambda: False
+    key = (1, torch.device("cuda"))
+    failures = {}
+    assert code_beside._quickest(works_with(AHEAD, PLAIN), key, failures) == AHEAD
+    assert code_beside._quickest(works_with(), key, failures) == AHEAD, "what was built is not tried again"
+    assert code_beside._quickest(works_with(PLAIN), key, {}) == PLAIN
+    assert code_beside._quickest(works_with(SMALL[1]), key, {}) == SMALL[1]
+    assert code_beside._quickest(works_with(PLAIN), (2, torch.device("cuda")), {}) == PLAIN
+    with pytest.raises(RuntimeError, match="without optimise=True.*SyntaxError: not in this version"):
+        code_beside._quickest(works_with(), key, {})
+
+
+def check_other_versions():
+    """Kernels in Gluon are not asked for where the device is another, or where Triton has none that fits."""
+    from headwise.fast import code_beside
+
+    for index, capability in enumerate((8, 9, 10)):
+        torch.cuda.get_device_capability = lambda device, found=capability: (found, 0)
+        sys.modules["headwise.fast.code_ahead"] = None  # importing it fails
+        assert code_beside._gluon(torch.device("cuda", index)) is None
+    del sys.modules["headwise.fast.code_ahead"]
 
 
 def nothing(*size):
@@ -181,5 +218,7 @@ if __name__ == "__main__":
     check_decode()
     check_rows()
     check_codes()
+    check_other_versions()
     check_ahead()
+    check_other_ways()
     check_heads()

@@ -2,7 +2,8 @@
 
 They compute what `_scores` and `_sums` do, in Gluon, which says where everything lies and when products are waited for:
 two products of a program are under way at once, and codes of several steps ahead are copied to shared memory, chunk by
-chunk. For segments of 64 coefficients on GPUs with compute capability 9. Imported only where Triton has Gluon.
+chunk. For segments of 64 coefficients on GPUs with compute capability 9; `code_beside` imports it only there, and does
+without it if Triton has no Gluon or another version of it.
 Shape suffixes: as in `code_decode`.
 """
 
@@ -166,7 +167,7 @@ def _scores_ahead(
 
 @gluon.jit
 def _weighed(s, total, most, seen, cap, CAPPED: gl.constexpr):
-    """Weights of a tile relative to the highest score so far; the sum of all; that score; the same, where it is known."""
+    """Weights of a tile relative to the highest score so far, their sums, that score, and the same with 0 for none."""
     if CAPPED:
         s = cap * (1.0 - 2.0 / (1.0 + gl.exp(2.0 * s / cap)))
     s = gl.where(seen[:, None], s * 1.4426950408889634, float("-inf"))
@@ -209,6 +210,24 @@ def _copy_step(
 
 
 @gluon.jit
+def _waited(z):
+    """Sums that no product adds to any more."""
+    done = warpgroup_mma_wait(0, z)
+    if len(z) == 1:
+        done = (done,)
+    return done
+
+
+@gluon.jit
+def _faded(z, fade):
+    """Sums relative to other scores."""
+    new = ()
+    for f in gl.static_range(len(z)):
+        new = new + (z[f] * fade[None, :],)
+    return new
+
+
+@gluon.jit
 def _sum_fields(
     weights, words, scales, tops, out, low, high, word_tile, scale_tile, slots, PLAN: gl.constexpr, MOST: gl.constexpr,
     JOB: gl.constexpr, SEG: gl.constexpr, M: gl.constexpr, T: gl.constexpr, EACH: gl.constexpr, DEPTH: gl.constexpr,
@@ -237,15 +256,9 @@ def _sum_fields(
         code = rings[0].index(slot).load(left)
         top = gl.maximum(top, highest - 60.0)
         highest = gl.maximum(highest, top)
-        z = warpgroup_mma_wait(0, z)
-        if FIELDS == 1:
-            z = (z,)
+        z = _waited(z)
         if gl.max(gl.abs(top - most), 0) > 0:
-            fade = gl.exp2(most - top)
-            new = ()
-            for f in gl.static_range(FIELDS):
-                new = new + (z[f] * fade[None, :],)
-            z = new
+            z = _faded(z, gl.exp2(most - top))
         most = top
         top = gl.load(tops + gl.minimum(t + 1, high - 1) // EACH * M + h)
         new = ()
@@ -258,9 +271,7 @@ def _sum_fields(
         free = (slot + DEPTH - 1) % DEPTH  # of the step before: its products are done
         _copy_step(rings, words, scales, weights, free, t + DEPTH - 1, high, word_tile, scale_tile, FIELDS, SEG, M, T)
         slot = (slot + 1) % DEPTH
-    z = warpgroup_mma_wait(0, z)
-    if FIELDS == 1:
-        z = (z,)
+    z = _waited(z)
     async_copy.wait_group(0)
     j = gl.arange(0, SEG, layout=gl.SliceLayout(1, mma))
     for f in gl.static_range(FIELDS):

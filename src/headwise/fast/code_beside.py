@@ -12,14 +12,13 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from headwise.fast.code_decode import MORE, SMALL, TILES, CodeTile, _scores
+from headwise.fast.code_decode import PLAIN, SMALL, TILES, CodeTile, _scores
 from headwise.fast.code_layout import SCALE_UP, TILE, CodeLayout
 from headwise.fast.code_sums import _sums, sum_jobs
 from headwise.fast.flash_decode import _capped
@@ -136,7 +135,7 @@ class CodeDecode:
         self, keys: CodeLayout, values: CodeLayout, whole: int, near: int, tile: CodeTile | None = None
     ) -> None:
         self.keys, self.values, self.whole, self.near, self.tile = keys, values, whole, near, tile
-        self.built: set[Any] = set()  # ways to build kernels that are known to work here
+        self.failures: dict[CodeTile, str] = {}  # of ways that were tried here; empty where kernels were built
 
     def __call__(
         self, q_BHK: torch.Tensor, k: Any, v: Any, lengths_B: torch.Tensor, starts_B: torch.Tensor, scaling: float,
@@ -155,10 +154,8 @@ class CodeDecode:
         made = _Room(pairs, M, device)
         sides = -(-(self.whole + self.near) // BESIDE)
         beside, beside_tops = made(sides, V), made(sides)
-        early = (self.tile or TILES[0]).early
-        aside = _aside(device) if early else None
         q16, units = self._ready(q_BHK, scaling, made, dict(G=G, SHARE=share, PARTS=parts, M=M))
-        aside = aside or _aside(device)
+        aside = _aside(device)
         with nullcontext() if aside is None else torch.cuda.stream(aside):
             if write is not None:
                 write()
@@ -176,7 +173,7 @@ class CodeDecode:
             S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
                 torch.cuda.current_stream(device).wait_stream(aside)
-            D = tile.columns if B * H * V // made.processors >= FEW else 64
+            D = 256 if B * H * V // made.processors >= FEW else 64
             _combine[(B * H, -(-V // D))](
                 *found, beside, beside_tops, table["slots"], table["mult"], out, S, P, PARTS=parts, SHARE=share,
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M, SPLITS=triton.next_power_of_2(S),
@@ -184,7 +181,7 @@ class CodeDecode:
             )  # fmt: skip
 
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
-        read(self.tile or _quickest(read, size_of, self.built))
+        read(self.tile or _quickest(read, size_of, self.failures))
         return out
 
     def _ready(
@@ -211,12 +208,11 @@ class CodeDecode:
         split_tops, split_sums = made(S), made(S)
         given = (q16, k.words, k.scales, weights, tops, split_tops, split_sums, units, lengths, starts, S, L)
         own = dict(PLAN=keys.plan, SEGMENTS=len(keys.segments), SEG=keys.segment, N=N, CAPPED=softcap is not None)
-        own |= dict(num_warps=tile.warps, maxnreg=tile.registers)
-        if tile.ahead and _ahead(size["PACKED"], keys):
-            from headwise.fast.code_ahead import _scores_ahead, fitting_ring
-
+        own |= dict(num_warps=tile.warps)
+        if tile.ahead and (ahead := _ahead(made.device, keys)):
             own |= {name: x for name, x in size.items() if name != "PACKED"}
-            _scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=fitting_ring(tile.ahead, keys.chunks), **own)
+            ring = ahead.fitting_ring(tile.ahead, keys.chunks)
+            ahead._scores_ahead[(made.pairs, S)](*given, softcap or 1.0, RING=ring, **own)
         else:
             own |= dict(HELD=tile.held, num_stages=tile.stages)
             _scores[(made.pairs, S)](*given, softcap or 1.0, **own, **size)
@@ -235,27 +231,31 @@ class CodeDecode:
         given = (weights, v.words, v.scales, tops, part, part_tops, lengths, starts, P, L)
         own = dict(PLAN=values.plan, MOST=tile.fields, SEGMENTS=len(values.segments), CHUNKS=values.chunks)
         own |= dict(SEG=values.segment, maxnreg=tile.sum_registers)
-        if tile.sum_ahead and _ahead(size["PACKED"], values):
-            from headwise.fast.code_ahead import _sums_ahead
-
+        if tile.sum_ahead and (ahead := _ahead(made.device, values)):
             own |= {name: x for name, x in size.items() if name != "PACKED"}
-            _sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own)
+            ahead._sums_ahead[(jobs, P, made.pairs)](*given, DEPTH=tile.sum_ahead, **own)
         else:
-            own |= dict(T=min(tile.steps, size["N"]), num_stages=tile.sum_stages)
+            own |= dict(T=TILE, num_stages=tile.sum_stages)
             _sums[(jobs, P, made.pairs)](*given, **own, **size)
         return part, part_tops
 
 
-def _ahead(packed: bool, layout: CodeLayout) -> bool:
-    """Whether kernels of `code_ahead` take such rows here."""
-    return packed and layout.chunks > 0 and layout.segment == 64 and _gluon()
+def _ahead(device: torch.device, layout: CodeLayout) -> Any:
+    """The module `code_ahead` where its kernels take such rows; otherwise nothing."""
+    found = _gluon(device) if device.type == "cuda" and layout.chunks > 0 else None
+    return found if found is not None and layout.segment == found.SEGMENT else None
 
 
 @cache
-def _gluon() -> bool:
-    """Whether kernels in Gluon with products under way can be built here."""
-    here = find_spec("triton.experimental") is not None and find_spec("triton.experimental.gluon") is not None
-    return here and torch.cuda.get_device_capability()[0] == 9
+def _gluon(device: torch.device) -> Any:
+    """The module `code_ahead` where a device can run it and Triton has what it imports; otherwise nothing."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        return None
+    try:
+        from headwise.fast import code_ahead
+    except Exception:  # Gluon is experimental: other versions of Triton may lack it, or parts of it
+        return None
+    return code_ahead
 
 
 @cache
@@ -274,31 +274,32 @@ def _aside(device: torch.device) -> torch.cuda.Stream | None:
 _chosen: dict[Any, list[CodeTile]] = {}
 
 
-def _quickest(work: Callable[[CodeTile], object], key: Any, built: set[Any]) -> CodeTile:
-    """The quickest way to build kernels for a size, measured on first use; others where a row is too wide for it."""
+def _quickest(work: Callable[[CodeTile], object], key: Any, failures: dict[CodeTile, str]) -> CodeTile:
+    """The quickest way to build kernels for a size, measured on first use; others where that cannot be built."""
     if key not in _chosen:
         if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
-            return TILES[0]
+            return PLAIN
         times = {tile: _ms(work, tile) for tile in TILES}
-        for more in MORE:
-            tile = min(times, key=lambda tile: times[tile])._replace(**more)
-            times[tile] = _ms(work, tile)
         best = min(times, key=lambda tile: times[tile])
-        _chosen[key] = [best, *SMALL] if times[best] < math.inf else [*SMALL]
+        _chosen[key] = list(dict.fromkeys((best, PLAIN, *SMALL)))
     for tile in _chosen[key]:
-        if tile in built or _builds(work, tile, built):
+        if tile not in failures:
+            failures[tile] = _failure(work, tile)
+        if not failures[tile]:
             return tile
-    raise RuntimeError("no kernel for rows in bits can be built here")
+    told = "no kernel for rows in bits can be built here; load the model without optimise=True. The last one: "
+    raise RuntimeError(told + failures[tile])
 
 
-def _builds(work: Callable[[CodeTile], object], tile: CodeTile, built: set[Any]) -> bool:
-    """Whether kernels can be built in a way."""
+def _failure(work: Callable[[CodeTile], object], tile: CodeTile) -> str:
+    """Why kernels cannot be built in a way; empty where they can. A full memory is raised."""
     try:
         work(tile)
-    except triton.runtime.errors.OutOfResources:
-        return False
-    built.add(tile)
-    return True
+    except torch.cuda.OutOfMemoryError:
+        raise
+    except Exception as error:  # what compiling may raise is not listed anywhere
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _ms(work: Callable[[CodeTile], object], tile: CodeTile) -> float:

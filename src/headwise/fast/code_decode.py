@@ -2,8 +2,9 @@
 
 Codes are unpacked in registers, two at once, right before the tensor cores take them. `_scores` reads keys and writes
 weights relative to the highest score so far; `code_sums` reads them with values; `code_beside` adds the tokens that
-are not coded. Lengths lie on the device, so that one captured graph serves all of them. Imported only where
-Triton is.
+are not coded. Faster versions of `_scores` and `_sums` in `code_ahead` are used on GPUs with compute capability 9, for
+segments of 64 coefficients, if Triton has Gluon and they are measured to be quicker; otherwise `_scores` and `_sums`
+are used. Lengths lie on the device, so that one captured graph serves all of them. Imported only where Triton is.
 Shape suffixes: B texts, H query heads, G rows per token, L places, K and V coefficients, S splits.
 """
 
@@ -11,7 +12,7 @@ Shape suffixes: B texts, H query heads, G rows per token, L places, K and V coef
 # ruff: noqa: SIM108  # branches of kernels are taken when they are built
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -28,33 +29,19 @@ class CodeTile(NamedTuple):
     warps: int = 8
     stages: int = 2
     programs: int = 1  # per multiprocessor: as many as it runs at once
-    registers: int | None = None  # of a thread, at most
     held: bool = True  # queries stay in shared memory
-    steps: int = 64  # places whose values are summed at once
     fields: int = 4  # of a word, summed by one program, at most
     sum_stages: int = 3
     sum_registers: int | None = 168
     sum_programs: int = 3
-    ahead: int = 0  # chunks of keys in shared memory, where `code_ahead` scores; otherwise 0
-    sum_ahead: int = 0  # steps of values in shared memory, where `code_ahead` sums; otherwise 0
-    early: bool = False  # tokens that are not coded are read while queries are made ready
-    columns: int = 256  # of an output, combined by one program where there are many
+    ahead: int = 0  # chunks of keys in shared memory if `code_ahead` scores; 0: plain Triton does
+    sum_ahead: int = 0  # steps of values in shared memory if `code_ahead` sums; 0: plain Triton does
 
 
-TILES = (  # which are tried
-    CodeTile(places=64, warps=4, programs=2),
-    CodeTile(places=64, warps=4, programs=2, stages=3),
-    CodeTile(stages=3),
-    CodeTile(),
-)
+PLAIN = CodeTile(places=64, warps=4, programs=2)  # also where nothing can be measured
+AHEAD = PLAIN._replace(ahead=4, sum_ahead=3)  # the same as `PLAIN` where `code_ahead` does not run
+TILES = (PLAIN, AHEAD, AHEAD._replace(programs=3), PLAIN._replace(stages=3), CodeTile())  # which are tried
 SMALL = (CodeTile(), CodeTile(places=64, warps=4, stages=1, programs=3, held=False))  # for rows too wide for the others
-MORE: tuple[dict[str, Any], ...] = (  # which are tried with the quickest so far
-    {"programs": 3},
-    {"programs": 4, "registers": 128, "stages": 2},
-    {"sum_programs": 6},
-    {"steps": 128, "sum_registers": None, "sum_programs": 2},
-    {"fields": 8, "sum_registers": None, "sum_programs": 2},
-)
 
 
 @triton.constexpr_function

@@ -134,9 +134,8 @@ def _split(
 
 WIDE = 512  # numbers of a place that our kernel for single heads reads at once, at most
 ROW_TILES: dict[str, dict[str, Any]] = {  # of our kernel for wide rows
-    "split-rows": dict(places=32, warps=4, stages=2, programs=8),
-    "split-rows-few": dict(places=32, warps=4, stages=2, programs=4),
-    "split-rows-even": dict(places=64, warps=8, stages=2, programs=1, even=True),
+    "split-rows": dict(places=32, warps=4, stages=2, programs=2, even=True),
+    "split-rows-many": dict(places=32, warps=4, stages=2, programs=8),
 }
 TILES: dict[str, dict[str, Any]] = {  # of our kernel
     "split": dict(places=64, warps=4, stages=3, programs=16),

@@ -120,4 +120,4 @@ def row_decode(
     return run_splits(_attend_rows, q_BHK, (k_BGLK, v_BGLV), v_BGLV, *seen, tile, how, 128)
 
 
-ROW_TILE = Tile(places=32, warps=4, stages=2, programs=8)
+ROW_TILE = Tile(places=32, warps=4, stages=2, programs=2, even=True)

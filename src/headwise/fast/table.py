@@ -10,7 +10,7 @@ from headwise.errors import HeadwiseError
 from headwise.files.json import read_object
 from headwise.types import write_atomically
 
-VERSION = 2  # of kernels and their names: measurements of other versions are dropped
+VERSION = 3  # of kernels and their names: measurements of other versions are dropped
 
 
 def cache_folder() -> Path:
