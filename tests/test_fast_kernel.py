@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from itertools import product
-from math import inf
 from types import SimpleNamespace
 
 import pytest
@@ -124,14 +123,15 @@ def check_other_ways():
     from headwise.fast import code_beside
     from headwise.fast.code_decode import AHEAD, PLAIN, SMALL
 
-    def works_with(*tiles):
+    def works_with(*tiles, wrong=()):
         def work(tile):
             if tile not in tiles:
                 raise SyntaxError("not in this version")
+            return torch.tensor([3.0 if tile in wrong else 2.0])
 
         return work
 
-    code_beside._ms = lambda work, tile: inf if code_beside._failure(work, tile) else 1 if tile == AHEAD else 2
+    code_beside._ms = lambda work, tile: 1 if tile == AHEAD else 2
     torch.cuda.is_current_stream_capturing = lambda: False
     key = (1, torch.device("cuda"))
     failures = {}
@@ -140,6 +140,8 @@ def check_other_ways():
     assert code_beside._quickest(works_with(PLAIN), key, {}) == PLAIN
     assert code_beside._quickest(works_with(SMALL[1]), key, {}) == SMALL[1]
     assert code_beside._quickest(works_with(PLAIN), (2, torch.device("cuda")), {}) == PLAIN
+    wrong = works_with(AHEAD, PLAIN, wrong=(AHEAD,))
+    assert code_beside._quickest(wrong, (3, torch.device("cuda")), {}) == PLAIN, "fast and wrong is not taken"
     with pytest.raises(RuntimeError, match="without optimise=True.*SyntaxError: not in this version"):
         code_beside._quickest(works_with(), key, {})
 

@@ -8,7 +8,6 @@ Shape suffixes: B texts, H query heads, G rows per token, K and V coefficients, 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return"
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -27,6 +26,7 @@ HEADS = 32  # query heads of a program, at most: more share a row by reading it 
 EACH = 8  # query heads that one program makes ready: they lie side by side
 BESIDE = 16  # tokens that are not coded, in one program
 FEW = 2048  # outputs of a multiprocessor: where there are more, a program combines more of them
+OFF = 0.01  # of the norm: by so much two ways to build kernels may differ
 COUNTS = ["S", "P"]
 
 
@@ -168,7 +168,7 @@ class CodeDecode:
         out = torch.empty(B, H, V, dtype=q_BHK.dtype, device=device)
         table = self.values.tables(device)
 
-        def read(tile: CodeTile) -> None:
+        def read(tile: CodeTile) -> torch.Tensor:
             found = self._coded(q16, units, k, v, lengths_B, starts_B, softcap, made, size, tile)
             S, P = found[2].shape[1], found[1].shape[1]
             if aside is not None:
@@ -179,6 +179,7 @@ class CodeDecode:
                 SLOTS=self.values.slots, UP=SCALE_UP, V=V, M=M, SPLITS=triton.next_power_of_2(S),
                 SUMS=triton.next_power_of_2(P), SIDES=sides, SIDES2=triton.next_power_of_2(sides), D=D,
             )  # fmt: skip
+            return out
 
         size_of = (pairs, M, k.places, -(-len(self.keys.segments) // 8), device)  # layers of like size are built alike
         read(self.tile or _quickest(read, size_of, self.failures))
@@ -274,13 +275,14 @@ def _aside(device: torch.device) -> torch.cuda.Stream | None:
 _chosen: dict[Any, list[CodeTile]] = {}
 
 
-def _quickest(work: Callable[[CodeTile], object], key: Any, failures: dict[CodeTile, str]) -> CodeTile:
+def _quickest(work: Callable[[CodeTile], torch.Tensor], key: Any, failures: dict[CodeTile, str]) -> CodeTile:
     """The quickest way to build kernels for a size, measured on first use; others where that cannot be built."""
     if key not in _chosen:
         if key[-1].type != "cuda" or torch.cuda.is_current_stream_capturing():
             return PLAIN
-        times = {tile: _ms(work, tile) for tile in TILES}
-        best = min(times, key=lambda tile: times[tile])
+        want = _found(work, PLAIN)
+        times = {tile: _ms(work, tile) for tile in TILES if _agrees(_found(work, tile), want)}
+        best = min(times, key=lambda tile: times[tile], default=PLAIN)
         _chosen[key] = list(dict.fromkeys((best, PLAIN, *SMALL)))
     for tile in _chosen[key]:
         if tile not in failures:
@@ -291,7 +293,22 @@ def _quickest(work: Callable[[CodeTile], object], key: Any, failures: dict[CodeT
     raise RuntimeError(told + failures[tile])
 
 
-def _failure(work: Callable[[CodeTile], object], tile: CodeTile) -> str:
+def _found(work: Callable[[CodeTile], torch.Tensor], tile: CodeTile) -> torch.Tensor | None:
+    """What kernels that are built in a way compute; none where they cannot be built."""
+    try:
+        return work(tile).clone()
+    except Exception:  # what compiling may raise is not listed anywhere
+        return None
+
+
+def _agrees(found: torch.Tensor | None, want: torch.Tensor | None) -> bool:
+    """Whether numbers are those of the plain way, if there is one: kernels for newer hardware are built by new code."""
+    if found is None or want is None:
+        return found is not None
+    return bool((found - want).float().norm() <= OFF * want.float().norm())
+
+
+def _failure(work: Callable[[CodeTile], torch.Tensor], tile: CodeTile) -> str:
     """Why kernels cannot be built in a way; empty where they can. A full memory is raised."""
     try:
         work(tile)
@@ -302,12 +319,8 @@ def _failure(work: Callable[[CodeTile], object], tile: CodeTile) -> str:
     return ""
 
 
-def _ms(work: Callable[[CodeTile], object], tile: CodeTile) -> float:
-    """Milliseconds of a call; endless where kernels cannot be built."""
-    try:
-        work(tile)
-    except Exception:  # what compiling may raise is not listed anywhere
-        return math.inf
+def _ms(work: Callable[[CodeTile], torch.Tensor], tile: CodeTile) -> float:
+    """Milliseconds of a few calls."""
     first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     first.record()
     for _ in range(3):
