@@ -21,7 +21,7 @@ LAYERS = [  # keys wider than values, projected keys narrower, turned pairs chos
     {**SIZES, "qk_width": 12, "qk_dim": 12},
     SIZES,
 ]
-IDS = torch.randint(3, 60, (2, runtime.SPARE + 40), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(3, 60, (2, SPARE + 40), generator=torch.Generator().manual_seed(0))
 READ = 12  # tokens before the first step
 
 
