@@ -16,13 +16,16 @@
 #define BLOCKS (CHUNK / LANES)
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef float vf8 __attribute__((vector_size(32)));
+typedef float vf4 __attribute__((vector_size(16)));
 typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint8_t vb __attribute__((vector_size(LANES)));
 
 typedef struct {  // fields of bytes, coefficient by coefficient: those of k begin at first[k]
     int32_t kept, size, groups, each, codes, bytes;
     const int32_t *first, *byte, *mask, *below, *up;
-    const float *power;  // what a field is times in a code
+    const uint8_t *those;  // of a byte's bits
+    const float *power;    // what a field is times in a code
     const float *most, *slope, *half, *step, *middle;  // of every coefficient
     const float *edges, *factors;  // largest numbers of the first 255 scales; all 256 scales
 } Coder;
@@ -75,7 +78,7 @@ static inline vf unpacked(const Coder *c, int k, const uint8_t *rows, int64_t st
     for (int f = c->first[k]; f < c->first[k + 1]; f++) {
         vb byte;
         memcpy(&byte, rows + c->byte[f] * stride, LANES);
-        byte &= (uint8_t)(c->mask[f] << c->up[f]);
+        byte &= c->those[f];
         found += __builtin_convertvector(__builtin_convertvector(byte, vi), vf) * c->power[f];
     }
     return found;
@@ -89,6 +92,16 @@ static inline vf scales(const Coder *c, int g, const uint8_t *rows, int64_t stri
     return all;
 }
 
+static inline float total(vf x) {
+    vf8 eight[2];
+    vf4 four[2];
+    memcpy(eight, &x, sizeof x);
+    eight[0] += eight[1];
+    memcpy(four, eight, sizeof eight[0]);
+    four[0] += four[1];
+    return (four[0][0] + four[0][1]) + (four[0][2] + four[0][3]);
+}
+
 static inline vf exponential(vf x) {  // of numbers up to 0; far below, nothing is left
     vf n = __builtin_convertvector(__builtin_convertvector(x * 1.44269504f - 0.5f, vi), vf);
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f, p = r * 1.3888889e-3f + 8.3333333e-3f;
@@ -98,7 +111,11 @@ static inline vf exponential(vf x) {  // of numbers up to 0; far below, nothing 
 }
 
 // Scores of heads for LANES tokens. Queries lie head by head of a coefficient, times its step.
-static inline void score(const int heads, const Coder *c, const uint8_t *rows, int64_t stride, const float *q, vf *out) {
+// Meanwhile a quarter of the lines of the next keys, and of the values, come near.
+static inline void score(
+    const int heads, const Coder *c, const uint8_t *rows, int64_t stride, const float *q, vf *out,
+    const uint8_t *soon, const uint8_t *later, int64_t later_stride, int quarter
+) {
     vf sums[HEADS] = {0};
     for (int g = 0; g < c->groups; g++) {
         vf own[HEADS] = {0}, scale = scales(c, g, rows, stride);
@@ -106,6 +123,7 @@ static inline void score(const int heads, const Coder *c, const uint8_t *rows, i
         for (int k = g * c->each; k < end; k++) {
             vf x = unpacked(c, k, rows, stride);
             for (int h = 0; h < heads; h++) own[h] += x * q[k * HEADS + h];
+            if (k % 4 == quarter) __builtin_prefetch(soon + k * stride), __builtin_prefetch(later + k * later_stride);
         }
         for (int h = 0; h < heads; h++) sums[h] += own[h] * scale;
     }
@@ -117,13 +135,7 @@ static inline void mix(const int heads, const vf *x, const vf *weights, int bloc
     vf sums[HEADS] = {0};
     for (int t = 0; t < blocks; t++)
         for (int h = 0; h < heads; h++) sums[h] += x[t] * weights[h * BLOCKS + t];
-    for (int h = 0; h < heads; h++) {
-        float lane[LANES];
-        memcpy(lane, &sums[h], sizeof lane);
-        for (int half = LANES / 2; half; half /= 2)
-            for (int t = 0; t < half; t++) lane[t] += lane[t + half];
-        z[h * size] = lane[0] * step;
-    }
+    for (int h = 0; h < heads; h++) z[h * size] = total(sums[h]) * step;
 }
 
 #define FOR_HEADS(heads, call) /* with a number of heads that the compiler knows: sums stay in registers */ \
@@ -156,14 +168,16 @@ static float masked(const Step *s, int64_t text, int64_t place) {
 
 // Weights in place of scores (heads, count), without their sum; that and the largest score lie before z.
 static void soften(int heads, int blocks, vf *scores, float *found, int size) {
-    for (int h = 0; h < heads; h++, found += size + 2) {
-        float most = -INFINITY, sum = 0, *own = (float *)(scores + h * BLOCKS);
-        for (int t = 0; t < blocks * LANES; t++) most = own[t] > most || own[t] != own[t] ? own[t] : most;
-        for (int t = 0; t < blocks; t++) {
-            scores[h * BLOCKS + t] = exponential(scores[h * BLOCKS + t] - (most == -INFINITY ? 0 : most));
-            for (int i = 0; i < LANES; i++) sum += scores[h * BLOCKS + t][i];
+    for (int h = 0; h < heads; h++, found += size + 2, scores += BLOCKS) {
+        vf best = scores[0], sum = {0};
+        for (int t = 1; t < blocks; t++) {
+            vi more = scores[t] > best;
+            best = (vf)(((vi)scores[t] & more) | ((vi)best & ~more));
         }
-        found[0] = most, found[1] = sum;
+        float most = best[0];
+        for (int i = 1; i < LANES; i++) most = fmaxf(most, best[i]);
+        for (int t = 0; t < blocks; t++) sum += scores[t] = exponential(scores[t] - (most == -INFINITY ? 0 : most));
+        found[0] = most, found[1] = total(sum);
     }
 }
 
@@ -189,8 +203,10 @@ static void read_codes(
             float own = q[h * s->q_head + k] * s->scaling * coders[0]->step[k];
             asked[k * HEADS + h] = s->k->gain ? own / s->k->gain[group * s->k->coder->size + k] : own;
         }
-    for (int t = 0; t < blocks; t++)
-        FOR_HEADS(heads, score(N, coders[0], rows[0] + t * LANES, strides[0], asked, scores + t))
+    for (int t = 0; t < blocks; t++) {
+        const uint8_t *soon = rows[0] + (t + 4) * LANES, *later = rows[1] + t / 4 * 4 * LANES;
+        FOR_HEADS(heads, score(N, coders[0], rows[0] + t * LANES, strides[0], asked, scores + t, soon, later, strides[1], t % 4))
+    }
     for (int64_t t = 0; t < blocks * LANES; t++) {
         int hidden = t >= count || (skip + t >= 0 && skip + t < s->whole);
         float more = hidden ? -INFINITY : masked(s, text, place + t);
@@ -274,4 +290,25 @@ int headwise_read(const Step *s, int threads) {
     }
     free(found);
     return 0;
+}
+
+// Rows (texts, groups * heads, width) times the matrix of their group (groups, width, size), less a mean (groups, size).
+void headwise_products(
+    const float *x, int64_t x_text, int64_t x_head, const float *matrices, const float *mean, float *z,
+    int64_t texts, int64_t groups, int64_t heads, int64_t width, int64_t size, int threads
+) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && texts * groups * heads * width * size >= 1 << 20)
+    for (int64_t row = 0; row < texts * groups * heads; row++) {
+        int64_t head = row % (groups * heads), group = head / heads;
+        const float *own = x + row / (groups * heads) * x_text + head * x_head, *matrix = matrices + group * width * size;
+        float *restrict found = z + row * size;
+        for (int64_t k = 0; k < size; k++) found[k] = mean ? -mean[group * size + k] : 0;
+        int64_t w = 0;
+        for (; w + 4 <= width; w += 4, matrix += 4 * size)
+            for (int64_t k = 0; k < size; k++)
+                found[k] += (own[w] * matrix[k] + own[w + 1] * matrix[size + k])
+                            + (own[w + 2] * matrix[2 * size + k] + own[w + 3] * matrix[3 * size + k]);
+        for (; w < width; w++, matrix += size)
+            for (int64_t k = 0; k < size; k++) found[k] += own[w] * matrix[k];
+    }
 }

@@ -22,9 +22,10 @@ from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.runtime.step_headwise import grown
 
 P, N = ctypes.c_void_p, ctypes.c_int64
+TEXTS = 4  # at most, whose rows are multiplied with matrices one by one
 SIZES = ("kept", "size", "groups", "each", "codes", "bytes")
 FIELDS = ("first", "byte", "mask", "below", "up")
-NUMBERS = ("power", "most", "slope", "half", "step", "middle", "edges", "factors")
+NUMBERS = ("those", "power", "most", "slope", "half", "step", "middle", "edges", "factors")
 STRIDES = ("x_text", "x_group", "row_text", "row_group", "row_byte", "old_text", "old_group", "old_byte", "old_token")
 COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "chunks", "q_text", "q_head", "mask_text")
 
@@ -54,7 +55,7 @@ class NativeStep(ctypes.Structure):
     ]
 
 
-_tables: Any = weakref.WeakKeyDictionary()  # coder -> its table, and the tensors to which that points
+_tables: Any = weakref.WeakKeyDictionary()  # coder -> its table, where that lies, and the tensors to which it points
 
 
 @functools.cache
@@ -70,23 +71,24 @@ def _scales() -> tuple[torch.Tensor, torch.Tensor]:
     return low.view(torch.float32).masked_fill(none, -1.0), _factor(torch.arange(256))
 
 
-def table_of(coder: RowCoder) -> NativeCoder:
-    """A coder as C reads it."""
-    if coder in _tables:
-        return _tables[coder][0]
+def _table(coder: RowCoder) -> int:
+    """Where a coder's table for C lies."""
+    if (known := _tables.get(coder)) is not None:
+        return known[1]
     fields = sorted(coder.fields, key=lambda field: field.own)
     counts = torch.bincount(torch.tensor([f.own for f in fields], dtype=torch.int64), minlength=coder.kept)
     most, slope, step = coder._tables(torch.device("cpu"))[:3]
     parts = {name: torch.tensor([getattr(f, name) for f in fields], dtype=torch.int32) for name in FIELDS[1:]}
     parts["first"] = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).int()
+    parts["those"] = (parts["mask"] << parts["up"]).to(torch.uint8)
     parts["power"] = torch.tensor([2.0 ** (f.below - f.up) for f in fields])
-    parts |= dict(zip(NUMBERS[1:], (most, slope, (most + 1) / 2, step, most / 2, *_scales()), strict=True))
+    parts |= dict(zip(NUMBERS[2:], (most, slope, (most + 1) / 2, step, most / 2, *_scales()), strict=True))
     parts = {name: x.contiguous() for name, x in parts.items()}
     found = NativeCoder(
         *(getattr(coder, name) for name in SIZES), *(parts[name].data_ptr() for name in (*FIELDS, *NUMBERS))
     )
-    _tables[coder] = found, parts
-    return found
+    _tables[coder] = found, ctypes.addressof(found), parts
+    return ctypes.addressof(found)
 
 
 class NativeToken:
@@ -103,7 +105,7 @@ class NativeToken:
             x, room, before = self.new[at], rooms[at], old[at].narrow(2, old[at].shape[2] - caches.NEAR + 1, 1)
             near.append(torch.empty((*size[:2], coder.fine.bytes, caches.NEAR), dtype=torch.uint8))
             strides = *x.stride()[:2], *room.stride()[:2], room.stride(3), *before.stride()[:2], *before.stride()[:1:-1]
-            coders = (ctypes.addressof(table_of(one)) for one in (coder, coder.fine))
+            coders = (_table(one) for one in (coder, coder.fine))
             gain = gains[at].data_ptr() if self.gains else None
             starts = layer.starts[at].data_ptr()
             found = x.data_ptr(), gain, room.data_ptr(), before.data_ptr(), near[at].data_ptr(), starts
@@ -163,6 +165,23 @@ def _covered(attention: Any, k: torch.Tensor, v: torch.Tensor, cache: Any) -> An
     return layer if plain and v.dtype == torch.float32 else None
 
 
+def _few(attention: Any, *tensors: torch.Tensor) -> bool:
+    """Whether C multiplies the rows of new tokens with matrices: for many texts torch is faster."""
+    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
+    return plain and len(tensors[0]) <= TEXTS and not attention.training and not torch.is_grad_enabled()
+
+
+def _products(x: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
+    """Rows of heads (B, H, W) times the matrices of their groups (G, W, K), less the means of groups (G, K)."""
+    (texts, heads), (groups, width, size) = x.shape[:2], matrices.shape
+    z = x.new_empty(texts, heads, size)
+    library().headwise_products(  # type: ignore[union-attr]
+        x.data_ptr(), *x.stride()[:2], matrices.data_ptr(), None if mean is None else mean.data_ptr(), z.data_ptr(),
+        texts, groups, heads // groups, width, size, torch.get_num_threads(),
+    )  # fmt: skip
+    return z
+
+
 @functools.cache
 def _native(base: type) -> type:
     inner: Any = base
@@ -171,17 +190,32 @@ def _native(base: type) -> type:
         layer = None if self.coders is None else _covered(self, k, v, cache)
         return inner.remembered(self, k, v, mask, cache) if layer is None else NativeToken(self, layer, k, v)
 
-    return subclass(base, remembered=remembered)
+    def project(self: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.shape[2] > 1 or not self.projects or not _few(self, q, k, self.q_down_GWK, self.k_down_GWK):
+            return inner.project(self, q, k)
+        down = self.q_down_GWK.view(-1, q.shape[3], self.qk_dim)
+        rows = _products(k.squeeze(2), self.k_down_GWK, self._parameters.get("k_mean_GK"))
+        return _products(q.squeeze(2), down).unsqueeze(2), rows.unsqueeze(2)
+
+    def own_values(self: Any, z: torch.Tensor) -> torch.Tensor:
+        if z.shape[1] > 1 or not self.v_projects or not _few(self, z, self.v_up_NVO):
+            return inner.own_values(self, z)
+        return _products(z.squeeze(1), self.v_up_NVO).flatten(1).unsqueeze(1)
+
+    return subclass(base, remembered=remembered, project=project, own_values=own_values)
 
 
 def attach(model: Any) -> None:
     """Let every layer of a model whose rows are in bits decode in C, if this machine can compile it."""
     layers = [module for module in model.modules() if isinstance(module, TailoredAttention) and module.coders]
-    if not layers or any(layer.q_proj.weight.device.type != "cpu" for layer in layers):
+    weights = [layer.q_proj.weight for layer in layers]
+    if not layers or any(x.device.type != "cpu" or x.dtype != torch.float32 for x in weights):
         return
     if isinstance(found := library(), str):
         logging.getLogger("headwise").debug("rows in bits are read by torch: %s", found)
         return
     found.headwise_write.argtypes, found.headwise_read.argtypes = [P, N, N, N, N], [P, ctypes.c_int]
+    found.headwise_products.argtypes = [P, N, N, P, P, P, N, N, N, N, N, ctypes.c_int]
+    found.headwise_write.restype = found.headwise_products.restype = None
     for layer in layers:
         layer.__class__ = _native(type(layer))
