@@ -15,13 +15,12 @@ from typing import Any
 import torch
 
 from headwise.fast.fused import subclass
-from headwise.fast.native_build import library
+from headwise.fast.native_build import N, P, library
 from headwise.runtime import cache_headwise as caches
 from headwise.runtime.coder_headwise import RowCoder, _factor, _scale
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.runtime.step_headwise import grown
 
-P, N = ctypes.c_void_p, ctypes.c_int64
 TEXTS = 4  # at most, whose rows are multiplied with matrices one by one
 SIZES = ("kept", "size", "groups", "each", "codes", "bytes")
 FIELDS = ("first", "byte", "mask", "below", "up")
@@ -214,8 +213,5 @@ def attach(model: Any) -> None:
     if isinstance(found := library(), str):
         logging.getLogger("headwise").debug("rows in bits are read by torch: %s", found)
         return
-    found.headwise_write.argtypes, found.headwise_read.argtypes = [P, N, N, N, N], [P, ctypes.c_int]
-    found.headwise_products.argtypes = [P, N, N, P, P, P, N, N, N, N, N, ctypes.c_int]
-    found.headwise_write.restype = found.headwise_products.restype = None
     for layer in layers:
         layer.__class__ = _native(type(layer))

@@ -24,6 +24,12 @@ SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
 WAYS = (("-march=native", "-fopenmp"), ("-march=native", "-fopenmp-simd"), ("-fopenmp-simd",), ())  # the first that works
+P, N = ctypes.c_void_p, ctypes.c_int64
+CALLS = {  # of native.c: arguments, and whether they return a number
+    "headwise_write": ([P, N, N, N, N], None),
+    "headwise_read": ([P, ctypes.c_int], ctypes.c_int),
+    "headwise_products": ([P, N, N, P, P, P, N, N, N, N, N, ctypes.c_int], None),
+}
 SECONDS = 120  # that compiling may take
 
 
@@ -61,7 +67,7 @@ def _kept(compiler: str) -> ctypes.CDLL | None:
     with contextlib.suppress(OSError, RuntimeError):
         for file in cache_folder().glob(f"native-{_key(compiler)}-*.so"):
             if file.stem.endswith(_digest(file.read_bytes())):
-                return ctypes.CDLL(str(file))
+                return _loaded(file)
     return None
 
 
@@ -81,8 +87,16 @@ def _built(compiler: str, scratch: Path) -> ctypes.CDLL | str:
         file = cache_folder() / f"native-{_key(compiler)}-{_digest(content)}.so"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
-        return ctypes.CDLL(str(file))
-    return ctypes.CDLL(str(made))
+        return _loaded(file)
+    return _loaded(made)
+
+
+def _loaded(file: Path) -> ctypes.CDLL:
+    found = ctypes.CDLL(str(file))
+    for name, (given, returned) in CALLS.items():
+        call = getattr(found, name)
+        call.argtypes, call.restype = given, returned
+    return found
 
 
 def _digest(content: bytes) -> str:
