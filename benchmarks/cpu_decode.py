@@ -4,8 +4,9 @@
 
 Reading a prompt (prefill) and writing on from it token by token (decode), in float32, by the plain runtime that lies
 beside every saved model, against the stock model in transformers; a cache in bits also as
-`headwise.load(..., optimise=True)` decodes. They take turns; a ratio is a time over that of the source run next to it, told as the median of all repeats with the quartiles, since single repeats on a
-machine that does other things mean little. Writes `benchmarks/results/cpu_decode.json`.
+`headwise.load(..., optimise=True)` decodes. They take turns; a ratio is a time over that of the source run next to it,
+told as the median of all repeats with the quartiles, since single repeats on a machine that does other things mean
+little. Writes `benchmarks/results/cpu_decode.json`.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from headwise import families
 from headwise.runtime import cache_headwise as runtime
+from headwise.runtime.step_headwise import SPARE
 
 SIZES = dict(query_heads=4, kv_heads=2, qk_width=16, qk_dim=16, v_dim=16, mlp_width=24)
 LAYERS = [  # keys wider than values, projected keys narrower, turned pairs chosen, all as in the source

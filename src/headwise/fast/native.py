@@ -140,7 +140,9 @@ class NativeToken:
 
     def _rows(self) -> Any:
         """All that is read, in numbers."""
-        k, v = self.new if self.gains is None else (x * g.unsqueeze(1) for x, g in zip(self.new, self.gains, strict=True))
+        k, v = (
+            self.new if self.gains is None else (x * g.unsqueeze(1) for x, g in zip(self.new, self.gains, strict=True))
+        )
         layer = self.layer
         rows = caches._unpacked(self.attention.coders, layer, (layer.keys, layer.values), layer.newest, k, v)
         return rows._replace(gains=self.gains)
@@ -174,7 +176,7 @@ def _products(x: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None
     """Rows of heads (B, H, W) times the matrices of their groups (G, W, K), less the means of groups (G, K)."""
     (texts, heads), (groups, width, size) = x.shape[:2], matrices.shape
     z = x.new_empty(texts, heads, size)
-    library().headwise_products(  # type: ignore[union-attr]
+    library().headwise_products(
         x.data_ptr(), *x.stride()[:2], matrices.data_ptr(), None if mean is None else mean.data_ptr(), z.data_ptr(),
         texts, groups, heads // groups, width, size, torch.get_num_threads(),
     )  # fmt: skip

@@ -23,7 +23,12 @@ from headwise.files.disk import write_atomically
 SOURCE = Path(__file__).with_name("native.c")
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
-WAYS = (("-march=native", "-fopenmp"), ("-march=native", "-fopenmp-simd"), ("-fopenmp-simd",), ())  # the first that works
+WAYS = (
+    ("-march=native", "-fopenmp"),
+    ("-march=native", "-fopenmp-simd"),
+    ("-fopenmp-simd",),
+    (),
+)  # the first that works
 P, N = ctypes.c_void_p, ctypes.c_int64
 CALLS = {  # of native.c: arguments, and whether they return a number
     "headwise_write": ([P, N, N, N, N], None),
