@@ -158,7 +158,7 @@ typedef struct {  // what the new token of every text reads
     const float *added;
     const int64_t *padding;  // of texts, or none
     float scaling;
-    int64_t texts, groups, heads, tokens, near, whole, chunks, q_text, q_head, mask_text;
+    int64_t texts, groups, heads, tokens, near, whole, q_text, q_head, mask_text;
 } Step;
 
 static float masked(const Step *s, int64_t text, int64_t place) {

@@ -26,7 +26,7 @@ SIZES = ("kept", "size", "groups", "each", "codes", "bytes")
 FIELDS = ("first", "byte", "mask", "below", "up")
 NUMBERS = ("those", "power", "most", "slope", "half", "step", "middle", "edges", "factors")
 STRIDES = ("x_text", "x_group", "row_text", "row_group", "row_byte", "old_text", "old_group", "old_byte", "old_token")
-COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "chunks", "q_text", "q_head", "mask_text")
+COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "q_text", "q_head", "mask_text")
 
 
 class NativeCoder(ctypes.Structure):
@@ -131,7 +131,7 @@ class NativeToken:
         step = NativeStep(
             *map(ctypes.addressof, self.sides), q.data_ptr(), z.data_ptr(), *masks,
             None if padding is None else padding.data_ptr(), attend.scaling,
-            texts, groups, q.shape[1] // groups, tokens, caches.NEAR, caches.WHOLE, 0, q.stride(0), q.stride(1),
+            texts, groups, q.shape[1] // groups, tokens, caches.NEAR, caches.WHOLE, q.stride(0), q.stride(1),
             0 if mask is None else mask.stride(0),
         )  # fmt: skip
         if _call().headwise_read(ctypes.byref(step), torch.get_num_threads()):
