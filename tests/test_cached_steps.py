@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicLayer
 
 from headwise import families
 from headwise.runtime import cache_headwise as runtime
+from headwise.runtime.step_headwise import SPARE
 
 SIZES = dict(query_heads=4, kv_heads=2, qk_width=16, qk_dim=16, v_dim=16, mlp_width=24)
 LAYERS = [  # keys wider than values, projected keys narrower, turned pairs chosen, all as in the source
@@ -21,7 +22,7 @@ LAYERS = [  # keys wider than values, projected keys narrower, turned pairs chos
     {**SIZES, "qk_width": 12, "qk_dim": 12},
     SIZES,
 ]
-IDS = torch.randint(3, 60, (2, runtime.SPARE + 40), generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(3, 60, (2, SPARE + 40), generator=torch.Generator().manual_seed(0))
 READ = 12  # tokens before the first step
 
 

@@ -248,7 +248,7 @@ def test_a_long_text_takes_the_counted_bytes_and_nothing_else(pool: int) -> None
     assert cache.get_seq_length() == 4_096
     held = tensors_of(cache)
     assert sum(t.numel() * t.element_size() for t in held) == pytest.approx(4_096 * counted, rel=0.02)
-    assert memory(held) < 1.02 * 4_096 * counted + cache_headwise.SPARE * counted
+    assert memory(held) < 1.02 * 4_096 * counted + step_headwise.SPARE * counted
     assert all(type(layer) is CodedLayer and layer.keys.dtype == torch.uint8 for layer in cache.layers)
 
 

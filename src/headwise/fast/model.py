@@ -15,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwise.devices import free_bytes
 from headwise.errors import ModelError
+from headwise.fast import native
 from headwise.fast.cache import STEP, FastCache, FastLayer
 from headwise.fast.coded import KERNEL_DEVICES, CodedFastLayer, layouts_of, supported
 from headwise.fast.fused import Switch, fuse, subclass
@@ -108,7 +109,7 @@ def _writes(model: Any) -> bool:
 def covers(model: Any) -> bool:
     """Whether `optimise` changes a model: a decoder on our runtime whose tokens see no later ones.
 
-    Rows in bits only on CUDA, where Triton is and no layer has a window.
+    Rows in bits only on CUDA, where Triton is and no layer has a window; for those on a CPU see `native.attach`.
     """
     causal = not getattr(model.config, "use_bidirectional_attention", None)
     return _writes(model) and causal and supported(attentions(model))
@@ -118,7 +119,10 @@ def optimise(model: Any) -> Any:
     """Make a decoder on our runtime fast, in place."""
     if not _writes(model):
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
-    if hasattr(model, "headwise_fast") or not covers(model):
+    if hasattr(model, "headwise_fast"):
+        return model
+    if not covers(model):
+        native.attach(model)
         return model
     layers = attentions(model)
     switch = Switch()

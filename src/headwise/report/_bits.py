@@ -24,7 +24,8 @@ LIMITS = (
     "answers are the same, but no memory is saved.",
     "Layers with a sliding window store their window in bits, without extra copies of first and newest tokens.",
     "Speed: plain PyTorch unpacks the bits of all cached tokens at every step, so generating is slower than with a "
-    "plain cache. On CUDA, headwise.load(folder, optimise=True) reads the bits with its own kernels.",
+    "plain cache. On CUDA, headwise.load(folder, optimise=True) reads the bits with its own kernels, "
+    "and on a CPU with a library that it compiles.",
 )
 
 

@@ -10,7 +10,6 @@ Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T t
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,14 +20,12 @@ from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .coder_headwise import RowCoder, as_if_kept
 from .softmax_headwise import right_with_masks
-from .step_headwise import OneToken, whole_rows, with_places
+from .step_headwise import OneToken, grown, whole_rows
 
-SPARE = 64  # places for tokens to come, in a cache on a CPU
 WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
-_room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
 @functools.cache
@@ -57,22 +54,24 @@ def updated(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     return tuple(x[..., : x.shape[-1] - n] for x, n in zip(rows, missing, strict=True))
 
 
+def grows_in_place(cache: Any, index: int, dtype: torch.dtype) -> Any:
+    """A layer of a cache on a CPU to which `append` may write rows of a type in place, if it is one."""
+    layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
+    known = type(layer) in (DynamicLayer, CodedLayer) and layer.get_seq_length() and layer.keys.dtype == dtype
+    known = known and not cache.offloading and layer.keys.device.type == "cpu"
+    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
+        return None
+    return layer
+
+
 def append(cache: Any, k: torch.Tensor, v: torch.Tensor, index: int) -> Any:
     """As `cache.update`, which copies the whole cache for every token; on a CPU only where no places are left."""
-    layer: Any = cache.layers[index] if type(cache) is DynamicCache and index < len(cache.layers) else None
-    known = type(layer) in (DynamicLayer, CodedLayer) and layer.get_seq_length() and layer.keys.dtype == k.dtype
-    known = known and not cache.offloading and k.device.type == "cpu"
-    if not known or torch.is_grad_enabled() or torch.compiler.is_compiling() or not _only_appends():
+    layer = grows_in_place(cache, index, k.dtype)
+    if layer is None or k.device.type != "cpu":
         return updated(cache, k, v, index)
     past, new = layer.keys.shape[2], k.shape[2]
-    shown, room = _room.get(layer, (None, (layer.keys,)))
-    barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
-    if shown is not layer.keys or past + new > room[0].shape[2] or barred:  # new, changed or copied by others, or full
-        room = [with_places(x, new + SPARE) for x in (layer.keys, layer.values)]
-    for place, x in zip(room, (k, v), strict=True):
+    for place, x in zip(grown(layer, new), (k, v), strict=True):
         place.narrow(2, past, new).copy_(x)
-    layer.keys, layer.values = (place.narrow(2, 0, past + new) for place in room)
-    _room[layer] = layer.keys, room
     return layer.keys, layer.values
 
 

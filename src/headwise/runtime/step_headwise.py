@@ -5,6 +5,7 @@ Written by Headwise (Apache-2.0). Shape suffixes: B batch, G rows per token, T t
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,11 +15,28 @@ from torch import nn
 from .coder_headwise import RowCoder
 
 TILE = 1 << 18  # numbers that one new token reads at once, about
+SPARE = 64  # places for tokens to come, in a cache on a CPU
+_room: Any = weakref.WeakKeyDictionary()  # layer of a cache -> the keys that it shows, and where keys and values lie
 
 
 def with_places(x: torch.Tensor, more: int) -> torch.Tensor:
     """Rows before places for more. In rows of bytes, one byte of all tokens lies together: as `RowCoder` reads them."""
     return nn.functional.pad(x.mT, (0, more)).mT if x.dtype == torch.uint8 else nn.functional.pad(x, (0, 0, 0, more))
+
+
+def grown(layer: Any, new: int) -> Any:
+    """Where the keys and values of a layer lie on a CPU, after it was given places for new ones, still to be written.
+
+    There is room for some more: the whole cache is copied only where no places are left.
+    """
+    end = layer.keys.shape[2] + new
+    shown, room = _room.get(layer, (None, (layer.keys,)))
+    barred = room[0].is_inference() and not torch.is_inference_mode_enabled()
+    if shown is not layer.keys or end > room[0].shape[2] or barred:  # new, changed or copied by others, or full
+        room = [with_places(x, new + SPARE) for x in (layer.keys, layer.values)]
+    layer.keys, layer.values = (place.narrow(2, 0, end) for place in room)
+    _room[layer] = layer.keys, room
+    return room
 
 
 def whole_rows(coders: Any, layer: Any, fine: Any, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
