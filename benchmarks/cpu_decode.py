@@ -158,7 +158,7 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
         f" {max(plain):.1f} times as long as its source's: to code a token and to read codes takes more operations than"
         " all else in a layer, and rows of pooled heads need more products than heads that are apart. With"
         f" `headwise.load(..., optimise=True)` one library, compiled on this machine, does both: {min(fast):.2f} to"
-        f" {max(fast):.2f} times. The machine did other work meanwhile."
+        f" {max(fast):.2f} times."
     )
 
 
