@@ -337,15 +337,13 @@ def main() -> None:
     if asked.page:
         results = json.loads(RESULT.read_text()) if RESULT.exists() else {"rows": []}
         PAGE.write_text(filled(PAGE.read_text(), results))
-        return
-    if asked.join:
+    elif asked.join:
         join(asked.join, asked.out)
-        return
-    if asked.demo:
+    elif asked.demo:
         found = json.loads(asked.out.read_text()) if asked.out.exists() else {"rows": []}
         asked.out.write_text(json.dumps(found | {"demo": demo()}, indent=1) + "\n")
-        return
-    measure(asked)
+    else:
+        measure(asked)
 
 
 if __name__ == "__main__":

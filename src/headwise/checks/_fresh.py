@@ -20,7 +20,7 @@ if os.name == "posix":
     os.kill(int(sys.argv[1]), 0)  # raises where it ended before
 import torch, transformers
 from safetensors.torch import load_file, save_file
-from transformers.models.llama import modeling_llama  # imports what most models need, which takes seconds
+from transformers import activations, masking_utils, modeling_layers, modeling_utils  # models need them: takes seconds
 line = sys.stdin.readline()
 if not line:
     sys.exit("nothing to load")

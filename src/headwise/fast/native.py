@@ -109,12 +109,12 @@ class NativeToken:
             starts = layer.starts[at].data_ptr()
             found = x.data_ptr(), gain, room.data_ptr(), before.data_ptr(), near[at].data_ptr(), starts
             sides.append(NativeSide(*coders, *found, *strides))
-            _call().headwise_write(ctypes.byref(sides[at]), *k.shape[:2], self.k.shape[2] - 1, caches.NEAR)
+            library().headwise_write(ctypes.byref(sides[at]), *k.shape[:2], self.k.shape[2] - 1, caches.NEAR)
         self.sides, self.kept = sides, (rooms, near)
         layer.newest = tuple(x.mT for x in near)
 
     def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `Rows.read`."""
+        """What the heads' queries (B, H, 1, K) find: values (B, 1, H, V), and weights if torch reads them."""
         tokens = self.k.shape[2]
         fits = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.shape[3] == tokens)
         fits = fits and (mask is None or mask.dtype in (torch.bool, torch.float32)) and q.dtype == torch.float32
@@ -134,7 +134,7 @@ class NativeToken:
             texts, groups, q.shape[1] // groups, tokens, caches.NEAR, caches.WHOLE, q.stride(0), q.stride(1),
             0 if mask is None else mask.stride(0),
         )  # fmt: skip
-        if _call().headwise_read(ctypes.byref(step), torch.get_num_threads()):
+        if library().headwise_read(ctypes.byref(step), torch.get_num_threads()):
             raise MemoryError("no memory is left to read the cache; use a smaller batch.")
         return z, None
 
@@ -146,10 +146,6 @@ class NativeToken:
         layer = self.layer
         rows = caches._unpacked(self.attention.coders, layer, (layer.keys, layer.values), layer.newest, k, v)
         return rows._replace(gains=self.gains)
-
-
-def _call() -> Any:
-    return library()
 
 
 def _covered(attention: Any, k: torch.Tensor, v: torch.Tensor, cache: Any) -> Any:
