@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import headwise
 from headwise import families
 from headwise.errors import ModelError
 from headwise.fast.cache import FastCache
+from headwise.fast.layer import joins_as_llama
 from headwise.fast.model import optimise, parts
 from headwise.fast.paths import eager
 from headwise.fast.step import DecodeStep
@@ -257,3 +259,10 @@ def test_load_makes_models_fast_and_refuses_what_does_not_write():
     family = next(one for one in families.known() if one.name == "bert")
     with pytest.raises(ModelError, match="for decoders that generate text"):
         optimise(family.tailor(tiny(family, "bert", {})))
+
+
+@pytest.mark.parametrize(("kind", "joined"), [("Llama", True), ("Qwen3", True), ("Gemma2", False), ("Granite", False)])
+def test_layers_take_few_kernels_only_if_they_join_their_parts_as_llama_does(kind, joined):
+    name = kind.lower()
+    module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    assert joins_as_llama(getattr(module, f"{kind}DecoderLayer")) is joined

@@ -118,6 +118,32 @@ def check_ahead():
             assert (got - want).norm() < 2e-3 * want.norm(), (parts, tile)
 
 
+def check_thin():
+    """A product of one row with a norm before it, a gate, a bias and a sum, each with and without, at any width."""
+    from headwise.fast.thin import Before, thin
+
+    torch.manual_seed(0)
+    for (K, N), normed, gated, added in product(((96, 41), (2200, 50)), *[(False, True)] * 3):
+        x, weight, gain = torch.randn(1, 1, K), torch.randn(2 * N if gated else N, K) * K**-0.5, torch.rand(K)
+        bias, add = None if gated else torch.randn(N), torch.randn(1, 1, N) if added else None
+        h = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * gain if normed else x
+        want = torch.nn.functional.linear(h, weight, bias)
+        want = torch.nn.functional.silu(want[..., :N]) * want[..., N:] if gated else want
+        want = want if add is None else add + want
+        got = thin(x, weight, bias, before=Before(gain, 1e-5, False) if normed else None, gated=gated, add=add)
+        assert torch.allclose(got, want, atol=1e-5), (K, N, normed, gated, added)
+
+
+def check_likeliest():
+    """The first of the largest logits, as many as there are."""
+    from headwise.fast.small import likeliest
+
+    for width in (33, 2048, 5000):
+        logits = torch.randn(3, width).mul(4).round()  # several are equal
+        want = [(row == row.max()).nonzero()[0, 0] for row in logits]
+        assert likeliest(logits)[:, 0].tolist() == want
+
+
 def check_other_ways():
     """Where the fastest kernels do not work, others are taken: on first use, and for a later layer of the same size."""
     from headwise.fast import code_beside
@@ -224,3 +250,5 @@ if __name__ == "__main__":
     check_ahead()
     check_other_ways()
     check_heads()
+    check_thin()
+    check_likeliest()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -23,6 +24,8 @@ from headwise.fast.coded import padding_mask, write_prompt
 from headwise.fast.paths import Seen
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
+
+Product = Callable[..., torch.Tensor]  # of rows, a weight and a bias
 
 
 class Switch:
@@ -138,17 +141,25 @@ class FusedAttention(TailoredAttention):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Same arguments and result as the class that it replaces."""
-        cache = self.switch.cache
-        if self.coders is not None and self._coding() and hidden_states.shape[1] == 1:
-            positions = args[1] if len(args) > 1 else kwargs.get("position_embeddings")
-            return self._coded_token(hidden_states, positions), None
-        layer = cache.layers[self.layer_idx] if cache is not None and cache.place is not None else None
-        if layer is None or not layer.is_initialized or not self.placed or args[1:] or not self._whole():
+        coded = self.coders is not None and self._coding() and hidden_states.shape[1] == 1
+        if not coded and (args[1:] or not self.direct()):
             return super().forward(hidden_states, *args, **kwargs)
-        q, keys, values = self._to_places(hidden_states, kwargs.get("position_embeddings"), layer)
-        z = self.own_values(self.attend(q, keys, values, None)[0])
+        z = self.outputs(hidden_states, args[1] if len(args) > 1 else kwargs.get("position_embeddings"))
         z = self.o_proj(z) if hasattr(self, "o_proj") else z
         return (z if self.resid_dropout is None else self.resid_dropout(z)), None
+
+    def direct(self) -> bool:
+        """Whether a step of one token runs whose keys and values one kernel brings to their places."""
+        cache: Any = self.switch.cache
+        runs = cache is not None and cache.place is not None and self.placed and self._whole()
+        return runs and (self.coders is not None or bool(cache.layers[self.layer_idx].is_initialized))
+
+    def outputs(self, hidden: torch.Tensor, positions: Any, product: Product = linear) -> torch.Tensor:
+        """What heads give for one new token of every text, side by side; `product` makes queries, keys and values."""
+        if self.coders is not None:
+            return self.own_values(self._coded_token(hidden, positions, product))
+        q, keys, values = self._to_places(hidden, positions, self.switch.cache.layers[self.layer_idx], product)
+        return self.own_values(self.attend(q, keys, values, None)[0])
 
     def _coding(self) -> bool:
         """Whether a fast step runs, and rows go to its cache in bits."""
@@ -168,12 +179,12 @@ class FusedAttention(TailoredAttention):
         mask = padding_mask(self.switch.cache) if self.coders is not None and self._coding() else mask
         return super().attended(q, rows, mask, **kwargs)
 
-    def _coded_token(self, hidden: torch.Tensor, positions: Any) -> torch.Tensor:
+    def _coded_token(self, hidden: torch.Tensor, positions: Any, product: Product) -> torch.Tensor:
         """One new token of every text against rows in bits."""
         cache: Any = self.switch.cache
         layer, seen = cache.layers[self.layer_idx], cache.seen
         if cache.place is not None and self.placed and self._whole():
-            q, k, v = self._one_place(hidden, positions)
+            q, k, v = self._one_place(hidden, positions, product)
         else:
             q, k, v = self.heads(hidden, positions)
         q, k = self.project(q, k)
@@ -196,39 +207,36 @@ class FusedAttention(TailoredAttention):
             self.decode = CodeDecode(layer.layouts[0], layer.layouts[1], WHOLE, NEAR)
         how = seen.ends_B, seen.starts_B, float(self.attend.scaling), self.attend.softcap
         z = self.decode(q[:, :, 0], *sides, *how, write).unsqueeze(1)
-        z = z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
-        z = self.own_values(z)
-        z = self.o_proj(z) if hasattr(self, "o_proj") else z
-        return z if self.resid_dropout is None else self.resid_dropout(z)
+        return z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
 
-    def _one_place(self, hidden: torch.Tensor, positions: Any) -> tuple[torch.Tensor, ...]:
+    def _one_place(self, hidden: torch.Tensor, positions: Any, product: Product) -> tuple[torch.Tensor, ...]:
         """Queries, keys before projection, and values of one token, by one kernel."""
         rows, heads = len(hidden), self.kv_heads * self.pooled
         keys = hidden.new_empty(rows, heads, 1, self.head_width)
         values = hidden.new_empty(rows, self.kv_heads, 1, self.v_dim)
-        q = self._placed_heads(
-            hidden, positions, keys, values.as_strided(values.shape, (*values.stride()[:2], 0, 1)), True
-        )
+        here = values.as_strided(values.shape, (*values.stride()[:2], 0, 1))
+        q = self._placed_heads(hidden, positions, keys, here, True, product)
         return q, keys.view(rows, self.kv_heads, 1, self.qk_width), values
 
-    def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any) -> tuple[torch.Tensor, ...]:
+    def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any, product: Product) -> Any:
         """Queries, and the buffers of keys and values with the new ones written into them."""
         place, aside = self.switch.cache.place, self.projects or self.pooled > 1
         heads = self.kv_heads * self.pooled
         keys = layer.keys if not aside else layer.keys.new_empty(len(hidden), heads, 1, self.head_width)
-        q = self._placed_heads(hidden, positions, keys, layer.values, aside)
+        q = self._placed_heads(hidden, positions, keys, layer.values, aside, product)
         if aside:
             q, k = self.project(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width))
             layer.keys.index_copy_(2, place, k)
         return q, layer.keys, layer.values
 
     def _placed_heads(
-        self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool
-    ) -> torch.Tensor:
+        self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool,
+        product: Product,
+    ) -> torch.Tensor:  # fmt: skip
         """Queries; keys and values are written into the given buffers, at the place of the step."""
         from headwise.fast.small import place_heads
 
-        qkv = linear(hidden, self.joint, self.joint_bias)
+        qkv = product(hidden, self.joint, self.joint_bias)
         turning = bool(self.rotary) and positions is not None
         cos, sin = positions if turning else (qkv, qkv)
         pairs = self.pairs_GP if turning and self.head_width < self.head_dim else None

@@ -19,6 +19,7 @@ from headwise.fast import native
 from headwise.fast.cache import STEP, FastCache, FastLayer
 from headwise.fast.coded import KERNEL_DEVICES, CodedFastLayer, layouts_of, supported
 from headwise.fast.fused import Switch, fuse, subclass
+from headwise.fast.layer import fuse_layers
 from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep
 from headwise.runtime.modeling_headwise import TailoredAttention
@@ -127,6 +128,7 @@ def optimise(model: Any) -> Any:
     layers = attentions(model)
     switch = Switch()
     fuse(model, switch)
+    fuse_layers(model, switch)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
     model.__class__ = _hooked(type(model))
     counted = sum(layer.kv_heads * sum(coder.bytes for coder in layer.coders) for layer in layers if layer.coders)

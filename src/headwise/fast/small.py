@@ -1,4 +1,4 @@
-"""Small kernels between the large products of a decode step, on CUDA: a norm, a gate, and heads to their places.
+"""Small kernels between the large products of a decode step, on CUDA: a norm, a gate, heads to their places, a token.
 
 A step of a small batch is as quick as weights can be moved, if what lies between takes few launches. All compute in
 float32 and round where the model's own code rounds. Imported only where Triton is.
@@ -140,3 +140,35 @@ def place_heads(
         num_warps=1,
     )  # fmt: skip
     return queries
+
+
+@triton.jit
+def _largest(logits, best, where, row, width, BLOCK: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits + b * row + d, mask=d < width, other=float("-inf")).to(tl.float32)
+    here = b * tl.num_programs(1) + tl.program_id(1)
+    most = tl.max(x, 0)
+    tl.store(best + here, most)
+    tl.store(where + here, tl.min(tl.where(x == most, d, width), 0))
+
+
+@triton.jit
+def _largest_of(best, where, token, parts, width, PARTS: tl.constexpr):
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PARTS)
+    x = tl.load(best + b * parts + i, mask=i < parts, other=float("-inf"))
+    at = tl.load(where + b * parts + i, mask=i < parts, other=width)
+    tl.store(token + b, tl.min(tl.where(x == tl.max(x, 0), at, width), 0).to(tl.int64))
+
+
+def likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest numbers (B, 1) of every row (B, V): torch takes one program for a row."""
+    rows, width = logits.shape
+    parts = triton.cdiv(width, 2048)
+    best = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    where = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    token = torch.empty(rows, 1, dtype=torch.long, device=logits.device)
+    _largest[(rows, parts)](logits, best, where, logits.stride(0), width, BLOCK=2048)
+    _largest_of[(rows,)](best, where, token, parts, width, PARTS=triton.next_power_of_2(parts))
+    return token

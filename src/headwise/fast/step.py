@@ -7,9 +7,19 @@ from typing import Any
 import torch
 
 from headwise.fast.cache import FastCache
+from headwise.fast.fused import small_kernels_run
 from headwise.fast.paths import Seen
 
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and positions (B, 1)
+
+
+def likeliest_on(device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What finds the likeliest token (B, 1) of every row of logits (B, V)."""
+    if device.type != "cuda" or not small_kernels_run(device, torch.float32):
+        return lambda logits: logits.argmax(-1, keepdim=True)
+    from headwise.fast.small import likeliest
+
+    return likeliest
 
 
 class DecodeStep:
@@ -19,7 +29,7 @@ class DecodeStep:
     """
 
     def __init__(self, logits: Logits, cache: FastCache, rows: int, device: torch.device, capture: bool) -> None:
-        self.compute, self.cache, self.capture = logits, cache, capture
+        self.compute, self.cache, self.capture, self.choose = logits, cache, capture, likeliest_on(device)
         self.ids = torch.zeros(rows, 1, dtype=torch.long, device=device)
         self.positions = torch.zeros_like(self.ids)
         self.ends = torch.ones(rows, dtype=torch.int32, device=device)
@@ -61,7 +71,7 @@ class DecodeStep:
             cache.seen = cache.place = None
 
     def _advance(self) -> None:
-        token = self.logits[:, -1].argmax(-1, keepdim=True)
+        token = self.choose(self.logits[:, -1])
         self.ids.copy_(token)
         for counter in (self.positions, self.ends, self.place):
             counter.add_(1)
