@@ -33,6 +33,7 @@ from transformers import CompileConfig, StaticCache
 from headwise import families
 from headwise.devices import timed
 from headwise.latency.measuring import filled, replayed
+from headwise.types.codes import BITS
 
 RESULT = Path(__file__).parent / "results" / "generate.json"
 CODED = RESULT.with_name("generate-coded.json")  # a run of its own, with rows in bits (--out)
@@ -42,9 +43,9 @@ CUTS: dict[str, Callable[[int], tuple[int, int]]] = {  # layer -> widths of quer
     "kv 50%, uneven": lambda layer: ((48, 80), (80, 48), (56, 72), (72, 56))[layer % 4],
 }
 POOLED = "kv 50%, pooled"
-CODES = {  # coefficients of 8, 7, ... 1 bits, of 1,024 keys and of 1,024 values
-    "kv 25%, coded": (128, 0, 0, 0, 512, 0, 384, 0),
-    "kv 12.5%, coded": (64, 0, 0, 0, 192, 0, 256, 0),
+CODES = {  # coefficients of every width, of 1,024 keys and of 1,024 values
+    "kv 25%, coded": tuple({8: 128, 4: 512, 2: 384}.get(bits, 0) for bits in BITS),
+    "kv 12.5%, coded": tuple({8: 64, 4: 192, 2: 256}.get(bits, 0) for bits in BITS),
 }
 STOCK = ("stock", "stock compiled")
 GRID = [(rows, context) for context in (2048, 8192, 32768) for rows in (1, 8, 16)]

@@ -78,7 +78,7 @@ def pooled_model(stock: Any) -> Any:
 
 @torch.no_grad()
 def coded_model(stock: Any, code: tuple[int, ...]) -> Any:
-    """All heads of a layer share rows in bits, so many coefficients of 8, 7, ... 1; random weights where needed."""
+    """All heads of a layer share rows in bits, so many coefficients of 12, 11, ... 1; random weights where needed."""
     family = families.family_of(stock.config)
     shape = family.shape_of(stock.config)
     tensors, layers = family.state_of(stock, clone=False), []
