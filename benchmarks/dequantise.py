@@ -80,6 +80,8 @@ def main() -> None:
     unfinished.mkdir(parents=True)
     (unfinished / "config.json").write_text(json.dumps(told, indent=1, default=str))
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    if model.config.tie_word_embeddings:
+        weights.pop("lm_head.weight")  # the file may not hold one tensor twice
     save_file(weights, unfinished / "model.safetensors", {"format": "pt"})
     tokenizer.save_pretrained(unfinished)
     unfinished.rename(folder)

@@ -16,6 +16,7 @@ Sections, and some of the rivals' widths, may be measured side by side, each wit
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Iterator, Sequence
@@ -133,30 +134,39 @@ def rivals(
     source = bench.source
     (budget,) = prices.parse_all(bench.settings.budgets, source.shape)
     whole = prices.price(budget, source.shape)
-    clean = [lengths.last_stream(source.family, source.model, row[None]) for row in bench.rows]
-    for how in roundings:
-        for bits, cache in widths:
-            same: dict[str, Any] = dict.fromkeys(FIELDS, bits)
-            target = replace(
-                source.shape.with_layers(tuple(replace(layer, **same) for layer in source.shape.layers)),
-                **dict.fromkeys(ENDS, bits),
-            )
-            rival = Rival(f"int{cache} by token", Integers(cache))
-            size = weight_bytes(target) + BATCH * rival.stored_bytes(source.shape.layers, budget.length)
-            with uniform(bench, moments, bits, how == ROUNDINGS[0]), rival.acting(source.family.blocks(source.model)):
-                streams = [lengths.last_stream(source.family, source.model, row[None]) for row in bench.rows]
-                answers = [source.family.logits(source.model, stream) for stream in streams]
-            made = _against(bench, clean, answers)
-            yield {"method": "uniform", "rounding": how, "weight_bits": bits, "cache_bits": cache,
-                   "share": size / whole, **made}  # fmt: skip
+    clean = list(_answers(bench))
+    caches: dict[int, list[int]] = {}  # by the bits of the weights, which are rounded once
+    for bits, cache in widths:
+        caches.setdefault(bits, []).append(cache)
+    for how, bits in itertools.product(roundings, caches):
+        same: dict[str, Any] = dict.fromkeys(FIELDS, bits)
+        target = replace(
+            source.shape.with_layers(tuple(replace(layer, **same) for layer in source.shape.layers)),
+            **dict.fromkeys(ENDS, bits),
+        )
+        with uniform(bench, moments, bits, how == ROUNDINGS[0]):
+            for cache in caches[bits]:
+                rival = Rival(f"int{cache} by token", Integers(cache))
+                size = weight_bytes(target) + BATCH * rival.stored_bytes(source.shape.layers, budget.length)
+                with rival.acting(source.family.blocks(source.model)):
+                    made = _against(bench, clean, _answers(bench))
+                yield {"method": "uniform", "rounding": how, "weight_bits": bits, "cache_bits": cache,
+                       "share": size / whole, **made}  # fmt: skip
 
 
-def _against(bench: Bench, clean: list[torch.Tensor], logits: list[torch.Tensor]) -> dict[str, float]:
+def _answers(bench: Bench) -> Iterator[torch.Tensor]:
+    """The model's logits as it is now, row by row."""
+    source = bench.source
+    for row in bench.rows:
+        yield source.family.logits(source.model, lengths.last_stream(source.family, source.model, row[None]))
+
+
+def _against(bench: Bench, clean: list[torch.Tensor], logits: Iterator[torch.Tensor]) -> dict[str, float]:
     """Damage of answers that are given as logits, row by row."""
-    family, model, parts_found = bench.source.family, bench.source.model, []
-    for row, stream, after in zip(bench.rows, clean, logits, strict=True):
-        before = family.logits(model, stream)[:, :-1].float().log_softmax(-1)
-        after, wanted = after[:, :-1].float().log_softmax(-1), row[None, 1:, None].to(after.device)
+    parts_found = []
+    for row, before, after in zip(bench.rows, clean, logits, strict=True):
+        before, after = (found[:, :-1].float().log_softmax(-1) for found in (before, after))
+        wanted = row[None, 1:, None].to(after.device)
         losses = [-one.gather(-1, wanted).squeeze(-1) for one in (before, after)]
         kl = (before.exp() * (before - after)).sum(-1)
         none = torch.zeros_like(kl)

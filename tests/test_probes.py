@@ -12,6 +12,7 @@ from headwise.families._watch import watching
 from headwise.families.llama import FAMILY as llama
 from headwise.linalg import eliminated_together, elimination_order, ridge, ridge_step, roots, value_basis
 from headwise.probes import _backward, fisher, gram, sensitivity
+from headwise.probes._channels import channel_order
 from headwise.probes._products import Gram
 from headwise.runtime.modeling_headwise import _signed, _turned
 from headwise.tasks.causal import Causal
@@ -118,6 +119,24 @@ def test_units_go_in_the_order_of_what_their_loss_adds():
         damages.append(costs[gone[-1]])
     order, damage = elimination_order(cross)
     assert order == gone and damage == pytest.approx(damages)
+
+
+def test_channels_go_by_what_the_others_cannot_make_up_for():
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 12, generator=draw).double() @ torch.randn(12, 12, generator=draw).double()
+    gram, down, gone = x.mT @ x / 200, torch.randn(5, 12, generator=draw), []
+    system = gram + 1e-3 * gram.diagonal().mean() * torch.eye(12)
+
+    def left(channels):
+        """The squared error of the output without some channels, the others' columns solved for."""
+        stay = [channel for channel in range(12) if channel not in channels]
+        lost, both = system[channels][:, channels], system[stay][:, channels]
+        schur = lost - both.mT @ torch.linalg.solve(system[stay][:, stay], both)
+        return float((down[:, channels].double() @ schur @ down[:, channels].double().mT).trace())
+
+    for _ in range(12):
+        gone.append(min({*range(12)} - {*gone}, key=lambda channel: left([*gone, channel])))
+    assert channel_order(gram, down) == tuple(reversed(gone))
 
 
 def test_many_orders_at_once_are_those_of_each():

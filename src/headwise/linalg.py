@@ -159,6 +159,11 @@ def _penalised(xx: torch.Tensor, strength: float) -> tuple[torch.Tensor, torch.T
     return penalty, system
 
 
+def ridge_system(xx: torch.Tensor, strength: float) -> torch.Tensor:
+    """X'X with a ridge on its diagonal, relative to it."""
+    return _penalised(xx, strength)[1]
+
+
 def solved(system: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
     """By Cholesky; a system that rounding left indefinite takes the slower way."""
     factor, failed = torch.linalg.cholesky_ex(system)

@@ -3,8 +3,9 @@
 An activation times its gradient, summed over a unit's coordinates, is the first-order change `a` of the loss when the
 unit goes. With the Fisher approximation of the Hessian the removal of a set costs `1/2 E[(sum of a over the set)^2]`,
 cross terms included. Directions are ordered, so one cumulative sum prices every size; pairs, channels and heads are
-not, so their cross moments `A = E[a a']` are kept and units are eliminated greedily. Answers to tokens are taken to
-err independently; where a whole text has one answer, what a unit does at all its tokens adds up before it is squared.
+not, so their cross moments `A = E[a a']` are kept and units are eliminated greedily; of MLP channels those first that
+the others make up for (see _channels). Answers to tokens are taken to err independently; where a whole text has one
+answer, what a unit does at all its tokens adds up before it is squared.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from headwise.families import Block, Family, widened
 from headwise.families._watch import watching
 from headwise.linalg import balanced, elimination_order, elimination_orders, value_basis
 from headwise.probes._backward import passes
+from headwise.probes._channels import channel_order
 from headwise.probes._layers import Row, reading
 from headwise.probes._magnitude import Orders, weight_orders
 from headwise.probes._products import Gram
@@ -66,6 +68,7 @@ class Sensitivity:
         self.whole = False  # whether a whole text has one answer
         self.recompute: bool | None = None
         self.spread = False
+        self.grams = [moment.get("gram_mlp") for moment in moments]
         pairs = list(zip(self.layers, moments, strict=True))
         self.bases = processes.side_by_side(lambda pair: self._bases(*pair), pairs, self.shapes[0].qk_width)
 
@@ -255,7 +258,10 @@ def _all_orders(probe: Sensitivity) -> list[Kept]:
     crosses = [_believed(probe.sums[place].cross.pop("mlp")[0], probe) for place in wide]
     found = [_orders(sums, shape, probe) for sums, shape in zip(probe.sums, probe.shapes, strict=True)]
     for place, (order, damage) in zip(wide, elimination_orders(crosses), strict=True):
-        found[place]["mlp"] = (tuple(reversed(order)),), [[value / probe.terms for value in damage]]
+        kept, gram, down = tuple(reversed(order)), probe.grams[place], probe.layers[place].down
+        if gram is not None and down is not None:
+            kept = channel_order(gram, down.weight)  # after which less is lost than the damage says
+        found[place]["mlp"] = (kept,), [[value / probe.terms for value in damage]]
     return found
 
 
