@@ -94,6 +94,8 @@ def q5(found: Found, _: Results) -> Judged:
     from experiments.q5_headdim import contests
 
     made = contests(found)
+    if not made:
+        return Judged(OPEN, "no two dimensions were trained", None, "Nothing to compare.", settle="more time")
     worst = min(made, key=lambda contest: contest.gain)
     return _answer(made, f"{worst.what} {worst.interval.signed()} nats better", strip_of(worst))
 
