@@ -52,7 +52,7 @@ class Plan(NamedTuple):
 PLANS = {
     "tiny": Plan((8, 32, 64), Effort(8, 2, 2, 1, (1e-2, 3e-2), 2)),
     "small": Plan((4, 8, 16, 32, 64, 128), Effort(400, 8, 5, 1, (1e-2, 3e-2))),
-    "full": Plan((4, 8, 16, 32, 64, 128), Effort(5000, 32, 40, 4, RATES)),
+    "full": Plan((4, 8, 16, 32, 64, 128), Effort(5000, 32, 64, 4, RATES)),
 }
 
 
