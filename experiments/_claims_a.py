@@ -25,12 +25,13 @@ from experiments._judge import (
     Judged,
     Results,
     Strip,
+    better,
     decide,
     outcomes,
     reasons,
     strip_of,
 )
-from experiments._sweep import swept
+from experiments._sweep import seeds_for, swept
 
 TERM_SLACK = 0.005  # of a token's norm: what the dimension term may be exceeded by
 NEAR = 8  # heads, where A3 has its minimum
@@ -100,8 +101,9 @@ def a4(found: Found, _: Results) -> Judged:
     """The line of equal dimensions, linear positions."""
     dim = max(row["heads"] * row["dim"] for row in found["rows"])
     rows = [r for r in found["rows"] if r["positions"] == "linear" and r["heads"] * r["dim"] == dim]
-    verdict, number, contest, why = swept(sorted(rows, key=lambda row: int(row["heads"])), found["theory"]["heads"])
-    return Judged(verdict, number, strip_of(contest), why, settle="more seeds, or rates beyond those tried")
+    line, expected = sorted(rows, key=lambda row: int(row["heads"])), found["theory"]["heads"]
+    verdict, number, contest, why = swept(line, expected)
+    return Judged(verdict, number, strip_of(contest), why, settle=seeds_for(line, expected))
 
 
 def a5(found: Found, _: Results) -> Judged:
@@ -116,7 +118,12 @@ def a5(found: Found, _: Results) -> Judged:
     number = "; ".join(f"{name}: {four[1]}" for name, four in judged.items())
     why = " ".join(f"{name.capitalize()}: {four[3]}" for name, four in judged.items())
     strip = strip_of(judged["previous token"][2])
-    return Judged(verdict, number, strip, why, words, "more seeds, or rates beyond those tried")
+    settle = "; ".join(
+        f"{name}: {seeds_for(found['tasks'][name]['rows'], found['tasks'][name]['theory']['nearest'])}"
+        for name, word in words.items()
+        if word == INCONCLUSIVE
+    )
+    return Judged(verdict, number, strip, why, words, settle)
 
 
 def a6(found: Found, _: Results) -> Judged:
@@ -239,12 +246,10 @@ def a8(found: Found, results: Results) -> Judged:
         "trained from scratch, as the paper proposes": decide(scratch) if scratch else "not measured",
     }
     worst = min(able or cutting, key=lambda contest: abs(contest.gain))
-    number = (
-        f"taper against equal sizes {worst.interval.signed(3)} nats better ({worst.what.rstrip(':')}, cut and refitted)"
-    )
+    number = f"taper against equal sizes {better(worst.interval, 'nats')} ({worst.what.rstrip(':')}, cut and refitted)"
     if scratch:
         worst = min(scratch, key=lambda contest: abs(contest.gain))
-        number = f"{worst.what} {worst.interval.signed(3)} nats better, trained from scratch at equal FLOPs"
+        number = f"{worst.what} {better(worst.interval, 'nats')}, trained from scratch at equal FLOPs"
     why = (
         f"{'From scratch: ' + reasons(scratch, 3, ' nats') + ' Cutting: ' if scratch else ''}"
         f"{reasons(cutting, 3, ' nats')} Equal sizes are interpolated to what the taper spends. Training after the cut "

@@ -29,10 +29,14 @@ from experiments._judge import (
     decide,
     edges_of,
     hardly_learned,
+    hours,
     outcomes,
     paired,
     reasons,
     sampled,
+    seeds_needed,
+    seeds_of,
+    settled_by,
     short_of_tokens,
     strip_of,
 )
@@ -46,6 +50,7 @@ FAR_LESS = 2.0  # times: what "helps far less" means
 POINTS = 2.0  # of a GLUE average
 NATS = 0.01  # per token
 LISTS = 0.01  # of accuracy
+PRETRAINED, DECODED = 60e6, 100e6  # tokens after which models of these sizes have learned something
 LEAST, MOST = 29, 53  # percent of parameters saved
 NO_LINK = 0.02  # a correlation below it is none
 NO_TEXT_VOCABULARY = 4096  # of results that do not say theirs
@@ -112,7 +117,7 @@ def b2(found: Found, _: Results) -> Judged:
     factor = [math.exp(value) for value in contests[0].interval]
     number = f"{factor[0]:.2f} [{factor[1]:.2f}, {factor[2]:.2f}] times lower per doubling of heads, before training"
     why = f"{reasons(contests, 2)} {left} numbers above {floor:.0e} are rounding and left out."
-    settle = "a run in float64 whose best learning rate has worse ones on both sides"
+    settle = settled_by(contests, *["measure in float64"] * (floor <= FLOOR))
     return Judged(verdict, number, strip_of(contests[0]), why, parts, settle)
 
 
@@ -174,7 +179,8 @@ def b3(found: Found, _: Results) -> Judged:
         "far from "
         "trained out."
     )
-    settle = "all 50,000 images, heads split and grown, 5 seeds, rates with worse ones on both sides"
+    seeds = max(seeds_of(contests), seeds_needed(contests))
+    settle = f"{settled_by(contests)}; what is trained here, so often: {hours(cells, list(cells), seeds)}"
     return Judged(decide(contests), number, strip_of(contests[0]), why, settle=settle)
 
 
@@ -221,7 +227,9 @@ def b5(found: Found, _: Results) -> Judged:
     failed += edges_of(models, "deep", "lean")
     contest = paired("lean against deep", average(lean), average(deep), POINTS, True, failed)
     number = f"lean against deep {contest.interval.signed(1)} points of the GLUE average"
-    settle = "60M tokens or more of pretraining, then SST-2, MRPC and STS-B"
+    seeds, times = max(seeds_of([contest]), seeds_needed([contest])), PRETRAINED / found.get("tokens", PRETRAINED)
+    settle = settled_by([contest], f"pretrain on {PRETRAINED / 1e6:.0f}M tokens", "use tasks that such models learn")
+    settle += f"; pretraining both: {hours(models, ('deep', 'lean'), seeds, times)}"
     return Judged(decide([contest]), number, strip_of(contest), reasons([contest], 1), settle=settle)
 
 
@@ -250,7 +258,10 @@ def b6(found: Found, _: Results) -> Judged:
                 f"{words} {mean(np.subtract(models[one]['loss'], models[other]['loss']).tolist()).signed()} nats"
             )
     why = f"{reasons(contests, 3, ' nats')} Beside the claim: {'; '.join(extra) or 'nothing'}."
-    settle = "100M tokens or more, 5 seeds, and the paper's pair of 89M parameters"
+    seeds, times = max(seeds_of(contests), seeds_needed(contests)), DECODED / found["tokens"]
+    more = ["train the paper's pair of 89M parameters too"] * (len(contests) < 2)
+    settle = settled_by(contests, f"train on {DECODED / 1e6:.0f}M tokens", *more)
+    settle += f"; the smaller pair: {hours(models, ('deep', 'lean'), seeds, times)}"
     return Judged(decide(contests), number, Strip(*turned), why, settle=settle)
 
 
@@ -271,15 +282,9 @@ def b7(found: Found, _: Results) -> Judged:
     number = f"{contests[0].what} {contests[0].interval.signed()} of accuracy"
     standing = outcomes([contest._replace(failed=()) for contest in contests]).count(SHOWN)
     why = f"{reasons(contests)} Leaving checks aside, {standing} of {len(contests)} stand after Holm's correction."
-    settle = f"{_seeds(contests)} seeds or more, and rates with worse ones on both sides"
+    names, seeds = ("1 x 2", "1 x 4", "1 x 8", "2 x 2"), max(seeds_of(contests), seeds_needed(contests))
+    settle = f"{settled_by(contests)}; {hours(models, names, seeds)}"
     return Judged(decide(contests), number, strip_of(contests[0]), why, settle=settle)
-
-
-def _seeds(contests: Sequence[Contest]) -> int:
-    """How many seeds would bring every interval down to the margin, at least 10."""
-    wide = [(c.interval.high - c.gain) / c.margin for c in contests if math.isfinite(c.error)]
-    seeds = max((int(c.freedom) + 1 for c in contests if math.isfinite(c.error)), default=10)
-    return max(10, math.ceil(seeds * max([1.0, *wide]) ** 2))
 
 
 CLAIMS = {

@@ -19,10 +19,12 @@ from experiments._judge import (
     Judged,
     Results,
     Strip,
+    better,
     edges_of,
     outcomes,
     reasons,
     sampled,
+    settled_by,
     strip_of,
 )
 
@@ -34,9 +36,8 @@ def _answer(contests: list[Contest], number: str, strip: Strip, more: str = "", 
     """Answered if every contest is decided, whichever way."""
     words = outcomes(contests)
     undecided = not words or UNDECIDED in words or VOID in words
-    return Judged(
-        OPEN if undecided else ANSWERED, number, strip, reasons(contests, 3, unit) + more, settle="more seeds"
-    )
+    why = reasons(contests, 3, unit) + more
+    return Judged(OPEN if undecided else ANSWERED, number, strip, why, settle=settled_by(contests))
 
 
 def q1(found: Found, _: Results) -> Judged:
@@ -71,7 +72,11 @@ def q3(found: Found, _: Results) -> Judged:
     decided = low > 1 or high < 1 or (low > 1 / RATIO and high < RATIO)
     why = "Answered once the interval leaves out 1, or lies within a quarter of it."
     number = f"damage with norms {middle:.2f} [{low:.2f}, {high:.2f}] times that without"
-    return Judged(ANSWERED if decided else OPEN, number, Strip(middle, low, high, 1.0), why, settle="more seeds")
+    runs = sum(row["kind"] == "with norms" for row in found["rows"])
+    reach, gap = math.log(high / low) / 2, abs(math.log(middle))
+    needed = math.ceil(runs * (reach / max(gap, math.log(RATIO) - gap)) ** 2)  # errors fall as the root of the seeds
+    settle = f"take about {max(needed, runs + 1)} seeds instead of {runs}"
+    return Judged(ANSWERED if decided else OPEN, number, Strip(middle, low, high, 1.0), why, settle=settle)
 
 
 def q4(found: Found, _: Results) -> Judged:
@@ -84,9 +89,7 @@ def q4(found: Found, _: Results) -> Judged:
             contests.append(sampled(name, gains, NATS, True, edges_of(models, "baseline", name)))
     best = max(contests, key=lambda contest: contest.gain)
     more = " A plain narrower model does as well as any design." * any(c.what.startswith("uniform") for c in contests)
-    return _answer(
-        contests, f"{best.what} {best.interval.signed()} nats better than the baseline", strip_of(best), more
-    )
+    return _answer(contests, f"{best.what}: {better(best.interval, 'nats')} than the baseline", strip_of(best), more)
 
 
 def q5(found: Found, _: Results) -> Judged:
@@ -94,8 +97,10 @@ def q5(found: Found, _: Results) -> Judged:
     from experiments.q5_headdim import contests
 
     made = contests(found)
+    if not made:
+        return Judged(OPEN, "no two dimensions were trained", None, "Nothing to compare.", settle="more time")
     worst = min(made, key=lambda contest: contest.gain)
-    return _answer(made, f"{worst.what} {worst.interval.signed()} nats better", strip_of(worst))
+    return _answer(made, f"{worst.what} {better(worst.interval, 'nats')}", strip_of(worst))
 
 
 def q6(found: Found, _: Results) -> Judged:
@@ -103,7 +108,7 @@ def q6(found: Found, _: Results) -> Judged:
     from experiments.q6_scratch import contests
 
     made: list[Any] = contests(found)
-    return _answer(made, f"{made[0].what} {made[0].interval.signed()} nats better", strip_of(made[0]))
+    return _answer(made, f"{made[0].what} {better(made[0].interval, 'nats')}", strip_of(made[0]))
 
 
 DECIDED = "Answered once every comparison is decided, either way, after Holm's correction; margin {} nats."

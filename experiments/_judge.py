@@ -9,6 +9,7 @@ majority class, a learning rate at the edge of those tried) decides nothing, how
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ LEVEL = 0.025  # of each one-sided test: that of a two-sided 95% interval
 RULES_DATE = "2026-11-17"  # when these rules were written: results before it were not made for them
 SHOWN, SMALL, AGAINST, UNDECIDED, VOID = "shown", "smaller than the margin", "against", "undecided", "void"
 HARDLY = 0.7  # of the loss of knowing nothing: above it a model has hardly begun to learn
+MANY = 1_000_000  # degrees of freedom from which an error is not one over seeds
 NEAR_MAJORITY = 0.02  # of accuracy above always giving the most frequent answer
 
 
@@ -131,6 +133,65 @@ def decide(contests: Sequence[Contest]) -> str:
     if any(word in (SHOWN, SMALL) for word in words):
         return PARTLY if all(word in (SHOWN, SMALL, AGAINST) for word in words) else INCONCLUSIVE
     return REFUTED if AGAINST in words else INCONCLUSIVE
+
+
+def better(gain: Mean, unit: str, digits: int = 3) -> str:
+    """A gain in words: one below zero is worse by so much.
+
+    >>> better(Mean(-0.05, -0.06, -0.04), "nats", 2)
+    '0.05 [0.04, 0.06] nats worse'
+    """
+    if gain.mean >= 0:
+        return f"{gain.spelled(digits)} {unit} better"
+    return f"{Mean(-gain.mean, -gain.high, -gain.low).spelled(digits)} {unit} worse"
+
+
+def seeds_needed(contests: Sequence[Contest]) -> int:
+    """Seeds after which no contest is undecided, checks aside, if means and spreads stay; 0 if none is.
+
+    Each has to pass Holm's strictest level then, so that the order among them does not matter.
+
+    >>> seeds_needed([sampled("", [0.03, -0.01, 0.02], 0.01)])
+    12
+    """
+    words = outcomes([contest._replace(failed=()) for contest in contests])
+    level, needed = LEVEL / max(1, len(contests)), 0
+    for contest, word in zip(contests, words, strict=True):
+        if word != UNDECIDED or not 0 < contest.error < math.inf or contest.freedom >= MANY:
+            continue
+
+        def decided(seeds: int, one: Contest = contest) -> bool:
+            error = one.error * math.sqrt((one.freedom + 1) / seeds)
+            more = one._replace(error=error, freedom=seeds - 1)
+            return min(more.chance_for, more.chance_against) <= level
+
+        needed = max(needed, 2 + bisect.bisect_left(range(2, MANY), True, key=decided))
+    return needed
+
+
+def seeds_of(contests: Sequence[Contest]) -> int:
+    """Seeds that contests have, 1 at least."""
+    return max([1, *(int(c.freedom) + 1 for c in contests if math.isfinite(c.error) and c.freedom < MANY)])
+
+
+def settled_by(contests: Sequence[Contest], *more: str) -> str:
+    """What would decide contests that are open, in words: what to train, which checks to pass, how many seeds."""
+    checks = " ".join(check for contest in contests for check in contest.failed)
+    missing = "; ".join(contest.what for contest in contests if contest.failed and not math.isfinite(contest.error))
+    steps = [f"train what is missing ({missing})"] if missing else []
+    steps += ["go on with learning rates until the best has worse ones on both sides"] * ("learning rate" in checks)
+    steps += ["train on more tokens than a model has parameters"] * ("tokens per parameter" in checks and not more)
+    steps += list(more)
+    if needed := seeds_needed(contests):
+        steps += [f"take about {needed:,} seeds instead of {seeds_of(contests)}"]
+    return ", ".join(steps)
+
+
+def hours(models: Mapping[str, Mapping[str, Any]], names: Sequence[str], seeds: int, times: float = 1.0) -> str:
+    """H200 hours of so many seeds of some models, each trained `times` as long, at the pace of the run that is told."""
+    trained = [models[name] for name in names if "step_seconds" in models.get(name, {})]
+    seconds = sum(float(model["step_seconds"]) * int(model["steps"]) for model in trained) * seeds * times
+    return f"about {seconds / 3600:.2g} H200 hours at the pace of this run"
 
 
 class Strip(NamedTuple):

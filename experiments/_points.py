@@ -129,7 +129,7 @@ def _forget() -> None:
 
 def left_out(result: dict[str, Any]) -> str:
     """A sentence on what time did not allow, for the end of a text."""
-    names = result["left_out"]
+    names = result.get("left_out", [])
     if len(names) > 4:
         return f" {len(names)} parts were left out for lack of time, from {names[0]} to {names[-1]}."
     return f" Left out for lack of time: {', '.join(names)}." if names else ""

@@ -24,6 +24,7 @@ from experiments._judge import (
     at_edge,
     outcomes,
     sampled,
+    seeds_needed,
 )
 from headwise.report.plots import PALETTE
 
@@ -111,6 +112,27 @@ def swept(rows: Sequence[Mapping[str, Any]], expected: int) -> tuple[str, str, C
         return REFUTED, number, shown, why
     plateau = all(lost[place] for place in ends) and all(a or b for a, b in zip(lost, level, strict=True))
     return (PARTLY if plateau else INCONCLUSIVE), number, shown, why
+
+
+def seeds_for(rows: Sequence[Mapping[str, Any]], expected: int) -> str:
+    """What would decide `swept`: rates where a best one is at the edge, and seeds for what is neither worse nor equal.
+
+    A point is settled as soon as it is shown to be worse, or equal, whichever takes fewer seeds.
+    """
+    ours = next(row for row in rows if row["heads"] == expected)
+    edges = [f"{row['heads']} heads" for row in rows if at_edge(row)]
+    steps = [f"try learning rates beyond those tried for {', '.join(edges)}"] if edges else []
+    needed, others = 0, [row for row in rows if row is not ours]
+    for row in others:
+        logs = np.log(row["error"]) - np.log(ours["error"])
+        worse = sampled("", logs.tolist(), 0.0)  # against a border of 0 it is decided either way
+        equal = [sampled("", (sign * logs).tolist(), PLATEAU, True) for sign in (1, -1)]
+        ways = [[worse] * len(others)] + ([[one] * len(others) for one in equal] if abs(logs.mean()) < PLATEAU else [])
+        counts = [seeds_needed(way) for way in ways]
+        needed = max(needed, min(counts[0], max(counts[1:], default=counts[0])))
+    if needed:
+        steps.append(f"take about {needed:,} seeds instead of {len(ours['error'])}")
+    return ", ".join(steps)
 
 
 def at(compared: dict[str, Any], heads: int) -> dict[str, Any]:

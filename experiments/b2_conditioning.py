@@ -61,7 +61,7 @@ PLANS = {
     ),
     "full": Plan(
         192, 4, (3, 6, 12, 24, 48, 1), 32, (3, 12, 24), TILTS, 256, 16, (768, 12, (3, 6, 12, 24, 48), 14),
-        Trial(1_855, 500, (0, 1, 2, 3, 4), LADDER),  # 10 epochs
+        Trial(1_113, 300, (0, 1, 2, 3, 4), LADDER),  # 6 epochs
     ),
 }  # fmt: skip
 WAYS = {"split": "at a fixed width", "grown": "at a fixed dimension"}
@@ -207,7 +207,7 @@ def by_initialisation(result: dict[str, Any]) -> str:
     return (
         f"With the initial values' spectrum alone changed, the number before training is {start} and accuracy "
         f"{accuracy}: "
-        f"best against worst conditioned {gain.signed(4)}"
+        f"best against worst conditioned {gain.signed(4)}."
     )
 
 

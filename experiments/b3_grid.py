@@ -71,7 +71,7 @@ class Plan(NamedTuple):
 PLANS = {
     "tiny": Plan(24, (3, 2), (1, 4), (24, 48), 8, Trial(5, 2, (0, 1), Ladder((1e-3,), (1e-3,)))),
     "small": Plan(96, (4, 2), (3, 6), (192, 384), 32, Trial(60, 30, (0, 1, 2), LADDER)),
-    "full": Plan(192, (12, 8, 4), (3, 12), (384, 768), 256, Trial(3_711, 740, (0, 1, 2, 3, 4), LADDER)),  # 20 epochs
+    "full": Plan(192, (12, 8, 4), (3, 12), (384, 768), 256, Trial(1_855, 370, (0, 1, 2, 3, 4), LADDER)),  # 10 epochs
 }
 
 

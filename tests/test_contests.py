@@ -62,6 +62,25 @@ class TestContests:
     def test_decisions(self, gains: tuple[list[float], ...], word: str) -> None:
         assert _judge.decide([_judge.sampled("it", each, 0.1) for each in gains]) == word
 
+    def test_so_many_seeds_decide_what_is_open(self) -> None:
+        """If means and spreads stay: with so many it is decided, with one less it is not."""
+        few = _judge.sampled("it", [0.03, -0.01, 0.02], 0.01)
+        seeds, spread = _judge.seeds_needed([few]), few.error * math.sqrt(3)
+        for count, words in ((seeds, [_judge.SHOWN]), (seeds - 1, [_judge.UNDECIDED])):
+            more = few._replace(error=spread / math.sqrt(count), freedom=count - 1)
+            assert _judge.outcomes([more]) == words
+        assert _judge.seeds_needed([few, few]) > seeds, "more comparisons, a stricter level"
+        assert _judge.seeds_needed([_judge.sampled("it", near(0.5), 0.1)]) == 0, "decided already"
+
+    def test_what_would_settle_it_in_words(self) -> None:
+        few = _judge.sampled("it", [0.03, -0.01, 0.02], 0.01, failed=["a: best learning rate 1 at the edge of 1 to 3"])
+        gone = _judge.Contest("another", 0.0, math.inf, 1, 0.1, failed=("not trained",))
+        words = _judge.settled_by([few, gone], "measure in float64")
+        assert words.startswith("train what is missing (another), go on with learning rates until")
+        assert "measure in float64, take about" in words and words.endswith("seeds instead of 3")
+        models = {"a": {"step_seconds": 0.5, "steps": 3600}}
+        assert _judge.hours(models, ("a", "b"), 4, 2.0) == "about 4 H200 hours at the pace of this run"
+
     def test_the_sanity_checks(self) -> None:
         assert _judge.at_edge(EDGE) and not _judge.at_edge(INNER)
         assert _judge.at_edge({"rate": 0.1, "rates": {"0.1": 1.0, "0.2": 2.0}}), "two rates have no inside"

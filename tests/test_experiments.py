@@ -282,6 +282,18 @@ class TestSweep:
         assert sum(point["chance_best"] for point in found["points"]) == pytest.approx(1)
         assert all(point["low"] < point["error"] < point["high"] for point in found["points"])
 
+    def test_seeds_that_would_settle_a_sweep(self) -> None:
+        """Only a point that is neither worse nor equal asks for more, and a best rate at the edge for other rates."""
+
+        def row(heads: int, *error: float, rate: float = 0.1) -> dict[str, Any]:
+            return {"heads": heads, "error": error, "rate": rate, "rates": {"0.01": 1.0, "0.1": 0.5, "1.0": 1.0}}
+
+        ours, worse, torn = row(8, 1.0, 1.01, 0.99), row(4, 2.0, 2.02, 1.97), row(16, 1.0, 1.02, 3.0)
+        assert _sweep.seeds_for([worse, ours], 8) == ""
+        assert "seeds instead of 3" in _sweep.seeds_for([worse, ours, torn], 8)
+        edge = row(4, 2.0, 2.02, 1.97, rate=0.01)
+        assert _sweep.seeds_for([edge, ours], 8) == "try learning rates beyond those tried for 4 heads"
+
 
 class TestLayer:
     """The trainer computes what it says."""

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 REWRITE = "headwise reproduce --render"
 INTRO = (
     "Two papers make claims about heads, depth and dimensions of Transformers. Here they are tested. The tables say "
-    "what came out; a section for every claim follows. Every number comes from a file in `experiments/results/`, every "
-    f"verdict from a rule in `experiments/_claims_*.py`, and this page from `{REWRITE}`."
+    "what came out; a section for every claim follows. `headwise reproduce a1` tests A1 again, and so on. Every number "
+    "comes from a file in `experiments/results/`, every verdict from a rule in `experiments/_claims_*.py`, and this "
+    f"page from `{REWRITE}`."
 )
 WORDS = (
     "**Verdicts.** *Confirmed*, *refuted*: shown either way. *Confirmed with conditions*: part of it holds, and it is "
@@ -17,7 +18,8 @@ WORDS = (
     "**Rules.** A claim rests on comparisons, each with a margin. Two one-sided tests at 2.5%, one for the claim and "
     "one against it, are corrected by Holm over all comparisons of the claim. A comparison is void, whatever its "
     "p-value, if a model learned next to nothing, a task is at its majority class, or the best learning rate is the "
-    "lowest or highest tried. The wordings of the claims are ours.",
+    "lowest or highest tried. The wordings of the claims are ours. Seeds that would settle a claim are computed from "
+    "its means and spreads as they are; H200 hours from its step times, most of them on a GPU that was shared.",
     "**Pictures.** The number with its 95% interval; the dashed line is the border that decides. **Damage** is "
     "measured damage: the increase of the loss on held-out text, in nats per token.",
 )
@@ -27,6 +29,7 @@ PAPERS = {
     "q": "Open questions",
 }
 UNMEASURED = "not measured yet"
+UNDECIDED = ("inconclusive", "open", UNMEASURED)  # in a verdict, on the whole or on a part
 WIDE, HIGH, EDGE = 120, 22, 8  # of a small picture, in pixels
 
 
@@ -44,6 +47,19 @@ class Experiment(NamedTuple):
     @property
     def verdict(self) -> str:
         return UNMEASURED if self.judged is None else str(self.judged.told)
+
+    @property
+    def word(self) -> str:
+        """The verdict without those on parts."""
+        return UNMEASURED if self.judged is None else str(self.judged.verdict)
+
+    @property
+    def settle(self) -> str:
+        """What would decide what is open; empty where nothing is."""
+        if self.judged is None:
+            return f"`headwise reproduce {self.name}`"
+        undecided = any(word in self.verdict for word in UNDECIDED)
+        return str(self.judged.settle) if undecided else ""
 
     @property
     def heading(self) -> str:
@@ -66,7 +82,7 @@ class Experiment(NamedTuple):
 
 def page(found: Sequence[Experiment], rules_date: str) -> str:
     """The whole page: claims of the papers first, open questions in a table of their own."""
-    lines = ["# Evidence", "", INTRO]
+    lines = ["# Evidence", "", INTRO, "", _in_short(found), "", WORDS[0]]
     for letters, title in (("ab", "claim"), ("q", "open question")):
         lines += [
             "",
@@ -74,13 +90,27 @@ def page(found: Sequence[Experiment], rules_date: str) -> str:
             "| --- | --- | --- | --- | --- |",
         ]
         lines += [_row(entry) for entry in found if entry.name[0] in letters]
-    lines += [line for words in WORDS for line in ("", words)]
+    if open_ := [entry for entry in found if entry.settle]:
+        lines += ["", "| still open | what would settle it |", "| --- | --- |"]
+        lines += [f"| {_link(entry)} {entry.module.TITLE} | {_sentence(entry.settle)}. |" for entry in open_]
+    lines += [line for words in WORDS[1:] for line in ("", words)]
     for letter, paper in PAPERS.items():
         lines += ["", f"## {paper}"]
         for entry in found:
             if entry.name.startswith(letter):
                 lines += ["", *_section(entry, rules_date)]
     return "\n".join(lines) + "\n"
+
+
+def _in_short(found: Sequence[Experiment]) -> str:
+    """Which claims have which verdict, and which questions, undecided ones last."""
+    told = []
+    for letters, title in (("ab", "claims"), ("q", "questions")):
+        mine = [entry for entry in found if entry.name[0] in letters]
+        words = dict.fromkeys(entry.word for entry in sorted(mine, key=lambda entry: UNDECIDED.count(entry.word)))
+        kinds = [f"{word}: {', '.join(_link(e) for e in mine if e.word == word)}" for word in words]
+        told.append(f"**{len(mine)} {title}.** {'. '.join(_sentence(kind) for kind in kinds)}.")
+    return "\n\n".join(told)
 
 
 def _row(entry: Experiment) -> str:
@@ -103,8 +133,7 @@ def _section(entry: Experiment, rules_date: str) -> list[str]:
     if (result := entry.result) is None:
         return [*head, f"{UNMEASURED.capitalize()}: run `headwise reproduce {entry.name}`."]
     judged = entry.judged
-    undecided = any(word in entry.verdict for word in ("inconclusive", "open", "not measured"))
-    settle = f" What would settle it: {judged.settle}." if judged.settle and undecided else ""
+    settle = f" What would settle it: {entry.settle}." if entry.settle else ""
     after = " The rule was written after this result." if result["date"] < rules_date else ""
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     return [
