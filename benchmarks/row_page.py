@@ -49,7 +49,7 @@ def variants() -> list[str]:
     uncut = [row["ms"] for row in result["rows"] if row.get("way", "").startswith("uncut")]
     size = f"{result['texts']} x {result['places'] // 1024}k"
     told = [
-        f"Newer kernels: `python benchmarks/row_variants.py`, {result['hardware']}, {result['date']}, commit",
+        f"Ways to build these kernels: `python benchmarks/row_variants.py`, {result['hardware']}, {result['date']}, commit",
         f"{result['commit']}, torch {result['versions']['torch']}, {size} tokens; no other size was measured.",
         "A code of up to 2, 4 or 8 bits has a field of that size, a longer one two fields. Segments of 16, 32 or 64",
         "coefficients share a scale; a row has the largest size that padding allows, here 64. Each kernel was built in",
@@ -61,7 +61,6 @@ def variants() -> list[str]:
         "The last column has milliseconds of each kernel by the profiler; `_beside` runs beside others.",
         f"Ways with settings that were removed since ({', '.join(GONE)}) are not in the table;",
         f"{'none of them was the fastest' if lost else 'one of them was the fastest'} of its case.",
-        "Decode steps on this page are of earlier kernels.",
     ]
     head = "| | fastest way | ms | times uncut's speed | ms in plain Triton | error | ms by kernel |"
     return ["", *told, "", head, "| " + " | ".join(["---"] * 7) + " |", *(line(case, kept[case]) for case in kept)]

@@ -214,8 +214,6 @@ def section(result: dict[str, Any]) -> str:
         "At short contexts most of the time goes into starting kernels: coded rows need five. Bytes are those of the",
         f"cache. Difference from plain attention in double precision: {errors}.",
         *_prototype(),
-        "This table is of earlier kernels, which padded segments of 64 coefficients of one width; the next one is of",
-        "those that replaced them.",
     ]
     head = "| texts x tokens | | bytes | ms | times uncut's speed | TB/s |"
     table = [head, "| " + " | ".join(["---"] * 6) + " |", *lines]
