@@ -29,11 +29,9 @@ WAYS = (
     ("-fopenmp-simd",),
     (),
 )  # the first that works
-P, N = ctypes.c_void_p, ctypes.c_int64
+P = ctypes.c_void_p
 CALLS = {  # of native.c: arguments, and whether they return a number
-    "headwise_write": ([P, N, N, N, N], None),
-    "headwise_read": ([P, ctypes.c_int], ctypes.c_int),
-    "headwise_products": ([P, N, N, P, P, P, N, N, N, N, N, ctypes.c_int], None),
+    "headwise_token": ([P, P, ctypes.c_int], ctypes.c_int),
 }
 SECONDS = 120  # that compiling may take
 
