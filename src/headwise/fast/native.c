@@ -409,3 +409,11 @@ int headwise_token(const Layer *l, const Step *s, int threads) {
     free(first);
     return 0;
 }
+
+// Few rows times a matrix, which is read once for all of them.
+void headwise_linear(
+    const float *x, const float *matrix, const float *bias, float *y, int64_t texts, int64_t rows, int64_t columns, int threads
+) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * columns >= 1 << 16)
+    linear(x, matrix, bias, y, texts, rows, columns);
+}

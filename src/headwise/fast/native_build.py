@@ -29,9 +29,10 @@ WAYS = (
     ("-fopenmp-simd",),
     (),
 )  # the first that works
-P = ctypes.c_void_p
+P, N = ctypes.c_void_p, ctypes.c_int64
 CALLS = {  # of native.c: arguments, and whether they return a number
     "headwise_token": ([P, P, ctypes.c_int], ctypes.c_int),
+    "headwise_linear": ([P, P, P, P, N, N, N, ctypes.c_int], None),
 }
 SECONDS = 120  # that compiling may take
 
