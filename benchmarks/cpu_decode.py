@@ -160,9 +160,9 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
     return (
         f"At {max(PROMPTS)} tokens this small model with a cache in bits takes {told[2]} its source's time for a decode"
         " step by torch alone: to code a token and to read codes takes more operations than all else in a layer, and"
-        f" rows of pooled heads need more products than heads that are apart. With `headwise.load(..., optimise=True)`"
+        " rows of pooled heads need more products than heads that are apart. With `headwise.load(..., optimise=True)`"
         f" it takes {told[3]}: one library, compiled on this machine, computes a layer's attention, and multiplies few"
-        f" rows with matrices. Reading the prompt takes {told[0]} the source's time, and {told[1]} with `optimise=True`,"
+        f" rows with matrices. Reading the prompt takes {told[0]} the source's time, {told[1]} with `optimise=True`,"
         " which has oneDNN multiply; heads rebuild their keys and values from pooled rows twice, as coded and as near"
         " ones."
     )

@@ -85,6 +85,15 @@ def test_a_step_writes_the_same_bytes_and_reads_the_same(
     assert covered and counted == [at + 1 for at in range(tokens, tokens + 4) for _ in covered]
 
 
+@needs_compiler
+@pytest.mark.parametrize(("kind", "pool"), [("llama", 1), ("llama", 2), ("gpt_neox", 1)])
+def test_a_prompt_is_read_the_same(kind, pool):
+    model, fast = both(kind, pool, gains=True)
+    ids = coded.drawn(2, 200)
+    want, got = (coded.said(one, ids, coded.fresh(one)) for one in (model, fast))
+    assert (got - want).norm() < 1e-3 * want.norm(), "a code on the edge of a step may differ"
+
+
 def test_scales_are_those_of_torch_beside_every_edge():
     edges, factors = native._scales()
     near = torch.cat([edges.nextafter(torch.tensor(to)) for to in (0.0, torch.inf)] + [edges, factors]).clamp_min(0)
