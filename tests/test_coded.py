@@ -38,7 +38,7 @@ def _few_near(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     Saved models have the real numbers.
     """
     if "saved" not in request.node.name and "long" not in request.node.name:
-        for name, number in (("NEAR", 5), ("BLOCK", 7), ("BACK", 12)):
+        for name, number in (("NEAR", 5), ("BLOCK", 7), ("SMALL", 6), ("BACK", 12)):
             monkeypatch.setattr(cache_headwise, name, number)
         monkeypatch.setattr(step_headwise, "TILE", 256)
 
@@ -338,3 +338,13 @@ def test_the_proof_of_a_reload_does_not_hang_on_last_bits(tmp_path: Path) -> Non
     assert (answers[0] - answers[1]).abs().max() < near
     assert (said(model, ids) - said(other, ids)).abs().max() > near, "as it is made without codes, which do"
     assert (said(model, ids[:1]) - answers[0]).abs().max() > near, "and which are there again"
+
+
+@pytest.mark.parametrize("pool", [1, 2])
+@pytest.mark.parametrize("tokens", [3, 6, 33, 65, 120])
+def test_a_prompt_is_read_the_same_in_small_blocks(pool, tokens):
+    model, ids = copy.deepcopy(made("llama", pool)[3]), drawn(2, tokens)
+    causal = torch.ones(tokens, tokens, dtype=torch.bool).tril().expand(2, 1, -1, -1)  # given: read in large blocks
+    model.config._attn_implementation = "sdpa"
+    got, want = said(model, ids, fresh(model)), said(model, ids, fresh(model), attention_mask=causal)
+    assert (got - want).norm() < 1e-9 * want.norm()

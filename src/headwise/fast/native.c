@@ -1,7 +1,8 @@
 // One new token of every text against a cache in bits, on a CPU. Compiled and called by native.py.
 //
 // Rows are those of runtime/coder_headwise.py: one byte of all tokens lies together, so vectors run over tokens.
-// A text's tokens are read in chunks, by any thread: each finds its own largest score, and `headwise_read` joins them.
+// A text's tokens are read in chunks, by any thread: each finds its own largest score, and `read` joins them.
+// Functions with `omp for` are called by all threads at once, which share their work and wait for each other.
 // Chunks read up to 15 places behind their last one: newer tokens always lie there.
 
 #include <float.h>
@@ -14,6 +15,8 @@
 #define HEADS 8    // that are read together
 #define CHUNK 512  // tokens, at most
 #define BLOCKS (CHUNK / LANES)
+#define TILE 4     // rows of a matrix that are multiplied together
+#define PIECES 4   // of a matrix that is shared by heads, for threads
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef float vf8 __attribute__((vector_size(32)));
@@ -32,12 +35,12 @@ typedef struct {  // fields of bytes, coefficient by coefficient: those of k beg
 
 typedef struct {  // strides are in elements
     const Coder *coder, *fine;
-    const float *x, *gain;  // new rows, or factors that results are divided by; (groups, size)
-    uint8_t *rows;          // (texts, groups, bytes, places)
-    const uint8_t *old;     // rows in more bits before this step: the oldest that stays
-    uint8_t *near;          // and after it (texts, groups, bytes, near)
-    const float *starts;    // (texts, groups, whole, size)
-    int64_t x_text, x_group, row_text, row_group, row_byte, old_text, old_group, old_byte, old_token;
+    const float *gain;    // what new rows are multiplied with (groups, size), or none
+    uint8_t *rows;        // (texts, groups, bytes, places)
+    const uint8_t *old;   // rows in more bits before this step: the oldest that stays
+    uint8_t *near;        // and after it (texts, groups, bytes, near)
+    const float *starts;  // (texts, groups, whole, size)
+    int64_t row_text, row_group, row_byte, old_text, old_group, old_byte, old_token;
 } Side;
 
 static float limited(float x) { return isnan(x) ? 0 : fminf(fmaxf(x, -FLT_MAX), FLT_MAX); }
@@ -59,17 +62,16 @@ static void encode(const Coder *c, const float *x, const float *gain, uint8_t *o
     }
 }
 
-void headwise_write(const Side *s, int64_t texts, int64_t groups, int64_t place, int64_t near) {
-    for (int64_t b = 0; b < texts; b++)
-        for (int64_t g = 0; g < groups; g++) {
-            const float *x = s->x + b * s->x_text + g * s->x_group, *gain = s->gain ? s->gain + g * s->coder->size : 0;
-            const uint8_t *old = s->old + b * s->old_text + g * s->old_group;
-            uint8_t *new = s->near + (b * groups + g) * s->fine->bytes * near;
-            encode(s->coder, x, gain, s->rows + b * s->row_text + g * s->row_group + place, s->row_byte);
-            for (int n = 0; n < s->fine->bytes; n++)
-                for (int64_t t = 0; t < near - 1; t++) new[n * near + t] = old[n * s->old_byte + t * s->old_token];
-            encode(s->fine, x, gain, new + near - 1, near);
-        }
+static void write(const Side *s, const float *x, int64_t text, int64_t groups, int64_t group, int64_t place, int64_t near) {
+    const float *gain = s->gain ? s->gain + group * s->coder->size : 0;
+    const uint8_t *old = s->old + text * s->old_text + group * s->old_group;
+    uint8_t *new = s->near + (text * groups + group) * s->fine->bytes * near;
+    x += (text * groups + group) * s->coder->size;
+    encode(s->coder, x, gain, s->rows + text * s->row_text + group * s->row_group + place, s->row_byte);
+    for (int n = 0; n < s->fine->bytes; n++)
+        if (s->old_token == 1) memcpy(new + n * near, old + n * s->old_byte, near - 1);
+        else for (int64_t t = 0; t < near - 1; t++) new[n * near + t] = old[n * s->old_byte + t * s->old_token];
+    encode(s->fine, x, gain, new + near - 1, near);
 }
 
 // Codes of a coefficient less their middle, of some tokens.
@@ -150,15 +152,22 @@ static inline void mix(const int heads, const vf *x, const vf *weights, int bloc
         default: { enum { N = 8 }; call; } \
     }
 
-typedef struct {  // what the new token of every text reads
+typedef struct {  // a layer's own weights, or none where torch multiplies with them
+    const float *q, *k, *v, *o, *q_bias, *k_bias, *v_bias, *o_bias;  // (rows, columns)
+    const float *q_down, *k_down, *mean, *up;                        // (groups, width, size)
+    int64_t hidden, width, pools, own, output;  // columns, width of a head, its groups; of its values; rows of o
+} Layer;
+
+typedef struct {  // what the new token of every text writes and reads
     const Side *k, *v;
-    const float *q;  // (texts, heads of all groups, size)
-    float *z;        // (texts, heads of all groups, size of values)
+    const float *x[3];  // its hidden row, or queries, keys and values
+    const float *cosine, *sine;  // of all texts or of one, or none (texts, turned)
+    float *out;
     const uint8_t *seen;   // either of these masks, or none (texts, tokens)
     const float *added;
     const int64_t *padding;  // of texts, or none
     float scaling;
-    int64_t texts, groups, heads, tokens, near, whole, q_text, q_head, mask_text;
+    int64_t texts, groups, heads, tokens, near, whole, mask_text, turned, angles;
 } Step;
 
 static float masked(const Step *s, int64_t text, int64_t place) {
@@ -200,7 +209,7 @@ static void read_codes(
     float asked[coders[0]->kept * HEADS + 1];
     for (int k = 0; k < coders[0]->kept; k++)
         for (int h = 0; h < heads; h++) {
-            float own = q[h * s->q_head + k] * s->scaling * coders[0]->step[k];
+            float own = q[h * s->k->coder->size + k] * s->scaling * coders[0]->step[k];
             asked[k * HEADS + h] = s->k->gain ? own / s->k->gain[group * s->k->coder->size + k] : own;
         }
     for (int t = 0; t < blocks; t++) {
@@ -237,7 +246,7 @@ static void read_starts(const Step *s, int64_t text, int64_t group, int heads, c
     int64_t row = (text * s->groups + group) * s->whole, place = s->padding ? s->padding[text] : 0;
     int qk = s->k->coder->size, size = s->v->coder->size;
     const float *gain = s->k->gain ? s->k->gain + group * qk : 0;
-    for (int h = 0; h < heads; h++, q += s->q_head, found += size + 2) {
+    for (int h = 0; h < heads; h++, q += qk, found += size + 2) {
         found[0] = -INFINITY, found[1] = 0;
         memset(found + 2, 0, size * sizeof(float));
         for (int64_t t = 0; t < s->whole; t++) {
@@ -254,31 +263,35 @@ static void read_starts(const Step *s, int64_t text, int64_t group, int heads, c
     }
 }
 
-// Returns 0, or 1 where there is no memory.
-int headwise_read(const Step *s, int threads) {
-    int64_t far = s->tokens - s->near, size = s->v->coder->size, sets = (s->heads + HEADS - 1) / HEADS;
-    int64_t rows = s->texts * s->groups * sets, least = (threads + rows - 1) / rows, chunks = (far + CHUNK - 1) / CHUNK;
+// Parts of every row that is read: chunks of coded tokens, near ones, and first ones.
+static int64_t parts_of(const Step *s, int threads, int64_t *each) {
+    int64_t far = s->tokens - s->near, rows = s->texts * s->groups * ((s->heads + HEADS - 1) / HEADS);
+    int64_t least = (threads + rows - 1) / rows, chunks = (far + CHUNK - 1) / CHUNK;
     chunks = chunks < least && far >= least * 64 ? least : chunks;  // all threads have work
-    int64_t each = (far + chunks - 1) / chunks, parts = chunks + 2, length = (size + 2) * HEADS;
-    each = (each + LANES - 1) / LANES * LANES;
-    float *found = malloc(rows * parts * length * sizeof(float));
-    if (!found) return 1;
-#pragma omp parallel for num_threads(threads) schedule(dynamic) if (threads > 1 && far * rows >= 256)
+    *each = ((far + chunks - 1) / chunks + LANES - 1) / LANES * LANES;
+    return chunks + 2;
+}
+
+static void read(const Step *s, const float *asked, float *mixed, int threads, float *found) {
+    int64_t far = s->tokens - s->near, size = s->v->coder->size, sets = (s->heads + HEADS - 1) / HEADS, each;
+    int64_t rows = s->texts * s->groups * sets, parts = parts_of(s, threads, &each), length = (size + 2) * HEADS;
+#pragma omp for schedule(dynamic)
     for (int64_t unit = 0; unit < rows * parts; unit++) {
         int64_t part = unit % parts, row = unit / parts, group = row / sets % s->groups, text = row / sets / s->groups;
         int64_t first = row % sets * HEADS, begin = part * each, left = far - begin;
         int heads = s->heads - first < HEADS ? s->heads - first : HEADS;
-        const float *q = s->q + text * s->q_text + (group * s->heads + first) * s->q_head;
+        const float *q = asked + ((text * s->groups + group) * s->heads + first) * s->k->coder->size;
         float *own = found + unit * length;
         if (part == parts - 1) read_starts(s, text, group, heads, q, own);
-        else if (part == chunks) read_codes(s, text, group, heads, q, 1, far, s->near, own);
+        else if (part == parts - 2) read_codes(s, text, group, heads, q, 1, far, s->near, own);
         else if (left > 0) read_codes(s, text, group, heads, q, 0, begin, left < each ? left : each, own);
         else for (int h = 0; h < heads; h++) memset(own + h * (size + 2), 0, (size + 2) * 4), own[h * (size + 2)] = -INFINITY;
     }
+#pragma omp for
     for (int64_t head = 0; head < s->texts * s->groups * s->heads; head++) {
         int64_t group = head / s->heads % s->groups, own = head % s->heads, row = head / s->heads * sets + own / HEADS;
         const float *one = found + row * parts * length + own % HEADS * (size + 2), *gain = s->v->gain;
-        float most = -INFINITY, sum = 0, *z = s->z + head * size;
+        float most = -INFINITY, sum = 0, *z = mixed + head * size;
         for (int p = 0; p < parts; p++) most = fmaxf(most, one[p * length]);
         memset(z, 0, size * sizeof(float));
         for (int p = 0; p < parts; p++) {
@@ -288,27 +301,119 @@ int headwise_read(const Step *s, int threads) {
         }
         for (int i = 0; i < size; i++) z[i] /= sum * (gain ? gain[group * size + i] : 1);
     }
-    free(found);
-    return 0;
+}
+
+// Rows (texts, columns) times a matrix (rows, columns), and a bias (rows).
+static void linear(
+    const float *x, const float *matrix, const float *bias, float *y, int64_t texts, int64_t rows, int64_t columns
+) {
+#pragma omp for nowait
+    for (int64_t row = 0; row < rows; row += TILE)
+        for (int64_t b = 0; b < texts; b++) {
+            int64_t left = rows - row < TILE ? rows - row : TILE, c = 0;
+            const float *own = x + b * columns, *lines[TILE];
+            vf sums[TILE] = {0}, some, line;
+            for (int i = 0; i < TILE; i++) lines[i] = matrix + (row + (i < left ? i : 0)) * columns;
+            for (; c + LANES <= columns; c += LANES) {
+                memcpy(&some, own + c, sizeof some);
+                for (int i = 0; i < TILE; i++) memcpy(&line, lines[i] + c, sizeof line), sums[i] += some * line;
+            }
+            for (int i = 0; i < left; i++) {
+                float sum = total(sums[i]) + (bias ? bias[row + i] : 0);
+                for (int64_t rest = c; rest < columns; rest++) sum += own[rest] * lines[i][rest];
+                y[b * rows + row + i] = sum;
+            }
+        }
+}
+
+// Pairs of a head's coordinates, j and j + half, by the angles of its text.
+static void turn(float *x, int64_t turned, const float *cosine, const float *sine) {
+    for (int64_t j = 0, half = turned / 2; j < half; j++) {
+        float first = x[j], second = x[j + half];
+        x[j] = first * cosine[j] - second * sine[j];
+        x[j + half] = second * cosine[j + half] + first * sine[j + half];
+    }
 }
 
 // Rows (texts, groups * heads, width) times the matrix of their group (groups, width, size), less a mean (groups, size).
-void headwise_products(
-    const float *x, int64_t x_text, int64_t x_head, const float *matrices, const float *mean, float *z,
-    int64_t texts, int64_t groups, int64_t heads, int64_t width, int64_t size, int threads
+static void products(
+    const float *x, int64_t x_head, const float *matrices, const float *mean, float *z,
+    int64_t texts, int64_t groups, int64_t heads, int64_t width, int64_t size
 ) {
-#pragma omp parallel for num_threads(threads) if (threads > 1 && texts * groups * heads * width * size >= 1 << 20)
-    for (int64_t row = 0; row < texts * groups * heads; row++) {
-        int64_t head = row % (groups * heads), group = head / heads;
-        const float *own = x + row / (groups * heads) * x_text + head * x_head, *matrix = matrices + group * width * size;
-        float *restrict found = z + row * size;
-        for (int64_t k = 0; k < size; k++) found[k] = mean ? -mean[group * size + k] : 0;
-        int64_t w = 0;
-        for (; w + 4 <= width; w += 4, matrix += 4 * size)
-            for (int64_t k = 0; k < size; k++)
-                found[k] += (own[w] * matrix[k] + own[w + 1] * matrix[size + k])
-                            + (own[w + 2] * matrix[2 * size + k] + own[w + 3] * matrix[3 * size + k]);
-        for (; w < width; w++, matrix += size)
-            for (int64_t k = 0; k < size; k++) found[k] += own[w] * matrix[k];
+#pragma omp for nowait
+    for (int64_t unit = 0; unit < texts * groups * PIECES; unit++) {  // heads of a group read the same piece of a matrix
+        int64_t group = unit / PIECES % groups, first = unit / PIECES * heads, piece = (size + PIECES - 1) / PIECES;
+        int64_t begin = unit % PIECES * piece, end = begin + piece < size ? begin + piece : size;
+        for (int64_t head = first; head < first + heads; head++) {
+            const float *own = x + head * x_head, *matrix = matrices + group * width * size;
+            float *restrict found = z + head * size;
+            for (int64_t k = begin; k < end; k++) found[k] = mean ? -mean[group * size + k] : 0;
+            int64_t w = 0;
+            for (; w + 4 <= width; w += 4, matrix += 4 * size)
+                for (int64_t k = begin; k < end; k++)
+                    found[k] += (own[w] * matrix[k] + own[w + 1] * matrix[size + k])
+                                + (own[w + 2] * matrix[2 * size + k] + own[w + 3] * matrix[3 * size + k]);
+            for (; w < width; w++, matrix += size)
+                for (int64_t k = begin; k < end; k++) found[k] += own[w] * matrix[k];
+        }
     }
+}
+
+// Writes the new token of every text and reads for it, in place of torch's own operations from where `x` begins.
+// Returns 0, or 1 where there is no memory.
+int headwise_token(const Layer *l, const Step *s, int threads) {
+    int64_t groups = s->texts * s->groups, heads = groups * s->heads, each, parts = parts_of(s, threads, &each);
+    int64_t keys = s->k->coder->size, values = s->v->coder->size, shared = s->groups * s->heads / l->pools;
+    int64_t wide = l->pools / s->groups * l->width, sets = (s->heads + HEADS - 1) / HEADS;  // of a row of keys
+    int64_t sizes[] = {heads * l->width, groups * wide, groups * values, heads * keys, groups * keys,
+                       heads * values,   heads * l->own, groups * sets * parts * (values + 2) * HEADS};
+    int64_t all = 0, work = s->texts * l->hidden * (l->width * s->heads + wide) * s->groups + s->tokens * heads * 256;
+    float *room[8], *first;
+    for (int i = 0; i < 8; i++) all += sizes[i];
+    if (!(first = room[0] = malloc(all * sizeof(float)))) return 1;
+    for (int i = 1; i < 8; i++) room[i] = room[i - 1] + sizes[i - 1];
+    const float *q = l->q ? room[0] : s->x[0], *k = l->q ? room[1] : s->x[1], *v = l->q ? room[2] : s->x[2];
+    float *mixed = l->up || l->o ? room[5] : s->out, *own = l->up ? l->o ? room[6] : s->out : mixed;
+#pragma omp parallel num_threads(threads) if (threads > 1 && work >= 1 << 16)
+    {
+        if (l->q) {
+            linear(s->x[0], l->q, l->q_bias, room[0], s->texts, s->groups * s->heads * l->width, l->hidden);
+            linear(s->x[0], l->k, l->k_bias, room[1], s->texts, s->groups * wide, l->hidden);
+            linear(s->x[0], l->v, l->v_bias, room[2], s->texts, s->groups * values, l->hidden);
+#pragma omp barrier
+#pragma omp for
+            for (int64_t i = 0; i < heads + groups * (wide / l->width); i++) {
+                int64_t text = i < heads ? i / (s->groups * s->heads) : (i - heads) / l->pools;
+                float *x = i < heads ? room[0] + i * l->width : room[1] + (i - heads) * l->width;
+                if (s->turned) turn(x, s->turned, s->cosine + text * s->angles, s->sine + text * s->angles);
+            }
+        }
+        if (l->q_down) {
+            products(q, l->width, l->q_down, 0, room[3], s->texts, l->pools, shared, l->width, keys);
+            products(k, wide, l->k_down, l->mean, room[4], s->texts, s->groups, 1, wide, keys);
+#pragma omp barrier
+        }
+#pragma omp for
+        for (int64_t i = 0; i < groups * 2; i++) {
+            int64_t text = i / 2 / s->groups, group = i / 2 % s->groups, place = s->tokens - 1;
+            if (i % 2) write(s->v, v, text, s->groups, group, place, s->near);
+            else write(s->k, l->q_down ? room[4] : k, text, s->groups, group, place, s->near);
+        }
+        read(s, l->q_down ? room[3] : q, mixed, threads, room[7]);
+        if (l->up) {
+            products(mixed, values, l->up, 0, own, s->texts, l->pools, shared, values, l->own);
+#pragma omp barrier
+        }
+        if (l->o) linear(own, l->o, l->o_bias, s->out, s->texts, l->output, s->groups * s->heads * l->own);
+    }
+    free(first);
+    return 0;
+}
+
+// Few rows times a matrix, which is read once for all of them.
+void headwise_linear(
+    const float *x, const float *matrix, const float *bias, float *y, int64_t texts, int64_t rows, int64_t columns, int threads
+) {
+#pragma omp parallel num_threads(threads) if (threads > 1 && rows * columns >= 1 << 16)
+    linear(x, matrix, bias, y, texts, rows, columns);
 }

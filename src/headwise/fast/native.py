@@ -1,4 +1,4 @@
-"""Decoding with a cache in bits on a CPU: what one new token writes and reads, in C instead of many torch operations.
+"""Decoding with a cache in bits on a CPU: attention of one new token in C, from its hidden row to its output.
 
 The cache is the ordinary one, byte for byte: prompts, beams, and whatever is not covered here run as without this.
 Shape suffixes: B batch, G rows per token, T tokens, K coefficients, N bytes.
@@ -13,6 +13,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch import nn
 
 from headwise.fast.fused import subclass
 from headwise.fast.native_build import N, P, library
@@ -21,12 +22,18 @@ from headwise.runtime.coder_headwise import RowCoder, _factor, _scale
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.runtime.step_headwise import grown
 
-TEXTS = 4  # at most, whose rows are multiplied with matrices one by one
+MANY = 64  # rows, at least, for which oneDNN is asked
+TEXTS = 4  # at most, whose rows are multiplied with matrices in C: for more of them torch is faster
 SIZES = ("kept", "size", "groups", "each", "codes", "bytes")
 FIELDS = ("first", "byte", "mask", "below", "up")
 NUMBERS = ("those", "power", "most", "slope", "half", "step", "middle", "edges", "factors")
-STRIDES = ("x_text", "x_group", "row_text", "row_group", "row_byte", "old_text", "old_group", "old_byte", "old_token")
-COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "q_text", "q_head", "mask_text")
+STRIDES = ("row_text", "row_group", "row_byte", "old_text", "old_group", "old_byte", "old_token")
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+WEIGHTS = ("q", "k", "v", "o", "q_bias", "k_bias", "v_bias", "o_bias", "q_down", "k_down", "mean", "up")
+OWN = ("q_down_GWK", "k_down_GWK", "k_mean_GK", "v_up_NVO")
+WIDTHS = ("hidden", "width", "pools", "own", "output")
+MASKS = (torch.bool, torch.float32)
+COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "mask_text", "turned", "angles")
 
 
 class NativeCoder(ctypes.Structure):
@@ -39,22 +46,30 @@ class NativeSide(ctypes.Structure):
     """`Side` of native.c: keys or values."""
 
     _fields_ = [
-        *((name, P) for name in ("coder", "fine", "x", "gain", "rows", "old", "near", "starts")),
+        *((name, P) for name in ("coder", "fine", "gain", "rows", "old", "near", "starts")),
         *((name, N) for name in STRIDES),
     ]
+
+
+class NativeLayer(ctypes.Structure):
+    """`Layer` of native.c."""
+
+    _fields_ = [*((name, P) for name in WEIGHTS), *((name, N) for name in WIDTHS)]
 
 
 class NativeStep(ctypes.Structure):
     """`Step` of native.c."""
 
     _fields_ = [
-        *((name, P) for name in ("k", "v", "q", "z", "seen", "added", "padding")),
+        *((name, P) for name in ("k", "v", "hidden_or_q", "new_k", "new_v", "cosine", "sine", "out")),
+        *((name, P) for name in ("seen", "added", "padding")),
         ("scaling", ctypes.c_float),
         *((name, N) for name in COUNTS),
     ]
 
 
 _tables: Any = weakref.WeakKeyDictionary()  # coder -> its table, where that lies, and the tensors to which it points
+_layers: Any = weakref.WeakKeyDictionary()  # attention -> where its weights lie, and that as C takes it
 
 
 @functools.cache
@@ -90,116 +105,190 @@ def _table(coder: RowCoder) -> int:
     return ctypes.addressof(found)
 
 
-class NativeToken:
-    """One new token of every text, which was written into a cache, and what it reads there."""
+def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Rows (..., columns) times a matrix (rows, columns), if there is a way that is faster than torch's usual one.
 
-    def __init__(self, attention: Any, layer: Any, k: torch.Tensor, v: torch.Tensor) -> None:
-        self.attention, self.layer, self.new = attention, layer, (k, v)
-        gains = attention._buffers.get("k_gain_GK"), attention._buffers.get("v_gain_GV")
-        self.gains = None if gains[0] is None else gains
-        old, rooms, size = layer.newest, grown(layer, 1), (*k.shape[:2], -1, caches.NEAR)
-        self.k, near = layer.keys, []
-        sides = []
-        for at, coder in enumerate(attention.coders):
-            x, room, before = self.new[at], rooms[at], old[at].narrow(2, old[at].shape[2] - caches.NEAR + 1, 1)
-            near.append(torch.empty((*size[:2], coder.fine.bytes, caches.NEAR), dtype=torch.uint8))
-            strides = *x.stride()[:2], *room.stride()[:2], room.stride(3), *before.stride()[:2], *before.stride()[:1:-1]
-            coders = (_table(one) for one in (coder, coder.fine))
-            gain = gains[at].data_ptr() if self.gains else None
-            starts = layer.starts[at].data_ptr()
-            found = x.data_ptr(), gain, room.data_ptr(), before.data_ptr(), near[at].data_ptr(), starts
-            sides.append(NativeSide(*coders, *found, *strides))
-            library().headwise_write(ctypes.byref(sides[at]), *k.shape[:2], self.k.shape[2] - 1, caches.NEAR)
-        self.sides, self.kept = sides, (rooms, near)
-        layer.newest = tuple(x.mT for x in near)
-
-    def read(self, attend: Any, q: torch.Tensor, mask: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What the heads' queries (B, H, 1, K) find: values (B, 1, H, V), and weights if torch reads them."""
-        tokens = self.k.shape[2]
-        fits = mask is None or (mask.dim() == 4 and mask.shape[1:3] == (1, 1) and mask.shape[3] == tokens)
-        fits = fits and (mask is None or mask.dtype in (torch.bool, torch.float32)) and q.dtype == torch.float32
-        if not fits or attend.config._attn_implementation != "sdpa" or attend.softcap is not None or attend.training:
-            return self._rows().read(attend, q, mask, **kwargs)
-        q = q if q.stride(3) == 1 else q.contiguous()
-        z = q.new_empty(q.shape[0], 1, q.shape[1], self.new[1].shape[3])
-        padding = None if self.layer.begun == caches.WHOLE else self.layer.padding.contiguous()
-        mask = None if mask is None else mask.expand(q.shape[0], -1, -1, -1)
-        mask = mask if mask is None or mask.stride(3) == 1 else mask.contiguous()
-        masks = (None, None) if mask is None else (mask.data_ptr(), None)
-        masks = masks[::-1] if mask is not None and mask.dtype != torch.bool else masks
-        texts, groups = self.k.shape[:2]
-        step = NativeStep(
-            *map(ctypes.addressof, self.sides), q.data_ptr(), z.data_ptr(), *masks,
-            None if padding is None else padding.data_ptr(), attend.scaling,
-            texts, groups, q.shape[1] // groups, tokens, caches.NEAR, caches.WHOLE, q.stride(0), q.stride(1),
-            0 if mask is None else mask.stride(0),
-        )  # fmt: skip
-        if library().headwise_read(ctypes.byref(step), torch.get_num_threads()):
-            raise MemoryError("no memory is left to read the cache; use a smaller batch.")
-        return z, None
-
-    def _rows(self) -> Any:
-        """All that is read, in numbers."""
-        k, v = (
-            self.new if self.gains is None else (x * g.unsqueeze(1) for x, g in zip(self.new, self.gains, strict=True))
-        )
-        layer = self.layer
-        rows = caches._unpacked(self.attention.coders, layer, (layer.keys, layer.values), layer.newest, k, v)
-        return rows._replace(gains=self.gains)
+    Few rows wait for the matrix to be read, which C does with all threads. Of many, oneDNN makes better use of wide
+    registers than the library that torch asks for single precision; torch itself reaches it in compiled code only.
+    """
+    plain = x.dtype == matrix.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and matrix.is_contiguous()
+    if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return None
+    count = x.numel() // matrix.shape[1]
+    if count >= MANY and _onednn() is not None:
+        found: torch.Tensor = _onednn()(x, matrix, bias, "none", [], "")
+        return found
+    if not 0 < count <= TEXTS:
+        return None
+    out = x.new_empty((*x.shape[:-1], len(matrix)))
+    where = x.data_ptr(), matrix.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
+    library().headwise_linear(*where, count, *matrix.shape, torch.get_num_threads())
+    return out
 
 
-def _covered(attention: Any, k: torch.Tensor, v: torch.Tensor, cache: Any) -> Any:
-    """The layer of a cache to which new rows are written in C, if they are."""
-    if k.shape[2] != 1 or k.dtype != torch.float32 or k.requires_grad or attention.attend.sliding_window is not None:
+@functools.cache
+def _onednn() -> Any:
+    """Its product, if this torch has it and it says the same."""
+    try:
+        product = torch.ops.mkldnn._linear_pointwise
+        x = torch.arange(32.0).view(4, 8)
+        same = torch.equal(product(x, x, None, "none", [], ""), x @ x.mT)
+    except (AttributeError, RuntimeError):  # torch says of this operation that it may change
+        return None
+    return product if same else None
+
+
+@functools.cache
+def _linear() -> type:
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        found = _times(x, self.weight, self.bias)
+        return nn.Linear.forward(self, x) if found is None else found
+
+    return subclass(nn.Linear, forward=forward)
+
+
+def _grouped(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Rows (B, G, T, W) times the matrices of their groups (G, W, K)."""
+    parts = [_times(x[:, g].contiguous(), one.mT.contiguous(), None) for g, one in enumerate(matrices)]
+    found = [part for part in parts if part is not None]
+    return torch.stack(found, 1) if len(found) == len(matrices) else x @ matrices
+
+
+def _plain(part: Any) -> bool:
+    """Whether a projection is a matrix and nothing else."""
+    return type(part) in (nn.Linear, _linear()) and not part._forward_hooks and not part._forward_pre_hooks
+
+
+def _weights(attention: Any, few: bool) -> NativeLayer:
+    """What C multiplies with. Looked up in every step: weights may be moved, replaced or wrapped."""
+    parts = [attention._modules.get(name) for name in PROJECTIONS]
+    pairs = attention.rotary and attention.head_width < attention.head_dim  # which have tables of their own
+    heads = few and not pairs and attention.q_norm is None and attention.k_norm is None and all(map(_plain, parts[:3]))
+    ours = [*[heads] * 3, few and _plain(parts[3])]
+    tensors = [
+        part._parameters[name] if own else None
+        for name in ("weight", "bias")
+        for part, own in zip(parts, ours, strict=True)
+    ]
+    tensors += [attention._parameters.get(name) if few else None for name in OWN]
+    found = [None if x is None else x.data_ptr() for x in tensors]
+    known = _layers.get(attention)
+    if known is None or known[0] != found:
+        plain = all(x is None or (x.dtype == torch.float32 and x.is_contiguous() and x.is_cpu) for x in tensors)
+        sizes = attention.hidden, attention.head_width, attention.kv_heads * attention.pooled, attention.out_dim
+        output = len(tensors[3]) if tensors[3] is not None else 0
+        known = _layers[attention] = found, NativeLayer(*found, *sizes, output) if plain else None
+    return known[1]
+
+
+def _side(attention: Any, layer: Any, at: int, near: torch.Tensor, room: torch.Tensor) -> NativeSide:
+    """Keys or values of a layer of a cache: what is there, and where the new token's go."""
+    coder, gain = attention.coders[at], attention._buffers.get(("k_gain_GK", "v_gain_GV")[at])
+    old = layer.newest[at]
+    old = old.narrow(2, old.shape[2] - caches.NEAR + 1, 1)
+    return NativeSide(
+        _table(coder), _table(coder.fine), None if gain is None else gain.data_ptr(), room.data_ptr(), old.data_ptr(),
+        near.data_ptr(), layer.starts[at].data_ptr(), *room.stride()[:2], room.stride(3), *old.stride()[:2],
+        *old.stride()[:1:-1],
+    )  # fmt: skip
+
+
+def _angles(positions: Any) -> tuple[Any, Any, int, int]:
+    """Cosines and sines of every text or of all (B, 1, W), their width, and how far those of texts lie apart."""
+    if positions is None:
+        return None, None, 0, 0
+    cos, sin = positions
+    return cos.data_ptr(), sin.data_ptr(), cos.shape[-1], cos.shape[-1] if len(cos) > 1 else 0
+
+
+def _token(attention: Any, hidden: torch.Tensor, mask: Any, positions: Any, layer: Any) -> torch.Tensor | None:
+    """Attention's output for one new token of every text, which is written into the layer of a cache."""
+    texts, groups, few = len(hidden), attention.kv_heads, len(hidden) <= TEXTS
+    weights = _weights(attention, few)
+    if weights is None:
+        return None
+    given: tuple[torch.Tensor, ...] = (hidden,)
+    if weights.q is None:
+        q, k, v = attention.heads(hidden, positions)
+        given = (q, k, v) if few else (*attention.project(q, k), v)
+        if any(x.dtype != torch.float32 for x in given):
+            return None
+    given = tuple(x.contiguous() for x in given)
+    near = [
+        hidden.new_empty(texts, groups, coder.fine.bytes, caches.NEAR, dtype=torch.uint8) for coder in attention.coders
+    ]
+    sides = [_side(attention, layer, at, near[at], room) for at, room in enumerate(grown(layer, 1))]
+    width = attention.hidden if weights.o else attention.query_heads * (attention.out_dim if few else attention.v_dim)
+    out = hidden.new_empty(texts, 1, width)
+    padding = None if layer.begun == caches.WHOLE else layer.padding.contiguous()
+    mask = None if mask is None else mask.expand(texts, -1, -1, -1).contiguous()
+    masks = (None, None) if mask is None else (mask.data_ptr(), None)
+    cos, sin, turned, angles = _angles(positions if attention.rotary else None)
+    tokens = layer.keys.shape[2]
+    step = NativeStep(
+        *map(ctypes.addressof, sides), *(x.data_ptr() for x in given), *[None] * (3 - len(given)), cos, sin,
+        out.data_ptr(), *(masks[::-1] if mask is not None and mask.dtype != torch.bool else masks),
+        None if padding is None else padding.data_ptr(), attention.attend.scaling, texts, groups,
+        attention.query_heads // groups, tokens, caches.NEAR, caches.WHOLE, tokens, turned, angles,
+    )  # fmt: skip
+    if library().headwise_token(ctypes.byref(weights), ctypes.byref(step), torch.get_num_threads()):
+        raise MemoryError("no memory is left to read the cache; use a smaller batch.")
+    layer.newest = tuple(x.mT for x in near)
+    out = out if few else attention.own_values(out.view(texts, 1, attention.query_heads, -1))
+    output = None if weights.o else attention._modules.get("o_proj")
+    out = out if output is None else output(out)
+    return out if attention.resid_dropout is None else attention.resid_dropout(out)
+
+
+def _covered(attention: Any, hidden: torch.Tensor, mask: Any, positions: Any, cache: Any) -> Any:
+    """The layer of a cache to which one new token of every text is written in C, if it is."""
+    attend = attention.attend
+    if hidden.shape[1] != 1 or hidden.dtype != torch.float32 or attention.training or torch.is_autocast_enabled("cpu"):
+        return None
+    if attend.sliding_window is not None or attend.softcap is not None or attend.config._attn_implementation != "sdpa":
         return None
     layer = caches.grows_in_place(cache, attention.layer_idx, torch.uint8)
-    if type(layer) is not caches.CodedLayer or not layer.newest or layer.starts[0].dtype != torch.float32:
+    if type(layer) is not caches.CodedLayer or not layer.newest or not hidden.is_cpu:
         return None
-    far = layer.keys.shape[2] + 1 - caches.NEAR
-    if layer.newest[0].shape[2] < caches.NEAR - 1 or far < layer.begun or k.device.type != "cpu":
+    tokens = layer.keys.shape[2] + 1
+    if layer.newest[0].shape[2] < caches.NEAR - 1 or tokens - caches.NEAR < layer.begun:
         return None
-    plain = all(x.stride(3) == 1 for x in (k, v)) and all(x.is_contiguous() for x in layer.starts)
-    return layer if plain and v.dtype == torch.float32 else None
-
-
-def _few(attention: Any, *tensors: torch.Tensor) -> bool:
-    """Whether C multiplies the rows of new tokens with matrices: for many texts torch is faster."""
-    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" and x.stride(-1) == 1 for x in tensors)
-    return plain and len(tensors[0]) <= TEXTS and not attention.training and not torch.is_grad_enabled()
-
-
-def _products(x: torch.Tensor, matrices: torch.Tensor, mean: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of heads (B, H, W) times the matrices of their groups (G, W, K), less the means of groups (G, K)."""
-    (texts, heads), (groups, width, size) = x.shape[:2], matrices.shape
-    z = x.new_empty(texts, heads, size)
-    library().headwise_products(
-        x.data_ptr(), *x.stride()[:2], matrices.data_ptr(), None if mean is None else mean.data_ptr(), z.data_ptr(),
-        texts, groups, heads // groups, width, size, torch.get_num_threads(),
-    )  # fmt: skip
-    return z
+    if mask is not None and (mask.dim() != 4 or mask.shape[1:] != (1, 1, tokens) or mask.dtype not in MASKS):
+        return None
+    tables = positions or ()
+    plain = all(x.is_contiguous() and x.dtype == torch.float32 for x in (*layer.starts, *tables))
+    return layer if plain and all(x.dim() == 3 for x in tables) else None
 
 
 @functools.cache
 def _native(base: type) -> type:
     inner: Any = base
 
-    def remembered(self: Any, k: torch.Tensor, v: torch.Tensor, mask: Any = None, cache: Any = None) -> Any:
-        layer = None if self.coders is None else _covered(self, k, v, cache)
-        return inner.remembered(self, k, v, mask, cache) if layer is None else NativeToken(self, layer, k, v)
+    def forward(
+        self: Any, hidden_states: torch.Tensor, attention_mask: Any = None, position_embeddings: Any = None,
+        past_key_values: Any = None, layer_past: Any = None, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        cache = past_key_values if past_key_values is not None else layer_past
+        layer = _covered(self, hidden_states, attention_mask, position_embeddings, cache)
+        if layer is not None:
+            found = _token(self, hidden_states, attention_mask, position_embeddings, layer)
+            if found is not None:
+                return found, None
+        given = attention_mask, position_embeddings, past_key_values, layer_past
+        return inner.forward(self, hidden_states, *given, **kwargs)
 
-    def project(self: Any, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.shape[2] > 1 or not self.projects or not _few(self, q, k, self.q_down_GWK, self.k_down_GWK):
-            return inner.project(self, q, k)
-        down = self.q_down_GWK.view(-1, q.shape[3], self.qk_dim)
-        rows = _products(k.squeeze(2), self.k_down_GWK, self._parameters.get("k_mean_GK"))
-        return _products(q.squeeze(2), down).unsqueeze(2), rows.unsqueeze(2)
+    def _own(self: Any, x: torch.Tensor, basis: Any) -> torch.Tensor:
+        found: torch.Tensor = inner._own(self, x if basis is None else _grouped(x, basis), None)
+        return found
 
-    def own_values(self: Any, z: torch.Tensor) -> torch.Tensor:
-        if z.shape[1] > 1 or not self.v_projects or not _few(self, z, self.v_up_NVO):
-            return inner.own_values(self, z)
-        return _products(z.squeeze(1), self.v_up_NVO).flatten(1).unsqueeze(1)
+    def _project_keys(self: Any, k: torch.Tensor) -> torch.Tensor:
+        if k.shape[2] < MANY or not self.projects:
+            few: torch.Tensor = inner._project_keys(self, k)
+            return few
+        mean, found = self._parameters.get("k_mean_GK"), _grouped(k, self.k_down_GWK)
+        return found if mean is None else found - mean.unsqueeze(1)
 
-    return subclass(base, remembered=remembered, project=project, own_values=own_values)
+    return subclass(base, forward=forward, _own=_own, _project_keys=_project_keys)
 
 
 def attach(model: Any) -> None:
@@ -213,3 +302,6 @@ def attach(model: Any) -> None:
         return
     for layer in layers:
         layer.__class__ = _native(type(layer))
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            module.__class__ = _linear()

@@ -31,9 +31,8 @@ WAYS = (
 )  # the first that works
 P, N = ctypes.c_void_p, ctypes.c_int64
 CALLS = {  # of native.c: arguments, and whether they return a number
-    "headwise_write": ([P, N, N, N, N], None),
-    "headwise_read": ([P, ctypes.c_int], ctypes.c_int),
-    "headwise_products": ([P, N, N, P, P, P, N, N, N, N, N, ctypes.c_int], None),
+    "headwise_token": ([P, P, ctypes.c_int], ctypes.c_int),
+    "headwise_linear": ([P, P, P, P, N, N, N, ctypes.c_int], None),
 }
 SECONDS = 120  # that compiling may take
 

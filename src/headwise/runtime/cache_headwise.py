@@ -26,6 +26,7 @@ WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
+SMALL = 64  # as many on a CPU, of a prompt that is read at once: fewer places are read in vain
 
 
 @functools.cache
@@ -123,6 +124,10 @@ class CodedLayer(DynamicLayer):
         """Rows of the newest tokens, with so many tokens before them; first tokens of a text as they were."""
         if before >= self.begun:
             return near
+        if self.begun == WHOLE:  # no padding
+            held = min(WHOLE - before, near.shape[2])
+            near[:, :, :held] = start[:, :, before : before + held]
+            return near
         slot = torch.arange(near.shape[2], device=near.device) + before - self.padding.unsqueeze(1)
         first = ((slot >= 0) & (slot < WHOLE))[:, None, :, None]
         return torch.where(first, _at(start, slot.clamp(0, WHOLE - 1)), near)
@@ -193,9 +198,54 @@ class Rows(NamedTuple):
         if not self.near:
             found: tuple[torch.Tensor, torch.Tensor | None] = attend(q, self.k, self.v, mask, **kwargs)
             return found
+        if mask is None and self._begins(attend, q):
+            return self._prompt(q, attend.scaling), None
         parts = [self._part(attend, q, mask, *block, **kwargs) for block in self._blocks(q.shape[2])]
         z, weights = zip(*parts, strict=True)
         return torch.cat(z, 1), None if weights[0] is None else torch.cat(weights, 2)
+
+    def _begins(self, attend: Any, q: torch.Tensor) -> bool:
+        """Whether a prompt is read at once from its beginning, on a CPU and without gradients."""
+        if torch.compiler.is_compiling() or not isinstance(self.past, int) or self.past or self.start:
+            return False
+        sdpa = attend.config._attn_implementation == "sdpa" and attend.softcap is None and not attend.training
+        graded = any(x.requires_grad for x in (q, self.k, self.v, *self.near))
+        return sdpa and not graded and q.device.type == "cpu" and q.shape[2] == self.k.shape[2]
+
+    def _prompt(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
+        """What all queries of a prompt find (B, T, H, V).
+
+        Near rows lie `SMALL - 1` places behind their own, and coded rows are written over those that are near no more:
+        so every block of queries reads coded places and then near ones as they lie, without a copy.
+        """
+        (texts, heads, tokens), groups, values = q.shape[:3], self.k.shape[1], self.v.shape[3]
+        wide = max(q.shape[3], values)  # the fused kernel takes equal widths; zeros change nothing
+        rows = [nn.functional.pad(x, (0, wide - x.shape[3], SMALL - 1, 0)) for x in self.near]
+        q = nn.functional.pad(q, (0, wide - q.shape[3])).view(texts, groups, -1, tokens, wide)
+        seen, most, before, z = self._blocks_see(q), (tokens - 1) // SMALL * SMALL, 0, []
+        for first in range(0, tokens, SMALL):
+            last, far = min(first + SMALL, tokens), first + SMALL - NEAR
+            for row, x in zip(rows, self[:2], strict=True):
+                new = x[:, :, before:far]
+                row[:, :, before : before + new.shape[2], : x.shape[3]] = new
+            before, own = far, q[:, :, :, first:last]
+            mask = seen[int(first > 0)][: last - first, most - first : most + last + SMALL - 1 - first]
+            mask = mask.repeat(own.shape[2], 1)
+            asked = own.reshape(texts, groups, -1, wide)
+            k, v = (row[:, :, : last + SMALL - 1] for row in rows)
+            found = nn.functional.scaled_dot_product_attention(asked, k, v, attn_mask=mask, scale=scaling)
+            z.append(found.view(texts, heads, last - first, wide)[..., :values].transpose(1, 2))
+        return torch.cat(z, 1)
+
+    def _blocks_see(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks that are added: of the first block, which has no rows before its own, and of the others."""
+        tokens = q.shape[3]
+        query = torch.arange(SMALL).unsqueeze(1)
+        place = torch.arange((tokens - 1) // SMALL * SMALL + 2 * SMALL) - (tokens - 1) // SMALL * SMALL - SMALL + NEAR
+        seen = (place <= query - SMALL) | ((place >= query) & (place < query + NEAR))
+        both = (seen & ((place < 0) | (place >= NEAR - 1)), seen)
+        first, others = (torch.zeros(x.shape, dtype=q.dtype).masked_fill_(~x, float("-inf")) for x in both)
+        return first, others
 
     def _blocks(self, tokens: int) -> Iterator[tuple[slice, slice, slice]]:
         """Queries that read together, and the places that they read: as coded, and in more bits."""
