@@ -49,8 +49,8 @@ def variants() -> list[str]:
     uncut = [row["ms"] for row in result["rows"] if row.get("way", "").startswith("uncut")]
     size = f"{result['texts']} x {result['places'] // 1024}k"
     told = [
-        f"Ways to build these kernels: `python benchmarks/row_variants.py`, {result['hardware']}, {result['date']}, commit",
-        f"{result['commit']}, torch {result['versions']['torch']}, {size} tokens; no other size was measured.",
+        f"Ways to build these kernels: `python benchmarks/row_variants.py`, {result['hardware']}, {result['date']},",
+        f"commit {result['commit']}, torch {result['versions']['torch']}, {size} tokens; no other size was measured.",
         "A code of up to 2, 4 or 8 bits has a field of that size, a longer one two fields. Segments of 16, 32 or 64",
         "coefficients share a scale; a row has the largest size that padding allows, here 64. Each kernel was built in",
         "several ways, and the fastest of each case is shown by its settings. Where they name `ahead` and `sum_ahead`,",

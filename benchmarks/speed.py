@@ -33,11 +33,11 @@ Is a cut model faster? One decode step on a GPU, with `headwise.load(..., optimi
 
 {summary}
 
-- Half the cache helps most at long contexts and large batches, where reading the cache takes most of the time.
-- A cache in bits saves memory, and [attention to it](#rows-that-heads-share) is faster than uncut at long contexts and
-  large batches. [Its decode steps](#decode-steps) were measured with earlier kernels only: they are about as fast as
-  those of the uncut model. [On a CPU](#a-cut-model-on-a-cpu) prompts
-  take longer, and so do decode steps without `optimise=True`.
+- Half the dimensions of the cache help most at long contexts and large batches, where reading the cache takes most of the
+  time.
+- A cache in bits saves memory first of all. [Attention to it](#rows-that-heads-share) and whole
+  [decode steps](#decode-steps) are faster than those of the uncut model at long contexts and large batches, and slower
+  at short ones. [On a CPU](#a-cut-model-on-a-cpu) prompts take longer, and so do decode steps without `optimise=True`.
 
 Below: [kernels](#attention-kernels), [rows that heads share](#rows-that-heads-share), their [bits](#widths-of-codes),
 [decode steps](#decode-steps), [latency as a budget](#latency-as-a-budget), [a CPU](#a-cut-model-on-a-cpu),

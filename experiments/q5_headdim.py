@@ -128,8 +128,17 @@ def measured(result: dict[str, Any]) -> str:
         f"Held-out loss in nats per token by head dimension, {len(result['seeds'])} seeds, {result['tokens']:,} "
         "tokens, "
         f"{first['depth']} layers of width {first['width']}, {first['parameters'] / 1e6:.1f}M: {told}."
-        f"{_points.edges(result['models'])}{_points.left_out(result)}"
+        f"{_rates(result['models'])}{_points.edges(result['models'])}{_points.left_out(result)}"
     )
+
+
+def _rates(models: Mapping[str, Any]) -> str:
+    """Which models took another rate than most, and what that means."""
+    taken = [model["rate"] for model in models.values()]
+    usual = max(set(taken), key=taken.count)
+    others = ", ".join(f"{name} {model['rate']:g}" for name, model in models.items() if model["rate"] != usual)
+    told = f" Most learned best at a rate of {usual:g} in a shorter training, but {others}: part of what these differ"
+    return f"{told} by can be due to their rate, which was not tried for the whole training." if others else ""
 
 
 def draw(result: dict[str, Any], figure: Figure) -> None:
