@@ -10,7 +10,7 @@ import torch
 
 from headwise import families
 from headwise.families import CAUSAL
-from headwise.fast.fused import joined
+from headwise.fast.joined import joined
 from headwise.fast.model import optimise
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -33,8 +33,8 @@ Is a cut model faster? One decode step on a GPU, with `headwise.load(..., optimi
 
 {summary}
 
-- Half the dimensions of the cache help most at long contexts and large batches, where reading the cache takes most of the
-  time.
+- Half the dimensions of the cache help most at long contexts and large batches, where reading the cache takes most of
+  the time.
 - A cache in bits saves memory first of all. [Attention to it](#rows-that-heads-share) and whole
   [decode steps](#decode-steps) are faster than those of the uncut model at long contexts and large batches, and slower
   at short ones. [On a CPU](#a-cut-model-on-a-cpu) prompts take longer, and so do decode steps without `optimise=True`.

@@ -266,3 +266,24 @@ def test_layers_take_few_kernels_only_if_they_join_their_parts_as_llama_does(kin
     name = kind.lower()
     module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
     assert joins_as_llama(getattr(module, f"{kind}DecoderLayer")) is joined
+
+
+def test_what_is_put_around_projections_of_a_fast_model_is_not_left_out():
+    class Twice(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.weight = inner, inner.weight
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    both = prepared("llama", "llama", {}, False)
+    for model in both:
+        layer = model.model.layers[0]
+        layer.self_attn.q_proj, layer.mlp.gate_proj = Twice(layer.self_attn.q_proj), Twice(layer.mlp.gate_proj)
+    ids, mask = prompts()
+    ordinary, fast = (
+        model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False, output_logits=True,
+                       return_dict_in_generate=True, pad_token_id=0).logits for model in both
+    )  # fmt: skip
+    assert all(torch.allclose(x, y, atol=1e-4) for x, y in zip(ordinary, fast, strict=True))

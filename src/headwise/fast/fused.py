@@ -21,6 +21,7 @@ from torch.nn.functional import linear
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import case_of, quickest
 from headwise.fast.coded import padding_mask, write_prompt
+from headwise.fast.joined import fused_mlp, joined, subclass
 from headwise.fast.paths import Seen
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
@@ -65,31 +66,12 @@ def _in_window(k: torch.Tensor, v: torch.Tensor, seen: Seen) -> tuple[torch.Tens
     return k, v, replace(seen, end=seen.window)
 
 
-@torch.no_grad()
-def joined(parts: list[Any]) -> torch.Tensor | None:
-    """The weights of some projections, concatenated; from then on they are views of this memory."""
-    weights = [part.weight for part in parts]
-    first, columns = weights[0], weights[0].shape[1]
-    if len({(w.dtype, w.device, w.shape[1]) for w in weights}) > 1:
-        return None
-    rows, adjacent, at = sum(len(weight) for weight in weights), True, first.data_ptr()
-    for weight in weights:
-        same = weight.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        adjacent, at = adjacent and same and weight.is_contiguous() and weight.data_ptr() == at, at + weight.nbytes
-    if adjacent:
-        return first.detach().as_strided((rows, columns), (columns, 1), first.storage_offset())
-    whole, low = torch.cat([weight.detach() for weight in weights]), 0
-    for part in parts:
-        high = low + len(part.weight)
-        part.weight = nn.Parameter(whole[low:high], requires_grad=part.weight.requires_grad)
-        low = high
-    return whole
-
-
 class FusedAttention(TailoredAttention):
     """One product for queries, keys and values; on CUDA one kernel from there to the cache."""
 
     switch: Switch
+    gains: Any
+    decode: Any
 
     def fuse(self, switch: Switch, small: bool) -> None:
         """Join weights where possible; `small`: whether our small kernels run here."""
@@ -105,20 +87,19 @@ class FusedAttention(TailoredAttention):
         per_head = all(norm is None or norm.weight.numel() == self.head_width for norm in norms)
         pairs = self.pooled > 1 and self.head_width < self.head_dim  # rotary pairs of pooled heads: the ordinary code
         self.placed = per_head and (norms[0] is None) == (norms[1] is None) and small and not pairs
-        self.norms = self.columns_HW = None
+        self.norms = self.columns_HW = self.gains = self.decode = None
         if self.rotary and self.qk_width < self.head_dim and self.pooled == 1:
             pairs = self.pairs_GP.repeat_interleave(self.query_heads // self.kv_heads, 0)
             self.columns_HW = torch.cat((pairs, self.pairs_GP)).repeat(1, 2)
         if per_head and norms[0] is not None:
             self.norms = torch.stack([norm.weight.detach() for norm in norms])
-        self.gains: Any = None
-        self.decode: Any = None
         if self.coders is not None and any((gain != 1).any() for gain in (self.k_gain_GK, self.v_gain_GV)):
             self.gains = self.k_gain_GK, self.v_gain_GV
 
     def _whole(self) -> bool:
-        """Whether the joined weights are still the parts' own."""
-        return self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
+        """Whether the joined weights are still the parts' own, and no adapter was put around them."""
+        plain = all(type(part) is nn.Linear for part in (self.q_proj, self.k_proj, self.v_proj))
+        return plain and self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
 
     def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """Queries, keys and values; queries and keys are turned together."""
@@ -256,24 +237,6 @@ def _norm_kind(norm: Any) -> tuple[float, bool]:
 
 
 @functools.cache
-def _fused_mlp(base: type) -> type:
-    inner: Any = base
-
-    def forward(self: Any, x: torch.Tensor) -> Any:
-        if self.switch.cache is None or self.joint.data_ptr() != self.gate_proj.weight.data_ptr():
-            return inner.forward(self, x)
-        both = linear(x, self.joint)
-        if self.silu and x.is_cuda and x.shape[1] == 1:
-            from headwise.fast.small import silu_gate
-
-            return self.down_proj(silu_gate(both))
-        gate, up = both.chunk(2, -1)
-        return self.down_proj(self.act_fn(gate) * up)
-
-    return subclass(base, forward=forward)
-
-
-@functools.cache
 def _fused_norm(base: type) -> type:
     inner: Any = base
 
@@ -285,12 +248,6 @@ def _fused_norm(base: type) -> type:
         return rms_norm(x, self.weight, *self.kind)
 
     return subclass(base, forward=forward)
-
-
-def subclass(base: type, **methods: Any) -> type:
-    """A class with other methods that keeps its name: the name is written into configurations."""
-    names = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")}
-    return type(base)(base.__name__, (base,), {**methods, **names})
 
 
 @functools.cache
@@ -331,7 +288,7 @@ def fuse(model: Any, switch: Switch) -> None:
             if not odd and (joint := joined(parts)) is not None:
                 module.switch, module.joint, module.silu = switch, joint, "silu" in type(module.act_fn).__name__.lower()
                 module.silu = small and (module.silu or module.act_fn is nn.functional.silu)
-                module.__class__ = _fused_mlp(type(module))
+                module.__class__ = fused_mlp(type(module))
         elif small and name.endswith("RMSNorm") and isinstance(getattr(module, "weight", None), torch.Tensor):
             _fuse_norm(module, switch)
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.fast.fused import FusedAttention, Switch, subclass
+from headwise.fast.fused import FusedAttention, Switch
+from headwise.fast.joined import still_joined, subclass
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
@@ -82,8 +83,8 @@ def _thin_layer(base: type) -> type:
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention, mlp = self.self_attn, self.mlp
-        whole = mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr()
-        if args or not whole or not _alone(self.switch, hidden_states) or not attention.direct():
+        plain = type(attention.o_proj) is type(mlp.down_proj) is nn.Linear and still_joined(mlp)
+        if args or not plain or not _alone(self.switch, hidden_states) or not attention.direct():
             return inner.forward(self, hidden_states, *args, **kwargs)
         from headwise.fast.thin import Before, thin
 

@@ -18,7 +18,8 @@ from headwise.errors import ModelError
 from headwise.fast import native
 from headwise.fast.cache import STEP, FastCache, FastLayer
 from headwise.fast.coded import KERNEL_DEVICES, CodedFastLayer, layouts_of, supported
-from headwise.fast.fused import Switch, fuse, subclass
+from headwise.fast.fused import Switch, fuse
+from headwise.fast.joined import subclass
 from headwise.fast.layer import fuse_layers
 from headwise.fast.paths import Seen
 from headwise.fast.step import DecodeStep

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.fast.fused import subclass
+from headwise.fast.joined import subclass
 from headwise.fast.native_build import N, P, library
 from headwise.runtime import cache_headwise as caches
 from headwise.runtime.coder_headwise import RowCoder, _factor, _scale

@@ -81,6 +81,7 @@ def thin(
 ) -> torch.Tensor:  # fmt: skip
     """A row (..., K) times a weight (N, K): normed before; silu of the first half times the second if `gated`; added
     to `add`."""
+    x, weight = x.contiguous(), weight.contiguous()  # which they are, as a rule
     K, N = x.shape[-1], len(weight) // 2 if gated else len(weight)
     out = torch.empty(*x.shape[:-1], N, dtype=x.dtype, device=x.device)
     norm, eps, plus = before or (x, 0.0, False)
