@@ -131,6 +131,8 @@ def test_tables_of_rows_survive_their_files(tmp_path):
     table = table_of(rows_ms, POOLED, ("mlp", "bits"))
     table.save(tmp_path / "t.json")
     assert LatencyTable.read(tmp_path / "t.json") == table and table.codes
+    with pytest.raises(BudgetError, match="measure again"):
+        replace(table.codes[0], bits=(2, 3))
     data = table_of(rows_ms).to_json()
     assert "codes" not in data and "pooled" not in data["lattices"][0], "as older versions wrote them"
 
@@ -242,6 +244,8 @@ def test_stacks_of_rows_that_heads_share_and_of_rows_in_bits_run_on_a_cpu(phase)
     assert llama.shape_of(came.config).layers == llama.shape_of(llama.tiny().config).layers
     plain = llama.tailor(llama.tiny())
     assert as_it_came(plain, llama, clock.work) is plain
+    took = speed.side_by_side(model, clock.model((coded, narrow)), clock.work, repeats=1)
+    assert took["before"] > 0 and took["after"] > 0
 
 
 @torch.no_grad()

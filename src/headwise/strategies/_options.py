@@ -278,14 +278,17 @@ def refuse(
             share = least / prices.source_price(budget, source) * 100
             at = "".join(budget.text.partition("@")[1:])  # a share is of the price at that length
             text = f"{budget.name}={-(-share * 10 // 1) / 10:g}%{at}"  # rounded up, so that the proposal can be met
-            if "bits" in allow and not prices.of_cache(budget):
+            again = f"Try --budget {text}" if share <= 100 else "Heads that share no rows may be faster: --pool none"
+            if "bits" in allow and budget.workload:
+                hint = "; or cut sizes of attention and no bits: --allow qk,v,mlp"
+            elif "bits" in allow and not prices.of_cache(budget):
                 others = ",".join(unit for unit in allow if unit != "bits") or "qk,v,mlp"
                 hint += f"; coded rows add parameters, dimensions do not: --allow {others}"
             if source.grain.heads:
                 hint += ", or plan with all sizes: leave out --serve"
             return BudgetError(
                 f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
-                f"legal size, {share:.1f}% remains. Try --budget {text}{hint}."
+                f"legal size, {share:.1f}% remains. {again}{hint}."
             )
     texts = " and ".join(budget.text for budget in budgets)
     return BudgetError(f"no plan meets {texts} together, though each alone can be met. Loosen one{hint}.")

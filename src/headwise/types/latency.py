@@ -11,7 +11,7 @@ from math import isfinite, prod
 
 from headwise.errors import BudgetError
 from headwise.types._record import Record
-from headwise.types.codes import mixture, read_bits
+from headwise.types.codes import MIXTURES, mixture, read_bits
 from headwise.types.shape import LayerShape, ModelShape
 
 PHASES = ("decode", "prefill")
@@ -136,6 +136,10 @@ class CodeLattice(Record):
 
     layer: LayerShape  # with the MLP of the base, not coded
     bits: tuple[int, ...]  # of a number on average, rising: some of MIXTURES
+
+    def __post_init__(self) -> None:
+        if not self.bits or set(self.bits) - set(MIXTURES) or sorted(set(self.bits)) != list(self.bits):
+            raise BudgetError(f"no codes of {self.bits} bits are timed; measure again: headwise probe --latency.")
 
     def shape(self, keys: int, values: int) -> LayerShape:
         """The layer with codes of so many bits a number."""
