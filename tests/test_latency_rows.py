@@ -248,6 +248,19 @@ def test_stacks_of_rows_that_heads_share_and_of_rows_in_bits_run_on_a_cpu(phase)
     assert took["before"] > 0 and took["after"] > 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_stacks_of_such_rows_are_replayed_on_cuda(phase):
+    stock = llama.tiny(head_dim=64).to("cuda", torch.bfloat16)
+    stock.config.dtype = torch.bfloat16
+    clock = Stacks(llama, llama.tailor(stock, 2), Workload(phase, 200, 2), repeats=2)
+    row = clock.shape.layers[0]
+    coded = [replace(row, k_code=mixture(row.qk_dim, k), v_code=mixture(row.v_dim, v)) for k, v in ((2, 8), (4, 4))]
+    clock.ahead([row, *coded])
+    times = clock([clock.shape.apart.layers, (row,) * 2, (replace(row, qk_dim=64), row), tuple(coded), (coded[0], row)])
+    assert all(time > 0 for stack in times for time in stack) and clock.captured == (phase == "decode")
+
+
 @torch.no_grad()
 def test_a_step_on_rows_in_bits_repeats_the_same_work():
     row = llama.shape_of(llama.tailor(llama.tiny(), 2).config).layers[0]

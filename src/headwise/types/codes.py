@@ -58,6 +58,7 @@ def kept_beside(size: int, near: int, number: int = CACHE_BYTES) -> int:
     return WHOLE_TOKENS * size * number + NEAR_TOKENS * near
 
 
+@functools.cache
 def mixture(size: int, mean: int) -> tuple[int, ...]:
     """A code for a row of `size` numbers with so many bits a number, on average: one of MIXTURES.
 
@@ -71,6 +72,7 @@ def mixture(size: int, mean: int) -> tuple[int, ...]:
     return tuple(counts.values())
 
 
+@functools.cache
 def read_bits(code: tuple[int, ...]) -> int:
     """Bits of the fields in which fast kernels read a row: what the time to read it depends on.
 
