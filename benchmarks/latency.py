@@ -1,12 +1,15 @@
 """Does a plan that was made under a limit on time keep it? Predicted and measured, source and cut side by side.
 
 On a CPU: the embedded model, probed and cut. On CUDA: a random model of Llama 3.2 1B's shape in bf16 with invented
-damages, as only time is looked at, and sizes in steps of 16 (MLPs: 1024). Models run as with
-`headwise.load(..., optimise=True)`. Layers are timed afresh; nothing but the choice of kernels comes from the user's
-cache. Results are written after every row; the rows of other devices in `benchmarks/results/latency.json` are kept.
+damages, as only time is looked at, and sizes in large steps (`latency_models`). Heads are cut one by one ("each"),
+share rows of the cache that are cut ("pooled"), or share rows that are coded in bits ("coded"); shares are of the time
+before heads were pooled. Models run as with `headwise.load(..., optimise=True)`. Layers are timed afresh; nothing but
+the choice of kernels comes from the user's cache. Results are written after every row; those of other devices and
+cases in `benchmarks/results/latency.json` are kept.
 
     python benchmarks/latency.py --device cpu
     python benchmarks/latency.py --device cuda
+    python benchmarks/latency.py --device cuda --cases pooled coded --missing --seconds 110   # repeat until nothing is
 """
 
 from __future__ import annotations
@@ -14,9 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,137 +26,107 @@ from typing import Any
 
 import torch
 import transformers
+from latency_models import CASES, Model, embedded, invented_model, stock
 
-from headwise import budgets, families, pipeline, strategies
+from headwise import budgets, strategies
 from headwise.checks import speed
-from headwise.cuts import reshape
+from headwise.cost import kv_bytes_per_token
 from headwise.errors import HeadwiseError
 from headwise.latency import lattice as latency
 from headwise.latency import measured, measuring
 from headwise.latency.stacks import Stacks
-from headwise.runs.settings import Settings
-from headwise.types import (
-    PHASES,
-    LatencyTable,
-    LayerShape,
-    ModelShape,
-    Plan,
-    Reading,
-    Readings,
-    Workload,
-    write_atomically,
-)
+from headwise.types import PHASES, LatencyTable, LayerShape, Plan, Workload, write_atomically
 
 RESULT = Path(__file__).parent / "results" / "latency.json"
-ALLOW = ("qk", "v", "mlp")
-ASKED = {
-    "cpu": {"decode,1k,b8": (80, 60), "prefill,256,b1": (80,)},
-    "cuda": {"decode,32k,b16": (80, 60), "decode,32k,b8": (80, 60), "prefill,8k,b4": (80, 60)},
+SHARED = {"decode,32k,b16": (80, 60, 40), "decode,8k,b8": (80, 60, 40), "prefill,8k,b4": (80, 60, 40)}
+TINY = {"decode,1k,b8": (90,), "prefill,64,b8": (95,)}
+ASKED = {  # by device and case
+    "cpu": {"each": {"decode,1k,b8": (80, 60), "prefill,256,b1": (80,)}},
+    "cuda": {
+        "each": {"decode,32k,b16": (80, 60), "decode,32k,b8": (80, 60), "prefill,8k,b4": (80, 60)},
+        "pooled": SHARED,
+        "coded": SHARED,
+    },
 }
-LLAMA_1B = dict(
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=64, vocab_size=128256, max_position_embeddings=131072, tie_word_embeddings=True, dtype="bfloat16",
-)  # fmt: skip
+WORDS = {"each": "of each head, cut", "pooled": "of all heads, cut", "coded": "of all heads, in bits"}
+Wanted = Callable[[str, str], bool]  # by case and budget
 
 
-def embedded() -> tuple[Any, Any, Readings, Any]:
-    """The embedded model, what a short probing found, and how a plan is carried out."""
-    settings = Settings(model="embedded", tokens=4096, eval_tokens=1024, swap_tokens=0, allow=ALLOW, device="cpu")
-    bench = pipeline.load_source(settings)
-    readings, moments = pipeline.probe(settings, bench, diagnose=False)
-    return bench.family, bench.model, readings, lambda plan: reshape(bench.family, bench.model, plan, moments)
-
-
-def random_llama(device: str, **sizes: Any) -> tuple[Any, Any, Readings, Any]:
-    """A random model in bf16 with invented damages: steep at small sizes, layers of different worth."""
-    config = transformers.LlamaConfig(**{**LLAMA_1B, **sizes})
-    with torch.device(device):
-        stock = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    stock.config.dtype = torch.bfloat16
-    family = families.family_of(config)
-    source = family.tailor(stock.eval())
-    del stock
-    shape = family.shape_of(source.config)
-    if not sizes:
-        shape = replace(shape, grain=replace(shape.grain, qk_step=16, v_step=16, mlp_step=1024))
-
-    def build(plan: Plan) -> Any:
-        return Stacks(family, source, Workload()).model(plan.target.layers)
-
-    return family, source, invented(shape), build
-
-
-def invented(shape: ModelShape, seed: int = 0) -> Readings:
-    """Curves of the kind that probes find."""
-    draw, layer, grain, count = random.Random(seed), shape.layers[0], shape.grain, len(shape.layers)
-    sizes = {
-        "qk_projected": (1e-3, grain.qk_sizes(layer.qk_dim)),
-        "qk_pairs": (3e-3, grain.qk_sizes(layer.qk_dim)),
-        "v": (3e-3, grain.v_sizes(layer.v_dim)),
-        "mlp": (1e-2, grain.mlp_sizes(layer.mlp_width)),
-    }
-    curves = []
-    for kind, (scale, ticks) in sizes.items():
-        worth = [scale * 10 ** draw.gauss(0.0, 0.4) for _ in range(count)]
-        rows = tuple(tuple(w * ((ticks[0] / tick) ** 1.5 - 1) for tick in ticks) for w in worth)
-        kinds = ("invented", f"damage.{kind}", kind, (ticks,) * count, rows, None, "nats per token", "Invented.", 0, 0)
-        curves.append(Reading(*kinds))
-    pairs = (tuple(range(layer.qk_width // 2)),) * layer.kv_heads
-    orders = ({"qk_pairs": pairs, "mlp": (tuple(range(layer.mlp_width)),)},) * count
-    return Readings("random", shape, tuple(curves), orders, tokens=0, seed=seed)
-
-
-def table_of(family: Any, source: Any, shape: ModelShape, work: Workload) -> tuple[LatencyTable, float]:
-    """Layers timed afresh, and how many seconds that took, with choosing kernels."""
-    start, clock = time.perf_counter(), Stacks(family, source, work)
-    name, runtime = measuring.device_name(clock.device), measuring.runtime_of(source)
-    table = latency.measure(clock, shape, work, ALLOW, clock.chain, name, runtime=runtime)
+def table_of(model: Model, work: Workload, known: LatencyTable | None) -> tuple[LatencyTable, float]:
+    """Layers timed afresh but for those in `known`, and how many seconds that took, with choosing kernels."""
+    start, clock = time.perf_counter(), Stacks(model.family, model.source, work)
+    facts = measuring.device_name(clock.device), None, known
+    runtime = measuring.runtime_of(model.source)
+    table = latency.measure(clock, model.readings.source, work, model.allow, clock.chain, *facts, runtime=runtime)
     return replace(table, captured=clock.captured), time.perf_counter() - start
 
 
-def rows_of(device: str, asked: dict[str, tuple[int, ...]], tiny: bool = False) -> Iterator[dict[str, Any]]:
-    """One row per workload and limit; a limit out of reach has none."""
-    small = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16, vocab_size=128) if tiny else {}  # fmt: skip
-    family, source, readings, build = embedded() if device == "cpu" and not tiny else random_llama(device, **small)
-    shape = readings.source
-    for text, shares in asked.items():
-        work = Workload.parse(text)
-        table, seconds = table_of(family, source, shape, work)
-        least = min(table.layer_ms(layer) for layer in _corners(table)) * len(shape.layers) + table.rest_ms
-        print(
-            f"{text}: {len(table.times)} layers timed in {seconds:.0f} s, off by up to {table.error:.1%}, captured: "
-            f"{table.captured}; at the smallest {least / table.model_ms(shape):.1%} remain",
-            flush=True,
-        )
-        for share in shares:
-            start = time.perf_counter()
-            limit = budgets.parse(f"latency={share}%@{text}", shape, (table,))
-            try:
-                plan = measured.confirmed(
-                    lambda limits: strategies.allocate(readings, limits, allow=ALLOW),
-                    (limit,),
-                    shape,
-                    measured.clock_of(family, source),
-                )
-            except HeadwiseError as error:
-                print(error, flush=True)
+def rows_of(device: str, asked: dict[str, dict[str, tuple[int, ...]]], wanted: Wanted, tiny: bool) -> Iterator[Any]:
+    """One row per case, workload and limit that is wanted; a limit out of reach has none."""
+    ours = device == "cpu" and not tiny
+    random_model = None if ours else stock(device, tiny)
+    models = {case: embedded() if ours else invented_model(random_model, case, tiny) for case in asked}
+    tables: dict[tuple[str, int], LatencyTable] = {}  # by workload and heads to a row: cases share what was timed
+    for text in dict.fromkeys(text for works in asked.values() for text in works):
+        for case, model in models.items():
+            shares = [s for s in asked[case].get(text, ()) if wanted(case, f"latency={s}%@{text}")]
+            if not shares:
                 continue
-            took = speed.side_by_side(source, build(plan), work)
-            check = speed.kept(limit, took, table.runtime)
-            yield _row(plan, table, took, seconds, check.passed)
-            print(f"  planned, built and measured in {time.perf_counter() - start:.0f} s", flush=True)
+            try:
+                place = (text, CASES[case][1])
+                tables[place], seconds = table_of(model, Workload.parse(text), tables.get(place))
+                yield from _rows(model, case, tables[place], seconds, shares, wanted)
+            except (HeadwiseError, torch.cuda.OutOfMemoryError) as error:
+                print(f"{case}, {text}: {error}", flush=True)
 
 
-def _corners(table: LatencyTable) -> list[LayerShape]:
+def _rows(
+    model: Model, case: str, table: LatencyTable, seconds: float, shares: list[int], wanted: Wanted
+) -> Iterator[dict[str, Any]]:
+    shape, work = model.readings.source, table.workload
+    least = sum(min(table.layer_ms(part) for part in _smallest(table)) for _ in shape.layers) + table.rest_ms
+    whole = table.model_ms(shape.apart)
+    print(
+        f"{case}, {work}: {len(table.times)} layers timed in {seconds:.0f} s, off by up to {table.error:.1%}, "
+        f"captured: {table.captured}; of the source's time {table.model_ms(shape) / whole:.1%} with such rows uncut, "
+        f"{least / whole:.1%} at the smallest",
+        flush=True,
+    )
+    for share in shares:
+        start, limit = time.perf_counter(), budgets.parse(f"latency={share}%@{work}", shape, (table,))
+        if not wanted(case, limit.text):
+            return
+        try:
+            plan = _planned(model, limit)
+        except HeadwiseError as error:
+            print(error, flush=True)
+            continue
+        took = speed.side_by_side(model.source, model.build(plan), work)
+        check = speed.kept(limit, took, table.runtime)
+        yield _row(plan, table, took, seconds, check.passed) | {"case": case}
+        print(f"  planned, built and measured in {time.perf_counter() - start:.0f} s", flush=True)
+
+
+def _planned(model: Model, limit: Any) -> Plan:
+    """The plan as a run makes it: confirmed on the device."""
+    return measured.confirmed(
+        lambda limits: strategies.allocate(model.readings, limits, allow=model.allow),
+        (limit,),
+        model.readings.source,
+        measured.clock_of(model.family, model.source),
+    )
+
+
+def _smallest(table: LatencyTable) -> list[LayerShape]:
     """The smallest layer of every lattice."""
     small = [lattice.shape(table.base, *(axis[0] for axis in lattice.axes)) for lattice in table.lattices]
+    small += [lattice.shape(lattice.bits[0], lattice.bits[0]) for lattice in table.codes]
     return [replace(layer, mlp_width=table.mlp[0]) for layer in small]
 
 
 def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float, met: bool) -> dict[str, Any]:
     limit = plan.budgets[0]
-    predicted = {"before": table.model_ms(plan.source), "after": plan.spent[limit.key]}
+    predicted = {"before": table.model_ms(plan.source.apart), "after": plan.spent[limit.key]}
     return {
         "model": plan.model,
         "budget": limit.text,
@@ -170,6 +142,8 @@ def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float
         "held_out_error": round(table.error, 4),
         "different_layers": len(set(plan.target.layers)),
         "unequal_dims": sum(layer.qk_dim != layer.v_dim for layer in plan.target.layers),
+        "coded_layers": sum(layer.coded for layer in plan.target.layers),
+        "cache_bytes": round(kv_bytes_per_token(plan.target) / kv_bytes_per_token(plan.source), 4),
     }
 
 
@@ -183,26 +157,23 @@ def section(result: dict[str, Any]) -> str:
     ]
     for device in result["devices"]:
         versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())
-        lines += ["", f"{device['device']}, {device['dtype']}, {device['model']}; {device['date']}, {versions}.", ""]
-        head = (
-            "budget",
-            "run",
-            "predicted ms",
-            "measured ms (low to high)",
-            "of the source: predicted, measured",
-            "met",
-        )
+        days = sorted({device["date"], *(row["date"] for row in device["rows"] if "date" in row)})
+        date = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+        lines += ["", f"{device['device']}, {device['dtype']}, {device['model']}; {date}, {versions}.", ""]
+        head = "budget", "cached rows", "run", "predicted ms", "measured ms (low to high)"
+        head = (*head, "of the source: predicted, measured", "met")
         lines += [f"| {' | '.join(head)} |", "| --- " * len(head) + "|"]
-        for row in device["rows"]:
-            predicted, took = row["predicted_ms"], row["measured_ms"]
-            measured = (
-                f"{took['before']:.3g} → {took['after']:.3g} ({took['after_low']:.3g} to {took['after_high']:.3g})"
-            )
-            both = f"{row['predicted_ratio']:.1%}, {row['measured_ratio']:.1%}"
-            run = "optimise=True" if row.get("runtime") == measuring.FAST else "as it is"
-            cells = (row["budget"], run, f"{predicted['before']:.3g} → {predicted['after']:.3g}", measured, both)
-            lines.append(f"| {' | '.join(cells)} | {'yes' if row['met'] else 'no'} |")
+        lines += [f"| {' | '.join(_cells(row))} |" for row in device["rows"]]
     return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    predicted, took = row["predicted_ms"], row["measured_ms"]
+    measured = f"{took['before']:.3g} → {took['after']:.3g} ({took['after_low']:.3g} to {took['after_high']:.3g})"
+    run = "optimise=True" if row.get("runtime") == measuring.FAST else "as it is"
+    guess = f"{predicted['before']:.3g} → {predicted['after']:.3g}"
+    both = f"{row['predicted_ratio']:.1%}, {row['measured_ratio']:.1%}"
+    return row["budget"], WORDS[row.get("case", "each")], run, guess, measured, both, "yes" if row["met"] else "no"
 
 
 def main() -> None:
@@ -211,14 +182,37 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(ASKED), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--only", choices=PHASES, help="this phase alone; rows of the other are kept")
+    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), help="these alone; if not given, each")
+    parser.add_argument("--missing", action="store_true", help="only rows that the result does not have")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more rows are begun")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, to see that all of it runs")
-    options = parser.parse_args()
-    asked = {"decode,64,b2": (80,), "prefill,64,b8": (95,)} if options.tiny else ASKED[options.device]
-    asked = {text: shares for text, shares in asked.items() if options.only in (None, text.partition(",")[0])}
-    for row in rows_of(options.device, asked, options.tiny):
+    options, start = parser.parse_args(), time.perf_counter()
+    asked = dict.fromkeys(CASES, TINY) if options.tiny else ASKED[options.device]
+    asked = {case: works for case, works in asked.items() if case in (options.cases or ["each"])}
+    asked = {
+        case: {text: shares for text, shares in works.items() if options.only in (None, text.partition(",")[0])}
+        for case, works in asked.items()
+    }
+    done = _done(options.out, options.device) if options.missing else set()
+
+    def wanted(case: str, budget: str) -> bool:
+        return (case, budget) not in done and time.perf_counter() - start < options.seconds
+
+    for row in rows_of(options.device, asked, wanted, options.tiny):
         print(json.dumps(row), flush=True)
         result = written(options.out, options.device, row)
         print(section(result), flush=True)
+
+
+def _done(out: Path, device: str) -> set[tuple[str, str]]:
+    """Case and budget of the rows that a result has of this device."""
+    name = measuring.device_name(torch.device(device))
+    found = json.loads(out.read_text())["devices"] if out.exists() else []
+    return {_key(row) for one in found if one["device"] == name for row in one["rows"]}
+
+
+def _key(row: dict[str, Any]) -> tuple[str, str]:
+    return row.get("case", "each"), row["budget"]
 
 
 def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
@@ -234,8 +228,9 @@ def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
         "repeats": "table: median of 5 turns beside the base; models: median of 7 turns",
     }
     old = json.loads(out.read_text())["devices"] if out.exists() else []
-    rows = [r for found in old if found["device"] == name for r in found["rows"] if r["budget"] != row["budget"]]
-    here["rows"] = sorted([*rows, row], key=lambda row: row["budget"].partition("@")[2])
+    rows = [{"date": found["date"], **r} for found in old if found["device"] == name for r in found["rows"]]
+    rows = [r for r in rows if _key(r) != _key(row)] + [row | {"date": here["date"]}]
+    here["rows"] = sorted(rows, key=lambda row: (row["budget"].partition("@")[2], list(CASES).index(_key(row)[0])))
     devices = [*(found for found in old if found["device"] != name), here]
     result = {"benchmark": "plans under a limit on time, predicted and measured", "devices": devices}
     write_atomically(out, json.dumps(result, indent=1) + "\n")

@@ -16,10 +16,9 @@ from headwise import api, cost, families
 from headwise.cli.show import finished
 from headwise.cuts import reshape
 from headwise.cuts.balance import balance
-from headwise.errors import BudgetError, HeadwiseError
+from headwise.errors import HeadwiseError
 from headwise.families.llama import FAMILY as llama
 from headwise.fast.model import optimise
-from headwise.latency.measured import tables
 from headwise.linalg import balanced
 from headwise.probes import gram
 from headwise.report._commands import how_to_make
@@ -30,7 +29,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.source import pooled_heads
 from headwise.strategies._options import refuse
 from headwise.tasks.causal import Causal
-from headwise.types import Budget, LayerKeep, Plan, Readings, Workload
+from headwise.types import Budget, LayerKeep, Plan, Readings
 
 KINDS = ("llama", "qwen3", "gemma2", "gpt2", "gpt_neox", "olmo2", "phi3")
 
@@ -154,7 +153,6 @@ def test_a_run_on_the_cache_alone_whose_heads_keep_their_own_rows_is_told_of_poo
         (dict(pool="all", portable=True), "--portable"),
         (dict(pool="all", allow=("qk", "kv_heads")), "--allow"),
         (dict(pool="all", strategy="svd"), "exact"),
-        (dict(pool="all", budgets=("latency=80%@decode",)), "timed"),
     ),
 )
 def test_what_pooled_heads_cannot_have_is_refused(asked: dict[str, Any], said: str) -> None:
@@ -192,9 +190,3 @@ def test_a_pooled_run_is_planned_again_only_by_what_can_be_carried_out(tmp_path:
     assert "--pool all" in how_to_make(Dossier(settings), "probe")
     limit = Budget("kv", "bytes", 1.0, 64, "kv=1%")
     assert str(refuse(shape, (limit,), (2.0,), ("qk", "v"))).endswith("--allow qk,v,mlp,depth.")
-
-
-def test_pooled_layers_are_not_timed(source: Path) -> None:
-    pooled = llama.tailor(families.load(str(source))[0], 2)
-    with pytest.raises(BudgetError, match="not timed"):
-        tables((Workload(length=64),), llama, pooled, ("qk",), None)

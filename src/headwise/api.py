@@ -27,7 +27,7 @@ from headwise.stages.allocate import allocate_in
 from headwise.stages.serving import refuse_coded
 from headwise.stages.serving import serve as serve_in
 from headwise.stream.source import Streaming
-from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict
+from headwise.types import DEFAULT_UNITS, Plan, Readings, Verdict, under_time
 from headwise.types.served import Served
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
@@ -77,8 +77,8 @@ def probe(
     `latency` names what to time on this device, such as "decode,32k,b8"; it can be added to any run of the same model.
     """
     asked, folder, works = Settings(model=model, budgets=_texts(budget), **settings), RunFolder(out), _texts(latency)
-    if works:  # coded layers are not timed yet
-        asked = replace(asked, allow=tuple(unit for unit in asked.allow if unit != "bits"))
+    if works:
+        asked = replace(asked, allow=under_time(asked.allow))
     with following(track, progress) as shown:
         if works and not overwrite and folder.finished("probe") and folder.require().model == model:
             with pipeline.resumed(folder, "probe", asked.trust_remote_code) as known:

@@ -160,7 +160,7 @@ def _latency(text: str, match: re.Match[str], source: ModelShape, tables: Sequen
             f"{text}: latency is measured on the device that the model will run on, and {work} was not yet; there: "
             f"headwise probe MODEL --latency {work} --out FOLDER"
         )
-    limit = amount / 100 * table.model_ms(source) if suffix == "%" else amount * TIMES[suffix.lower()]
+    limit = amount / 100 * table.model_ms(source.apart) if suffix == "%" else amount * TIMES[suffix.lower()]
     return Budget("latency", "ms", limit, work.length, text.replace(" ", ""), work, table.device, table)
 
 
@@ -194,6 +194,14 @@ def _length(at: str, text: str) -> int:
 def price(budget: Budget, model: ModelShape) -> float:
     """What a model costs in the budget's unit."""
     return _model_cost(find("headwise.budgets", budget.name), model, *_at(budget))
+
+
+def source_price(budget: Budget, source: ModelShape) -> float:
+    """What the source costs, of which a share is meant: time is that of the model as it was before heads were pooled.
+
+    Bytes, parameters and FLOPs are the same before and after.
+    """
+    return price(budget, source.apart if budget.workload else source)
 
 
 def _model_cost(price: ModuleType, model: ModelShape, *at: int | LatencyTable) -> float:

@@ -15,6 +15,7 @@ from headwise import families
 from headwise.devices import free_bytes, timed
 from headwise.latency import measuring
 from headwise.latency.measuring import FAST, PLAIN
+from headwise.latency.stacks import as_it_came
 from headwise.types import Budget, Check, Plan, Workload
 
 FEWEST, ENOUGH = 4, 250.0  # steps that are timed at least; milliseconds that are enough for one timing
@@ -130,7 +131,8 @@ def latencies(source: nn.Module, cut: nn.Module, plan: Plan) -> tuple[dict[str, 
         stem = f"{work.phase}_ms_at_{work.length}_batch_{work.batch}"
         predicted = {"after": plan.spent[budget.key]}
         if budget.table is not None:
-            predicted = {"after": budget.table.model_ms(plan.target), "before": budget.table.model_ms(plan.source)}
+            models = {"after": plan.target, "before": plan.source.apart}
+            predicted = {end: budget.table.model_ms(model) for end, model in models.items()}
         found |= {f"{stem}_predicted_{end}": value for end, value in predicted.items()}
         found |= {f"{stem}_{end}": value for end, value in took.items()}
         checks.append(kept(budget, took, measuring.runtime_of(source)))
@@ -158,10 +160,13 @@ def kept(budget: Budget, took: dict[str, float], runtime: str) -> Check:
 
 @torch.no_grad()
 def side_by_side(source: nn.Module, cut: nn.Module, work: Workload, repeats: int = 7) -> dict[str, float]:
-    """Milliseconds of both models under a workload, in the dtype that they will run in; the models take turns."""
+    """Milliseconds of both models under a workload, in the dtype that they will run in; the models take turns.
+
+    The source is timed as it was before its heads were pooled.
+    """
     family = families.family_of(source.config)
     ready = []
-    for model in (source, cut):
+    for model in (as_it_came(source, family, work), cut):
         dtype = measuring.timed_dtype(model)
         model = model if dtype == model.dtype else copy.deepcopy(model).to(dtype)
         ready.append(measuring.prepare(family, model, work))

@@ -3,7 +3,9 @@
 Stacks of equal layers in a whole model are timed beside a stack of base layers, so that a machine that slows down slows
 both. Attention and MLP are timed separately. Where there are too many combinations of attention sizes, a lattice of
 them is timed; where a size lies off the line between its neighbours, more sizes are timed there, because times move in
-steps. At the end mixed stacks are predicted and timed: the table records the error.
+steps. Of rows in bits a few codes are timed. At the end mixed stacks are predicted and timed: the table records the
+error. Where heads are pooled, the base is a layer whose heads are not, and the source's layers are timed as its user
+has them: shares are of their time.
 """
 
 import random
@@ -15,7 +17,18 @@ from math import prod
 from headwise.latency.measuring import spread
 from headwise.latency.stacks import Stack
 from headwise.progress import Track, silently
-from headwise.types import HeldOut, LatencyTable, Lattice, LayerShape, LayerTime, ModelShape, Workload
+from headwise.types import (
+    CodeLattice,
+    HeldOut,
+    LatencyTable,
+    Lattice,
+    LayerShape,
+    LayerTime,
+    ModelShape,
+    Workload,
+    under_time,
+)
+from headwise.types.codes import MIXTURES
 from headwise.types.latency import bracket
 
 Clock = Callable[[Sequence[Stack]], list[list[float]]]  # milliseconds of models with these layers, once per repeat
@@ -43,15 +56,19 @@ def measure(
     runtime: str = "plain",
 ) -> LatencyTable:
     """The table of one workload. Times in `known` are not measured again; `keep` receives every intermediate table."""
-    base, allowed = base_of(source), frozenset(allow)
+    base, allowed = base_of(source.apart), frozenset(allow)
     start = LatencyTable(device, facts or {}, work, base, 0.0, (), chain=chain, runtime=runtime)
     times = Measurements(clock, start, known, keep, track)
     wanted = lattices(source, allowed)
     if sum(len(lattice.shapes(base)) for lattice in wanted) > EVERY:
         wanted = [_thinned(times, lattice, MOST // len(wanted)) for lattice in wanted]
-    times.need([shape for lattice in wanted for shape in lattice.shapes(base)], f"timing attention, {work}")
+    sizes = [shape for lattice in wanted for shape in lattice.shapes(base)]
+    times.need([*before_pooling(source, base), *sizes], f"timing attention, {work}")
     widths = _widths(times, mlp_sizes(source, allowed))
-    table = replace(times.table(), lattices=tuple(wanted), mlp=widths)
+    codes = tuple(code_lattices(source, allowed))
+    for lattice in codes:
+        _time_codes(times, lattice)
+    table = replace(times.table(), lattices=tuple(wanted), mlp=widths, codes=codes)
     table = replace(table, held_out=(*times.checks, *_mixed(times, table, source)))
     keep(table)
     return table
@@ -62,7 +79,7 @@ def again(clock: Clock, table: LatencyTable, layers: Iterable[LayerShape], sourc
 
     Of many times a solver picks those that are too short by chance. A second timing is not picked, so it is unbiased.
     """
-    base, left = table.base, {part for layer in source.layers for part in parts(layer, table.base)}
+    base, left = table.base, {part for layer in source.apart.layers for part in parts(layer, table.base)}
     shapes = [part for layer in layers if not layer.gone for part in parts(layer, base) if part not in left]
     times = Measurements(clock, table, table)
     for shape in shapes:
@@ -79,13 +96,22 @@ def parts(layer: LayerShape, base: LayerShape) -> tuple[LayerShape, LayerShape]:
 def base_of(source: ModelShape) -> LayerShape:
     """The layer that all others are measured beside: the largest of every size."""
     most = {n: max(getattr(layer, n) for layer in source.layers) for n in ("qk_dim", "v_dim", "mlp_width", "qk_width")}
-    groups, sharing = (max(getattr(x, n) for x in source.layers) for n in ("kv_heads", "queries_per_group"))
-    return LayerShape(query_heads=groups * sharing, kv_heads=groups, **most)
+    groups, sharing, pooled, wide = (
+        max(getattr(x, n) for x in source.layers) for n in ("kv_heads", "queries_per_group", "pooled", "v_width")
+    )
+    return LayerShape(query_heads=groups * sharing, kv_heads=groups, **most, pooled=pooled, v_width=wide)
+
+
+def before_pooling(source: ModelShape, base: LayerShape) -> list[LayerShape]:
+    """The attention sizes that the source had before its heads were pooled; none where they were not."""
+    had = source.apart
+    return [] if had is source else [*dict.fromkeys(parts(layer, base)[0] for layer in had.layers if not layer.gone)]
 
 
 def lattices(source: ModelShape, allow: frozenset[str]) -> list[Lattice]:
     """All attention sizes that a plan may choose: those of the source, and what `allow` adds."""
     layers, grain = [layer for layer in source.layers if not layer.gone], source.grain
+    pooled, wide = max(layer.pooled for layer in layers), max(layer.v_width for layer in layers)
     kv = {layer.kv_heads for layer in layers}
     sharing = {layer.queries_per_group for layer in layers}
     kv = set(range(1, max(kv) + 1)) if "kv_heads" in allow else kv
@@ -99,8 +125,18 @@ def lattices(source: ModelShape, allow: frozenset[str]) -> list[Lattice]:
         if "qk" in allow and width and grain.projectable and not grain.folds:
             qk |= set(grain.qk_sizes(width)[1:])
         if qk:
-            found.append(Lattice(width, *(tuple(sorted(axis)) for axis in (kv, sharing, qk, v))))
+            axes = (tuple(sorted(axis)) for axis in (kv, sharing, qk, v))
+            found.append(replace(Lattice(width, *axes), pooled=pooled, v_width=wide))
     return found
+
+
+def code_lattices(source: ModelShape, allow: frozenset[str]) -> list[CodeLattice]:
+    """The layers whose rows a plan may code."""
+    if "bits" not in under_time(allow) or not source.codable:
+        return []
+    base = base_of(source.apart)
+    layers = dict.fromkeys(parts(layer, base)[0] for layer in source.layers if layer.query_heads)
+    return [CodeLattice(layer, tuple(sorted(MIXTURES))) for layer in layers]
 
 
 def mlp_sizes(source: ModelShape, allow: frozenset[str]) -> list[int]:
@@ -231,7 +267,17 @@ def _thinned(times: Measurements, lattice: Lattice, most: int) -> Lattice:
             return lattice.shape(times.base, *sizes)
 
         axes[place] = tuple(settle(times, axis, axes[place], shape, name, max(3, most // others))[0])
-    return Lattice(lattice.width, *axes)
+    return replace(lattice, **dict(zip(("kv_heads", "sharing", "qk", "v"), axes, strict=True)))
+
+
+def _time_codes(times: Measurements, lattice: CodeLattice) -> None:
+    """Time the layers of a lattice of codes, and note how far those between its ends lie off the line."""
+    found = times.need(lattice.shapes(), f"timing rows in bits, {times.start.workload}")
+    ends = replace(lattice, bits=(lattice.bits[0], lattice.bits[-1]))
+    for mean in lattice.bits[1:-1]:
+        middle = lattice.shape(mean, mean)
+        line = max(0.0, sum(part * found[corner] for corner, part in ends.corners(middle)))
+        times.checks.append(HeldOut(f"rows of {mean} bits a number", line, found[middle], refined=True))
 
 
 def _widths(times: Measurements, sizes: Sequence[int]) -> tuple[int, ...]:
@@ -254,8 +300,12 @@ def _mixed(times: Measurements, table: LatencyTable, source: ModelShape) -> list
     for _ in range(HELD_OUT):
         layers = []
         for _ in range(times.chain):
-            lattice = draw.choice(table.lattices)
-            shape = lattice.shape(times.base, *(draw.choice(axis) for axis in lattice.axes))
+            place = draw.choice(range(len(table.lattices) + len(table.codes)))
+            if place < len(table.lattices):
+                lattice = table.lattices[place]
+                shape = lattice.shape(times.base, *(draw.choice(axis) for axis in lattice.axes))
+            else:
+                shape = draw.choice(table.codes[place - len(table.lattices)].shapes())
             layers.append(replace(shape, mlp_width=draw.choice(table.mlp)))
         stacks.append(tuple(layers))
     measured = [times.beside_base([stack])[0] for stack in times.track(stacks, f"checking times, {table.workload}")]

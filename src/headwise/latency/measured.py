@@ -107,11 +107,11 @@ def _over(plan: Plan, source: ModelShape, budget: Budget, clock: latency.Clock) 
     """How much longer a plan takes than it may, both as shares of the source's time; 1 where it cannot be timed."""
     target = tuple(layer for layer in plan.target.layers if not layer.gone)
     try:
-        before, after = clock([source.layers, target])
+        before, after = clock([source.apart.layers, target])
     except BudgetError:  # whole models may not fit where stacks of a few layers did
         return 1.0
     share = statistics.median(b / a for a, b in zip(before, after, strict=True))
-    return share * prices.price(budget, source) / budget.limit
+    return share * prices.source_price(budget, source) / budget.limit
 
 
 def clock_of(family: Family, model: nn.Module) -> Callable[[Workload], latency.Clock]:
@@ -122,8 +122,6 @@ def clock_of(family: Family, model: nn.Module) -> Callable[[Workload], latency.C
 def _refuse(family: Family, model: nn.Module, shape: ModelShape, work: Workload) -> None:
     if any(layer.role for layer in shape.layers):
         raise BudgetError(f"{family.name} models have two stacks, which are not timed yet; use kv, params or flops.")
-    if any(layer.pooled > 1 for layer in shape.layers):
-        raise BudgetError("layers whose heads share rows are not timed yet; use kv, params or flops.")
     if shape.row_tokens is None:
         measuring.check_length(family, model.config, work)
 
@@ -134,7 +132,11 @@ def covers(table: LatencyTable, shape: ModelShape, allow: Sequence[str]) -> bool
         for lattice in latency.lattices(shape, frozenset(allow)):
             for sizes in zip(*((axis[0], axis[-1]) for axis in lattice.axes), strict=True):
                 table.layer_ms(lattice.shape(table.base, *sizes))
+        for codes in latency.code_lattices(shape, frozenset(allow)):
+            for coded in codes.shapes():
+                table.layer_ms(coded)
         table.model_ms(shape)
+        table.model_ms(shape.apart)
         widths = latency.mlp_sizes(shape, frozenset(allow))
         return bool(table.mlp) and table.mlp[0] <= widths[0] and widths[-1] <= table.mlp[-1]
     except BudgetError:
@@ -177,7 +179,7 @@ def _facts(family: Family, clock: Stacks, model: nn.Module) -> dict[str, str]:
         "chain": clock.chain,
         "hidden_size": shape.hidden_size,
         "vocab_size": shape.vocab_size,
-        "base": json.dumps(list(latency.base_of(shape).to_json().values())),
+        "base": json.dumps(list(latency.base_of(shape.apart).to_json().values())),
     }
     versions = {package: metadata.version(package) for package in ("torch", "transformers")}
     return {name: str(value) for name, value in {**fixed, **versions}.items()}

@@ -56,7 +56,11 @@ def prepare(family: Family, model: Any, work: Workload) -> TimedStep:
     """
     rows = family.example(model.config, work.batch, 1 if work.phase == "decode" else work.length)
     rows = rows.to(next(model.parameters()).device)
-    step = (_fast if covers(model) else _plain)(family, model, work, rows)
+    if covers(model):
+        step = _fast(family, model, work, rows)
+    else:  # rows in bits on a CPU: in C as `optimise=True` reads them, if it can be compiled
+        coded = any(part.coders is not None for part in attentions(model))
+        step = _plain(family, fast_twin(model) if coded else model, work, rows)
     step.run()
     return step
 

@@ -64,7 +64,8 @@ class Stacks:
             and self.work.phase == "decode"
             and measuring.runtime_of(self.like) == measuring.FAST
         ):
-            choice.choose(measuring.cases(self.like, layers, self.work.batch, self.work.length, self.dtype))
+            whole = [layer for layer in layers if not layer.coded]  # kernels for rows in bits are built as they run
+            choice.choose(measuring.cases(self.like, whole, self.work.batch, self.work.length, self.dtype))
 
     def _step(self, stack: Stack, first: bool) -> measuring.TimedStep:
         if self.kept is not None and self.kept[0] == stack:
@@ -105,6 +106,12 @@ class Stacks:
             else:
                 owner._buffers[last] = ours
         model.tie_weights()
+
+
+def as_it_came(model: nn.Module, family: Family, work: Workload) -> nn.Module:
+    """The model to whose time shares refer: itself, or with random weights as it was before its heads were pooled."""
+    shape = family.shape_of(model.config)
+    return model if shape.apart is shape else Stacks(family, model, work).model(shape.apart.layers)
 
 
 def _tidy() -> None:

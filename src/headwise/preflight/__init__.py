@@ -22,7 +22,7 @@ from headwise.stages import needed, words
 from headwise.stages.source import heads_to_pool, refuse_packed, refuse_rounds, refuse_units
 from headwise.strategies import _reach
 from headwise.stream.source import is_streamed, refuse_to_stream
-from headwise.types import ModelShape
+from headwise.types import ModelShape, under_time
 
 __all__ = ["check", "memory_needed", "note_all"]
 
@@ -60,7 +60,8 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     budgets = prices.without_times(settings.budgets, shape)
     for text in latency:
         prices.workload(text, shape)
-    cuts = strategies.cuts(module, settings.units)
+    units = under_time(settings.units) if "latency" in settings.limited else settings.units
+    cuts = strategies.cuts(module, units)
     helpful = [unit for unit in family.units if unit != "rank" or not (settings.only_kv or streamed)]
     _reach.check(shape, budgets, module, cuts, [*helpful, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)

@@ -10,7 +10,7 @@ from headwise.report._bits import WHOLE, average_bits, is_coded
 from headwise.report._chart import WIDE, Axis, Chart, Series, draw
 from headwise.report._data import value_range
 from headwise.report._html import NO_DATA, bar, document, figure, paragraph, section, table, top
-from headwise.report._sizes import size_of
+from headwise.report._sizes import full_size
 from headwise.report._tables import Table
 from headwise.report._text import MISSING, human, interval, listing, number
 from headwise.report._words import MEASURED, PREDICTED, known_ends
@@ -57,7 +57,7 @@ def _run(name: str, dossier: Dossier, letter: str, link: str) -> ComparedRun:
     pairs = {fact.label: (fact.before, fact.after) for fact in facts.sizes(dossier)}
     shares = {label: after / before for label, (before, after) in pairs.items() if before and after is not None}
     for budget in dossier.plan.budgets:
-        full, spent = size_of(budget, dossier.plan.source), dossier.plan.spent.get(budget.key)
+        full, spent = full_size(budget, dossier.plan), dossier.plan.spent.get(budget.key)
         if budget.name not in facts.LABELS and full and spent is not None:
             shares[budget.name] = spent / full
     return ComparedRun(name, dossier, last.value, known_ends(last), kind == MEASURED, shares, letter, link)

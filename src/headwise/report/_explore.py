@@ -15,7 +15,7 @@ from headwise.report._diagnostics import StripSet, diagnostics
 from headwise.report._healing import healing_parts
 from headwise.report._judged import percent
 from headwise.report._model import GAP, MLP_SHARE, damage_scale, full_dim, full_mlp, model_rows
-from headwise.report._sizes import Size, size_of, sizes_of
+from headwise.report._sizes import Size, full_size, sizes_of
 from headwise.report._tables import CODED_SIZES, SIZE_LABELS
 from headwise.report._text import number
 from headwise.report._words import axis_words, reading_words
@@ -69,7 +69,7 @@ def _proven(gap: float) -> str:
 
 def own_place(answers: list[Answer], plan: Plan) -> int:
     """The answer whose limit is nearest the plan's own."""
-    full = size_of(plan.budgets[0], plan.source) or 1.0
+    full = full_size(plan.budgets[0], plan) or 1.0
     return min(range(len(answers)), key=lambda i: abs(answers[i].share - min(1.0, plan.budgets[0].limit / full)))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from headwise.report._bits import WHOLE, is_coded
-from headwise.report._sizes import size_of
+from headwise.report._sizes import full_size
 from headwise.report._text import MISSING, human
 from headwise.runs.dossier import Dossier
 from headwise.types import Readings
@@ -47,7 +47,7 @@ def _rival(
     share = None
     if dossier.plan and dossier.plan.budgets:
         first = dossier.plan.budgets[0]
-        full, amount = size_of(first, dossier.plan.source), spent.get(first.key)
+        full, amount = full_size(first, dossier.plan), spent.get(first.key)
         share = amount / full if full and amount is not None else None
     text = ", ".join(f"{name} {human(amount)}" for name, amount in spent.items()) or MISSING
     return Rival(strategy, share, predicted, measured, text, chosen)

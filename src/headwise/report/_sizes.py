@@ -51,7 +51,7 @@ def sizes_of(plan: Plan) -> tuple[Size, ...]:
         try:
             module = find("headwise.budgets", name.partition("@")[0])
             budget = own.get(name) or Budget(name, module.UNIT, 0.0, budgets.DEFAULT_LENGTH, name)
-            full = size_of(budget, plan.source)
+            full = full_size(budget, plan)
             if full is not None:
                 found.append(
                     Size(budget, f"{module.MEANING}, {budget.workload}" if budget.workload else module.MEANING, full)
@@ -65,5 +65,13 @@ def size_of(budget: Budget, shape: ModelShape) -> float | None:
     """What a shape costs under a budget; None for a unit that this version does not know."""
     try:
         return budgets.price(budget, shape)
+    except HeadwiseError:
+        return None
+
+
+def full_size(budget: Budget, plan: Plan) -> float | None:
+    """What the source costs under a budget, of which a share is meant; None for a unit that is not known here."""
+    try:
+        return budgets.source_price(budget, plan.source)
     except HeadwiseError:
         return None

@@ -9,7 +9,7 @@ from headwise.report._bits import PARTS, WHOLE, bit_rows, is_coded, mean_bits, r
 from headwise.report._data import damage_rows
 from headwise.report._healing import healing_parts
 from headwise.report._rivals import rivals
-from headwise.report._sizes import size_of
+from headwise.report._sizes import full_size, size_of
 from headwise.report._text import MISSING, as_number, human, interval, number, relative, words
 from headwise.report._words import known_ends
 from headwise.runs.dossier import Dossier
@@ -97,7 +97,7 @@ def budgets(dossier: Dossier) -> Table:
     checks = {check.name: check.passed for check in (dossier.verdict.checks if dossier.verdict else ())}
     for budget in plan.budgets if plan else ():
         assert plan is not None
-        full, spent = size_of(budget, plan.source), size_of(budget, plan.target)
+        full, spent = full_size(budget, plan), size_of(budget, plan.target)
         spent = as_number(plan.spent.get(budget.key)) if spent is None else spent
         share = f"{spent / full:.1%}" if full and spent is not None else MISSING
         within = None if spent is None else spent <= budget.limit * (1 + 1e-9)

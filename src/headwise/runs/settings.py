@@ -13,7 +13,7 @@ from headwise.runs import fingerprint
 from headwise.runs.flags import check_smallest, option
 from headwise.runs.heal_options import Options
 from headwise.strategies import POOLING
-from headwise.types import DEFAULT_UNITS, UNITS, ModelShape, Record
+from headwise.types import DEFAULT_UNITS, UNITS, ModelShape, Record, under_time
 from headwise.types.shape import ENGINES
 from headwise.types.verdict import MAX_LOSS, damage_limit
 
@@ -183,10 +183,6 @@ class Settings(Record):
             raise HeadwiseError(
                 f"pooled heads are allocated by {', '.join(POOLING)}; probe with --pool none for others."
             )
-        if any(text.strip().startswith("latency") for text in self.budgets):
-            raise HeadwiseError(
-                "pooled layers are not timed yet; limit kv, params or flops, or probe with --pool none."
-            )
 
     def resumes(self, before: Settings) -> bool:
         """Whether a run with these settings can resume one that was begun with others.
@@ -230,14 +226,20 @@ class Settings(Record):
 
     @property
     def may_code(self) -> bool:
-        """Whether cached rows may be coded: where the cache is limited, or nothing is yet, and no time is."""
-        limited = not self.limited or bool({"kv", "memory"} & self.limited)
-        return "bits" in self.allow and limited and self._may_choose_bits
+        """Whether cached rows may be coded: where the cache is limited, or time, or nothing is yet.
+
+        Where time is limited, only if no sizes of attention are to be cut.
+        """
+        timed = "latency" in self.limited
+        limited = timed or not self.limited or bool({"kv", "memory"} & self.limited)
+        allow = under_time(self.allow) if timed else self.allow
+        return "bits" in allow and limited and self._may_choose_bits
 
     @property
     def may_pack(self) -> bool:
         """Whether weights may be stored in few bits: where their bytes are limited, and no time is."""
-        return "weights" in self.allow and bool({"weights", "memory"} & self.limited) and self._may_choose_bits
+        limited = bool({"weights", "memory"} & self.limited) and "latency" not in self.limited
+        return "weights" in self.allow and limited and self._may_choose_bits
 
     @property
     def limited(self) -> set[str]:
@@ -246,8 +248,7 @@ class Settings(Record):
 
     @property
     def _may_choose_bits(self) -> bool:
-        fixed = "latency" in self.limited or self.portable or self.limits_sizes
-        return self.strategy == "exact" and not fixed
+        return self.strategy == "exact" and not (self.portable or self.limits_sizes)
 
     @property
     def limits_sizes(self) -> bool:

@@ -56,7 +56,7 @@ def stored(path: Path, key: str, layers: int | None = None) -> Sweep | None:
 def complete(sweep: Sweep, plan: Plan) -> bool:
     """Whether every limit was solved, that of the plan among them."""
     first = plan.budgets[0]
-    full = prices.price(first, plan.source)
+    full = prices.source_price(first, plan.source)
     return sweep.done and (
         first.limit > full or any(abs(a.share * full - first.limit) < 1e-9 * full for a in sweep.answers)
     )
@@ -79,7 +79,7 @@ def solve(
         raise PlanError(missing)
 
     least, answer = answers(shape, readings, plan.budgets, allow)
-    full, most = prices.price(first, shape), _most_coded(first, shape, answer)
+    full, most = prices.source_price(first, shape), _most_coded(first, shape, answer)
     wanted = limits(first, least, shape, most)
     table: dict[LayerShape, int] = {}
     found = {a.text: _place(a, known, table) for a in known.answers} if known else {}
@@ -131,7 +131,7 @@ def limits(first: Budget, least: float, shape: ModelShape, most: float | None = 
 
     Even percentages or, where the cache is coded, from `most` down and closer where less is left.
     """
-    full, at = prices.price(first, shape), "".join(first.text.partition("@")[1:])
+    full, at = prices.source_price(first, shape), "".join(first.text.partition("@")[1:])
     low = 100 * least / full if full else 100.0
     grid = _even(low) if most is None else _closer(low, 100 * most / full)
     texts = [f"{first.name}={percent:g}%{at}" for percent in grid]

@@ -11,7 +11,7 @@ def budgets_of_round(budgets: tuple[Budget, ...], source: ModelShape, number: in
     """The budgets of round `number` (from 1): equal factors from the source's price to the limit."""
     out = []
     for budget in budgets:
-        full = prices.price(budget, source)
+        full = prices.source_price(budget, source)
         share = min(1.0, budget.limit / full) ** (number / rounds)
         out.append(budget if number == rounds else replace(budget, limit=share * full))
     return tuple(out)

@@ -210,7 +210,8 @@ def codes_rows(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
 def codes_alone(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:
     """Whether a run chooses bits of cached keys and values alone. A direction without bits is dropped, so nothing else
     needs a price."""
-    return codes_rows(settings, shape, task) and settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+    alone = settings.only_kv and not {"heads", "kv_heads"} & set(settings.allow)
+    return codes_rows(settings, shape, task) and (alone or set(settings.allow) == {"bits"})
 
 
 def packs_weights(settings: Settings, shape: ModelShape, task: tasks.Task) -> bool:

@@ -7,7 +7,8 @@ from types import ModuleType
 
 from headwise.errors import PlanError
 from headwise.registry import find, names
-from headwise.strategies._options import bits_alone, keep_for, unpriced, ways
+from headwise.strategies._options import keep_for, ways
+from headwise.strategies._unpriced import bits_alone, unpriced
 from headwise.types import DEFAULT_UNITS, UNITS, Budget, Plan, Readings
 
 __all__ = ["POOLING", "allocate", "bits_alone", "blind", "chosen", "cuts", "keep_for", "known", "unpriced", "ways"]

@@ -22,6 +22,7 @@ from headwise.types import (
     Plan,
     Readings,
     Unit,
+    under_time,
 )
 from headwise.types.unit import Order
 from headwise.types.weights import MATRICES, WHOLE
@@ -108,14 +109,17 @@ def pairs(menu: LayerMenu, equal: bool) -> list[tuple[Choice, Choice]]:
 
 
 def applicable(source: ModelShape, allow: Iterable[str], budgets: Sequence[Budget]) -> tuple[str, ...]:
-    """The units that help under some budgets: bits where what they are of is limited and has none yet, and no time."""
-    untimed, stored = not any(b.workload for b in budgets), any(map(prices.of_weights, budgets))
+    """The units that help under some budgets: bits where what they are of is limited and has none yet.
+
+    Where time is limited, rows are coded only if no sizes of attention are cut, and weights stay in 16 bits.
+    """
+    timed, stored = any(b.workload for b in budgets), any(map(prices.of_weights, budgets))
     helps = {
-        "bits": untimed and source.codable and any(map(prices.of_cache, budgets)),
-        "weights": untimed and source.packable and stored,
-        "rank": untimed and not stored,
+        "bits": source.codable and (timed or any(map(prices.of_cache, budgets))),
+        "weights": not timed and source.packable and stored,
+        "rank": not timed and not stored,
     }
-    return tuple(unit for unit in allow if helps.get(unit, True))
+    return tuple(unit for unit in (under_time(allow) if timed else allow) if helps.get(unit, True))
 
 
 def legal_menus(source: ModelShape, allow: Iterable[str]) -> list[LayerMenu]:
@@ -168,56 +172,6 @@ def _narrower(shape: LayerShape, priced: Callable[[Unit], list[tuple[int, float]
 
 def _unchanged(shape: LayerShape, fields: tuple[str, ...]) -> Choice:
     return Choice(tuple((name, getattr(shape, name)) for name in fields), 0.0)
-
-
-def unpriced(source: ModelShape, readings: Readings, budgets: Sequence[Budget], allow: Sequence[str]) -> str | None:
-    """Why these budgets cannot be planned for: something that may be cut for them was not priced. None where all was.
-
-    Probing for the cache alone prices no MLP and no rotary pairs: a plan for parameters would never cut them.
-    """
-    wanted = [budget for budget in budgets if budget.name != "kv"]
-    texts = " ".join(f"--budget {budget.text}" for budget in budgets)
-    again = f"probe again: headwise probe {readings.model} {texts} --out NEW_FOLDER, with the same --allow."
-    coded = "bits" in applicable(source, allow, budgets) and readings.curve("damage.k_bits") is not None
-    if {"qk", "v"} & set(allow) and not coded and bits_alone(readings):
-        what = " and ".join(budget.text for budget in budgets)
-        return f"{what} needs prices of dimensions, and this probing priced bits of the cache alone; {again}"
-    if "weights" in applicable(source, allow, budgets) and readings.curve("damage.w_q") is None:
-        return f"{wanted[0].text} needs prices of bits of weights, and this probing has none; {again}"
-    if "mlp" in allow and any(_counts_mlp(budget, source) for budget in wanted) and not _mlp_priced(source, readings):
-        return f"{wanted[0].text} needs prices of MLP widths, and this probing was for the cache alone; {again}"
-    if "qk" in allow and wanted and source.grain.rotary and not _pairs_priced(readings):
-        return f"{wanted[0].text} needs prices of rotary pairs, and this probing was for the cache alone; {again}"
-    if "depth" in allow and readings.curve("damage.depth") is None:
-        return f"--allow names depth, and this probing did not price whole layers; {again}"
-    return None
-
-
-def _counts_mlp(budget: Budget, source: ModelShape) -> bool:
-    """Whether a narrower MLP is cheaper under a budget."""
-    if prices.joint(budget):
-        return True
-    wide = max(source.layers, key=lambda layer: layer.mlp_width)
-    narrow = replace(wide, mlp_width=min(1, wide.mlp_width))
-    return prices.layer_price(budget, source, narrow) < prices.layer_price(budget, source, wide)
-
-
-def bits_alone(readings: Readings) -> bool:
-    """Whether bits of the cache were priced and no dimensions."""
-    kinds = ("damage.qk_projected", "damage.qk_pairs", "damage.v")
-    return readings.curve("damage.k_bits") is not None and not any(readings.curve(kind) for kind in kinds)
-
-
-def _pairs_priced(readings: Readings) -> bool:
-    return readings.curve("damage.qk_pairs") is not None and "qk_pairs" in ways(readings)
-
-
-def _mlp_priced(source: ModelShape, readings: Readings) -> bool:
-    """Whether some layer's MLP has more than one price, or none could."""
-    if all(len(source.grain.mlp_sizes(layer.mlp_width)) == 1 for layer in source.layers):
-        return True
-    reading = readings.curve("damage.mlp")
-    return reading is not None and any(len(ticks) > 1 for ticks in reading.ticks)
 
 
 def depth_steps(readings: Readings, allow: Iterable[str]) -> list[tuple[tuple[int, ...], float]]:
@@ -321,17 +275,20 @@ def refuse(
     hint = f", or allow more with --allow {','.join([*allow, *more])}" if more else ""
     for budget, least in zip(budgets, smallest, strict=True):
         if least > budget.limit:
-            share = least / prices.price(budget, source) * 100
+            share = least / prices.source_price(budget, source) * 100
             at = "".join(budget.text.partition("@")[1:])  # a share is of the price at that length
             text = f"{budget.name}={-(-share * 10 // 1) / 10:g}%{at}"  # rounded up, so that the proposal can be met
-            if "bits" in allow and not prices.of_cache(budget):
+            again = f"Try --budget {text}" if share <= 100 else "Heads that share no rows may be faster: --pool none"
+            if "bits" in allow and budget.workload:
+                hint = "; or cut sizes of attention and no bits: --allow qk,v,mlp"
+            elif "bits" in allow and not prices.of_cache(budget):
                 others = ",".join(unit for unit in allow if unit != "bits") or "qk,v,mlp"
                 hint += f"; coded rows add parameters, dimensions do not: --allow {others}"
             if source.grain.heads:
                 hint += ", or plan with all sizes: leave out --serve"
             return BudgetError(
                 f"{budget.text} is out of reach: with everything that may be cut ({', '.join(allow)}) at its smallest "
-                f"legal size, {share:.1f}% remains. Try --budget {text}{hint}."
+                f"legal size, {share:.1f}% remains. {again}{hint}."
             )
     texts = " and ".join(budget.text for budget in budgets)
     return BudgetError(f"no plan meets {texts} together, though each alone can be met. Loosen one{hint}.")

@@ -69,9 +69,9 @@ class Problem:
         price: Price = lambda layer: [prices.layer_price(b, source, layer) for b in budgets]  # noqa: E731
         whole: Whole = lambda model: [prices.price(b, model) for b in budgets]  # noqa: E731
         self.program = build(source, offered, price, joint, ends, whole)
-        self.full = np.array(whole(source))
+        self.full = np.array([prices.source_price(budget, source) for budget in budgets])  # 100%
         layers = [sum(prices.layer_price(budget, source, layer) for layer in source.layers) for budget in budgets]
-        self.fixed = self.full - layers
+        self.fixed = np.array(whole(source)) - layers
         self.least = self.fixed + np.array([self.program.cheapest(row)[0] for row in self.program.price])
         self.seen = np.zeros(len(self.program.damage), dtype=bool)  # columns that mattered in a solve
         self.table = Knapsack(self.program) if Knapsack.fits(self.program) else None

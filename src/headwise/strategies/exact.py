@@ -41,7 +41,8 @@ class Depths:
         self, source: ModelShape, readings: Readings, budgets: tuple[Budget, ...], allow: tuple[str, ...]
     ) -> None:
         allow = applicable(source, allow, budgets)
-        whole = any(map(prices.of_weights, budgets))  # else codes alone are solved much faster, for nearly as little
+        # Rows that are not coded add no parameters and may be read faster; else codes alone are solved much faster.
+        whole = any(prices.of_weights(budget) or budget.workload for budget in budgets)
         curves = (*ways(readings), "q_rank")
         offered, steps = menus(source, readings, allow, curves, whole), depth_steps(readings, allow)
         self.budgets, self.lost = budgets, [lost for _, lost in steps]  # damage of the removed layers alone

@@ -11,6 +11,7 @@ from math import isfinite, prod
 
 from headwise.errors import BudgetError
 from headwise.types._record import Record
+from headwise.types.codes import MIXTURES, mixture, read_bits
 from headwise.types.shape import LayerShape, ModelShape
 
 PHASES = ("decode", "prefill")
@@ -82,7 +83,7 @@ class HeldOut(Record):
     what: str
     predicted: float
     measured: float
-    refined: bool = False  # whether it was too far off, so that more was measured there
+    refined: bool = False  # whether more was measured there, so that the table does better now
 
     def __post_init__(self) -> None:
         _refuse_times(self.predicted, self.measured)
@@ -95,13 +96,19 @@ class HeldOut(Record):
 
 @dataclass(frozen=True, slots=True)
 class Lattice(Record):
-    """Sizes of attention of which every combination was measured; `width` 0: queries are computed at `qk` itself."""
+    """Sizes of attention of which every combination was measured; `width` 0: queries are computed at `qk` itself.
 
+    Of pooled heads the sizes are those of rows, and `kv_heads` counts rows.
+    """
+
+    USUAL = ("pooled", "v_width")
     width: int
     kv_heads: tuple[int, ...]
     sharing: tuple[int, ...]  # query heads per key/value head
     qk: tuple[int, ...]
     v: tuple[int, ...]
+    pooled: int = 1  # key/value heads to a row
+    v_width: int = 0  # of a row's values before projection, where heads are pooled
 
     @property
     def axes(self) -> tuple[tuple[int, ...], ...]:
@@ -111,12 +118,47 @@ class Lattice(Record):
     def shape(self, base: LayerShape, kv_heads: int, sharing: int, qk: int, v: int) -> LayerShape:
         """The layer with these sizes and the MLP of `base`."""
         return replace(
-            base, query_heads=kv_heads * sharing, kv_heads=kv_heads, qk_dim=qk, v_dim=v, qk_width=self.width or qk
-        )
+            base, query_heads=kv_heads * sharing, kv_heads=kv_heads, qk_dim=qk, v_dim=v, qk_width=self.width or qk,
+            pooled=self.pooled, v_width=self.v_width,
+        )  # fmt: skip
 
     def shapes(self, base: LayerShape) -> list[LayerShape]:
         """Every combination."""
         return [self.shape(base, *sizes) for sizes in product(*self.axes)]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeLattice(Record):
+    """A layer whose rows were also measured in bits: keys of each of `bits` on average, with values of each.
+
+    Codes are those that `mixture` makes. The time of another one depends on the bits that are read of it.
+    """
+
+    layer: LayerShape  # with the MLP of the base, not coded
+    bits: tuple[int, ...]  # of a number on average, rising: some of MIXTURES
+
+    def __post_init__(self) -> None:
+        if not self.bits or set(self.bits) - set(MIXTURES) or sorted(set(self.bits)) != list(self.bits):
+            raise BudgetError(f"no codes of {self.bits} bits are timed; measure again: headwise probe --latency.")
+
+    def shape(self, keys: int, values: int) -> LayerShape:
+        """The layer with codes of so many bits a number."""
+        layer = self.layer
+        return replace(layer, k_code=mixture(layer.qk_dim, keys), v_code=mixture(layer.v_dim, values))
+
+    def shapes(self) -> list[LayerShape]:
+        """Every combination."""
+        return [self.shape(*both) for both in product(self.bits, repeat=2)]
+
+    def fits(self, layer: LayerShape) -> bool:
+        """Whether a coded layer with the MLP of the base is this one but for its codes."""
+        return bool(layer.k_code and layer.v_code) and replace(layer, k_code=(), v_code=()) == self.layer
+
+    def corners(self, layer: LayerShape) -> list[tuple[LayerShape, float]]:
+        """The measured layers around one with other codes, and what each counts."""
+        sides = ((layer.k_code, self.layer.qk_dim), (layer.v_code, self.layer.v_dim))
+        ends = [along([read_bits(mixture(size, mean)) for mean in self.bits], read_bits(code)) for code, size in sides]
+        return [(self.shape(self.bits[k], self.bits[v]), a * b) for (k, a), (v, b) in product(*ends)]
 
 
 @dataclass(frozen=True)
@@ -124,8 +166,11 @@ class LatencyTable(Record):
     """Measured times of layers, and of the rest of the model, under one workload on one device.
 
     A layer's time is that of its attention beside the base's MLP, plus what its MLP changes beside the base's
-    attention. Sizes between measured ones lie on the line between these.
+    attention. Sizes between measured ones lie on the line between these. The base is a layer of the source as its user
+    has it: where heads are pooled, the source's own layers were measured too, for shares of its time.
     """
+
+    USUAL = ("codes",)
 
     device: str
     facts: dict[str, str]  # what else times depend on: dtype, versions, the model's fixed sizes
@@ -139,6 +184,7 @@ class LatencyTable(Record):
     chain: int = 4  # layers in the stacks that were timed
     runtime: str = "plain"  # "fast": as `headwise.load(..., optimise=True)` runs models; "plain": as it does without
     captured: bool = False  # whether every timed step was the replay of a captured graph
+    codes: tuple[CodeLattice, ...] = ()  # layers that were also measured with rows in bits
 
     def __post_init__(self) -> None:
         _refuse_times(self.rest_ms)
@@ -185,19 +231,30 @@ class LatencyTable(Record):
     def _attention_ms(self, layer: LayerShape) -> float:
         if layer in self._known:
             return self._known[layer]
+        if layer.coded:
+            return self._coded_ms(layer)
         for lattice in self._fitting(layer):
             sizes = (layer.kv_heads, layer.queries_per_group, layer.qk_dim, layer.v_dim)
             ends = [bracket(axis, size) for axis, size in zip(lattice.axes, sizes, strict=True)]
             if all(ends):
                 return self._between(lattice, [end for end in ends if end])
         heads = f"{layer.query_heads} heads on {layer.kv_heads}"
+        if layer.pooled > 1:
+            heads += f" rows of {layer.pooled} pooled heads"
         raise self._outside(f"attention of {heads}, qk {layer.qk_dim} of {layer.qk_width}, v {layer.v_dim}")
+
+    def _coded_ms(self, layer: LayerShape) -> float:
+        lattice = next((lattice for lattice in self.codes if lattice.fits(layer)), None)
+        if lattice is None:
+            raise self._outside("a cache in bits", "bits")
+        return max(0.0, sum(part * self._ms(corner) for corner, part in lattice.corners(layer)))
 
     def _fitting(self, layer: LayerShape) -> Iterable[Lattice]:
         """Lattices that price the layer; one whose queries are computed at a larger width is never too fast."""
+        alike = [lattice for lattice in self.lattices if lattice.pooled == layer.pooled]
         if not layer.projected:
-            return [lattice for lattice in self.lattices if not lattice.width]
-        wide = [lattice for lattice in self.lattices if lattice.width >= layer.qk_width]
+            return [lattice for lattice in alike if not lattice.width]
+        wide = [lattice for lattice in alike if lattice.width >= layer.qk_width]
         return sorted(wide, key=lambda lattice: lattice.width)
 
     def _between(self, lattice: Lattice, ends: Sequence[tuple[tuple[int, float], ...]]) -> float:
@@ -207,10 +264,10 @@ class LatencyTable(Record):
             total += prod(parts) * self._ms(lattice.shape(self.base, *sizes))
         return total
 
-    def _outside(self, what: str) -> BudgetError:
+    def _outside(self, what: str, units: str = "UNITS") -> BudgetError:
         return BudgetError(
             f"{what} is outside the table that was measured for {self.workload}; measure it too, with the same "
-            f"--allow: headwise probe MODEL --latency {self.workload} --allow UNITS --out FOLDER"
+            f"--allow: headwise probe MODEL --latency {self.workload} --allow {units} --out FOLDER"
         )
 
 
@@ -236,3 +293,18 @@ def bracket(sizes: Sequence[int], size: int) -> tuple[tuple[int, float], ...] | 
     low, high = below[-1], above[0]
     part = (size - low) / (high - low)
     return (low, 1 - part), (high, part)
+
+
+def along(ticks: Sequence[int], place: int) -> tuple[tuple[int, float], ...]:
+    """The numbers of the rising ticks around a place, and what each counts.
+
+    Above the last, the line goes on; below the first, that counts alone: less is not taken to be faster.
+
+    >>> along((16, 32, 64), 40), along((16, 32, 64), 96), along((16, 32, 64), 8)
+    (((1, 0.75), (2, 0.25)), ((1, -1.0), (2, 2.0)), ((0, 1.0),))
+    """
+    if place <= ticks[0] or len(ticks) == 1:
+        return ((0, 1.0),)
+    high = next((number for number, tick in enumerate(ticks) if tick >= place), len(ticks) - 1)
+    part = (place - ticks[high - 1]) / (ticks[high] - ticks[high - 1])
+    return (high - 1, 1 - part), (high, part)

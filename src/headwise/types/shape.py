@@ -142,6 +142,19 @@ class LayerShape(Record):
         return replace(rows, pooled=heads, v_width=v)
 
     @property
+    def apart(self) -> LayerShape:
+        """The layer before its heads were pooled, if rows are still as wide as heads side by side; else itself."""
+        if self.pooled == 1 or self.cut_rows:
+            return self
+        width, heads = self.head_width, self.kv_heads * self.pooled
+        return replace(self, kv_heads=heads, qk_width=width, qk_dim=width, v_dim=self.out_dim, pooled=1, v_width=0)
+
+    @property
+    def cut_rows(self) -> bool:
+        """Whether pooled rows are narrower than heads side by side, or coded."""
+        return self.pooled > 1 and (self.projected or self.v_projected)
+
+    @property
     def gone(self) -> bool:
         """Whether the whole layer is removed."""
         return not (self.query_heads or self.mlp_width)
@@ -316,6 +329,13 @@ class ModelShape(Record):
     def codable(self) -> bool:
         """Whether keys and values can be cached in few bits: a decoder's, unless they are already."""
         return self.cached and not any(layer.role or layer.coded for layer in self.layers)
+
+    @property
+    def apart(self) -> ModelShape:
+        """The model before its heads were pooled; itself where none were, or rows are also cut or coded."""
+        if any(layer.cut_rows for layer in self.layers) or all(layer.pooled == 1 for layer in self.layers):
+            return self
+        return self.with_layers(tuple(layer.apart for layer in self.layers))
 
     @property
     def cache_bytes(self) -> int:

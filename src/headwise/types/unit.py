@@ -1,6 +1,6 @@
 """What can be cut. One entry per curve of damage: everything else asks this table and knows no unit by name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -120,5 +120,16 @@ WEIGHTS = tuple(unit.kind for unit in CUTS if unit.allow == "weights")
 END_KINDS = tuple(DAMAGE + end for end in ENDS)  # of the whole model, as depth is
 UNIT_OF = {unit.kind: unit for unit in CUTS}  # by the kind of the reading
 UNITS = tuple(dict.fromkeys(unit.allow for unit in CUTS))  # what a plan may cut, as `--allow` names them
+SIZED = ("qk", "v", "heads", "kv_heads")  # sizes of attention
 DEFAULT_UNITS = ("qk", "v", "mlp", "bits", "weights")
 LABELS = {unit.allow: unit.label for unit in CUTS}
+
+
+def under_time(allow: Iterable[str]) -> tuple[str, ...]:
+    """The units that a plan under a limit on time may cut: sizes of attention or bits of the cache, not both.
+
+    >>> under_time(("qk", "v", "mlp", "bits")), under_time(("mlp", "bits"))
+    (('qk', 'v', 'mlp'), ('mlp', 'bits'))
+    """
+    allow = tuple(allow)
+    return tuple(unit for unit in allow if unit != "bits") if set(SIZED) & set(allow) else allow
