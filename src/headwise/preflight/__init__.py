@@ -66,6 +66,8 @@ def check(settings: Settings, out: Path | str, latency: Sequence[str] = ()) -> l
     _reach.check(shape, budgets, module, cuts, [*helpful, "depth", *_bits(settings)])
     length, notes = _length(settings, family, config)
     notes += [words.to_do(budget, shape, settings.units) for budget in budgets if prices.of_weights(budget)]
+    if settings.only_kv and settings.may_code and shape.codable and task == "causal":
+        notes += [words.in_bits(budget, shape) for budget in budgets[:1]]
     notes += _ignored_units(settings, shape, module.NAME, cuts) + _prices(settings)
     notes += _texts.check(settings, family, config, task, length, streamed)
     return notes + _disk.check(settings, Path(out), shape, budgets)

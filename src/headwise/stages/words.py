@@ -1,4 +1,4 @@
-"""What a run with a limit on memory will do, and what it expects, each in one sentence. No torch."""
+"""What a run with a limit on memory will do, and what it expects, in a sentence or two. No torch."""
 
 import math
 from collections.abc import Sequence
@@ -35,6 +35,17 @@ def to_do(budget: Budget, source: ModelShape, allow: Sequence[str]) -> str:
     return (
         f"{budget.text}: {said} at 16 bits per number become at most {_megabytes(budget.limit)}; "
         f"{' and '.join(filter(None, (', '.join(units[:-1]), units[-1])))} are chosen together, once all are priced."
+    )
+
+
+def in_bits(budget: Budget, source: ModelShape) -> str:
+    """What a run with a limit on the cache alone will do by itself, and why; `source` as its rows will be cached."""
+    heads = max(layer.pooled for layer in source.layers)
+    rows = f", and {heads} key/value heads of a layer share cached rows" if heads > 1 else ""
+    return (
+        f"{budget.text}: cached keys and values get fewer bits{rows}, which does the least damage for these bytes. "
+        "Steps are faster than the source's at long contexts only; for speed at short ones, and for other engines, "
+        "cut dimensions: --allow qk,v."
     )
 
 
