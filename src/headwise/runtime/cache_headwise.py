@@ -19,6 +19,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from .coder_headwise import RowCoder, as_if_kept
+from .prompt_headwise import at_once, padding_of, read_prompt
 from .softmax_headwise import right_with_masks
 from .step_headwise import OneToken, grown, whole_rows
 
@@ -91,7 +92,7 @@ class CodedLayer(DynamicLayer):
             return
         if not self.starts:
             self.starts = tuple(x.new_zeros((*x.shape[:2], WHOLE, x.shape[3])) for x in (k, v))
-        self.padding = _padding(mask, k)
+        self.padding = padding_of(mask, k)
         self.begun = WHOLE + int(self.padding.max())
         slot = torch.arange(WHOLE, device=k.device) + self.padding.unsqueeze(1) - past  # its place among the new tokens
         given = ((slot >= 0) & (slot < new))[:, None, :, None]
@@ -198,54 +199,11 @@ class Rows(NamedTuple):
         if not self.near:
             found: tuple[torch.Tensor, torch.Tensor | None] = attend(q, self.k, self.v, mask, **kwargs)
             return found
-        if mask is None and self._begins(attend, q):
-            return self._prompt(q, attend.scaling), None
+        if mask is None and self.past == self.start == 0 and at_once(attend, q, (self.k, self.v, *self.near)):
+            return read_prompt(q, (self.k, self.v), self.near, attend.scaling, NEAR, SMALL), None
         parts = [self._part(attend, q, mask, *block, **kwargs) for block in self._blocks(q.shape[2])]
         z, weights = zip(*parts, strict=True)
         return torch.cat(z, 1), None if weights[0] is None else torch.cat(weights, 2)
-
-    def _begins(self, attend: Any, q: torch.Tensor) -> bool:
-        """Whether a prompt is read at once from its beginning, on a CPU and without gradients."""
-        if torch.compiler.is_compiling() or not isinstance(self.past, int) or self.past or self.start:
-            return False
-        sdpa = attend.config._attn_implementation == "sdpa" and attend.softcap is None and not attend.training
-        graded = any(x.requires_grad for x in (q, self.k, self.v, *self.near))
-        return sdpa and not graded and q.device.type == "cpu" and q.shape[2] == self.k.shape[2]
-
-    def _prompt(self, q: torch.Tensor, scaling: float) -> torch.Tensor:
-        """What all queries of a prompt find (B, T, H, V).
-
-        Near rows lie `SMALL - 1` places behind their own, and coded rows are written over those that are near no more:
-        so every block of queries reads coded places and then near ones as they lie, without a copy.
-        """
-        (texts, heads, tokens), groups, values = q.shape[:3], self.k.shape[1], self.v.shape[3]
-        wide = max(q.shape[3], values)  # the fused kernel takes equal widths; zeros change nothing
-        rows = [nn.functional.pad(x, (0, wide - x.shape[3], SMALL - 1, 0)) for x in self.near]
-        q = nn.functional.pad(q, (0, wide - q.shape[3])).view(texts, groups, -1, tokens, wide)
-        seen, most, before, z = self._blocks_see(q), (tokens - 1) // SMALL * SMALL, 0, []
-        for first in range(0, tokens, SMALL):
-            last, far = min(first + SMALL, tokens), first + SMALL - NEAR
-            for row, x in zip(rows, self[:2], strict=True):
-                new = x[:, :, before:far]
-                row[:, :, before : before + new.shape[2], : x.shape[3]] = new
-            before, own = far, q[:, :, :, first:last]
-            mask = seen[int(first > 0)][: last - first, most - first : most + last + SMALL - 1 - first]
-            mask = mask.repeat(own.shape[2], 1)
-            asked = own.reshape(texts, groups, -1, wide)
-            k, v = (row[:, :, : last + SMALL - 1] for row in rows)
-            found = nn.functional.scaled_dot_product_attention(asked, k, v, attn_mask=mask, scale=scaling)
-            z.append(found.view(texts, heads, last - first, wide)[..., :values].transpose(1, 2))
-        return torch.cat(z, 1)
-
-    def _blocks_see(self, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Masks that are added: of the first block, which has no rows before its own, and of the others."""
-        tokens = q.shape[3]
-        query = torch.arange(SMALL).unsqueeze(1)
-        place = torch.arange((tokens - 1) // SMALL * SMALL + 2 * SMALL) - (tokens - 1) // SMALL * SMALL - SMALL + NEAR
-        seen = (place <= query - SMALL) | ((place >= query) & (place < query + NEAR))
-        both = (seen & ((place < 0) | (place >= NEAR - 1)), seen)
-        first, others = (torch.zeros(x.shape, dtype=q.dtype).masked_fill_(~x, float("-inf")) for x in both)
-        return first, others
 
     def _blocks(self, tokens: int) -> Iterator[tuple[slice, slice, slice]]:
         """Queries that read together, and the places that they read: as coded, and in more bits."""
@@ -319,7 +277,7 @@ def _remembered(
         return Rows(*((k, v) if cache is None else updated(cache, k, v, index)))
     alone = k.shape[2] == 1
     k, v = (k, v) if cache is None else updated(cache, k, v, index)
-    first = _first(k, _padding(mask, k))
+    first = _first(k, padding_of(mask, k))
     rows = [torch.where(first, x, coder.rounded(x)) for coder, x in zip(coders, (k, v), strict=True)]
     near = tuple(torch.where(first, x, coder.fine.rounded(x)) for coder, x in zip(coders, (k, v), strict=True))
     if not alone:
@@ -379,15 +337,6 @@ def _unpacked(coders: Any, layer: Any, rows: Any, fine: Any, k: torch.Tensor, v:
 def _at(x: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
     """The rows of some tokens (B, G, ...) of every text, by their places (B, ...)."""
     return x.gather(2, token[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
-
-def _padding(mask: Any, like: torch.Tensor) -> torch.Tensor:
-    """How many tokens come before the first of every text (B), by the mask that attention is given."""
-    if not isinstance(mask, torch.Tensor) or mask.dim() not in (2, 4):
-        return torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
-    seen = mask if mask.dim() == 2 else mask[:, 0, -1]  # the last token sees all that are not padding
-    seen = seen if seen.dtype == torch.bool or mask.dim() == 2 else seen == 0
-    return (seen.cumsum(1) == 0).sum(1).expand(like.shape[0])  # all, if all tokens so far are padding
 
 
 def _first(x: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import packed_ends, recording, saving, telling
+from .prompt_headwise import apart
 from .softmax_headwise import PAGED, added, eager, filled, linear, paged, paged_size, refuse_paged, served, tell_engine
 
 
@@ -355,20 +356,14 @@ class TailoredAttention(nn.Module):
         if not self._many(q):
             z, weights = rows.read(self.attend, q, mask, **kwargs)
             return self.own_values(z), weights
-        # From a row to what all of its heads have, side by side.
         keys = self.q_down_GWK.mT if self.projects else None
         values = self.v_up_NVO.unflatten(0, (self.kv_heads, -1)).transpose(1, 2).flatten(2) if self.v_projects else None
-        if rows.gains is not None and keys is not None and values is not None:  # the bases are smaller than the rows
-            keys, values = (x / gain.unsqueeze(2) for x, gain in zip((keys, values), rows.gains, strict=True))
-            rows = rows._replace(gains=None)
-        rows = rows.plain().changed(lambda k: self._own(k, keys), lambda v: self._own(v, values))
-        z, weights = rows.read(self.attend_apart, q, mask, **kwargs)
+        z, weights = apart(rows, (keys, values), self._own).read(self.attend_apart, q, mask, **kwargs)
         return z.flatten(2), weights
 
     def _own(self, x: torch.Tensor, basis: Any) -> torch.Tensor:
         """What every head has of the rows that heads share."""
-        x = x if basis is None else x @ basis
-        return x.unflatten(-1, (self.pooled, -1)).transpose(2, 3).flatten(1, 2)
+        return (x if basis is None else x @ basis).unflatten(-1, (self.pooled, -1)).transpose(2, 3).flatten(1, 2)
 
     def spread(self, q_BHTW: torch.Tensor) -> torch.Tensor:
         """Queries as wide as the rows of pooled heads: zero beside their own head's part."""
