@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from bits_bench import say, told
 from memory_page import write_page
+from memory_parts import model_name
 from provenance import commit
 from rival_caches import Integers, Rival
 
@@ -213,7 +214,7 @@ def main() -> None:
 def joined(files: Sequence[Path]) -> dict[str, Any]:
     """One result of several of the same model; of a section that two have, both keep their rows."""
     results = [json.loads(file.read_text()) for file in files]
-    if len({(result["name"], result["batch"]) for result in results}) > 1:
+    if len({(model_name(result["name"]), result["batch"]) for result in results}) > 1:
         raise SystemExit(f"{', '.join(map(str, files))} are not of one model; join those of one.")
     return results[0] | {"rows": [row for result in results for row in result["rows"]]}
 
@@ -231,6 +232,7 @@ class Results:
         self.about = {"hardware": speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
         self.about |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
         self.about |= {name: getattr(settings, name) for name in ("tokens", "length", "swap_tokens")}
+        self.about |= {"eval_rows": asked.rows}
         self._write()
 
     def _write(self) -> None:

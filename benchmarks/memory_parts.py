@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-NAMES = {"SmolLM2-135M-Instruct.Q4_1": "SmolLM2-135M (Q4_1, dequantised)"}
+SMOL = "SmolLM2-135M (Q4_1, dequantised)"
+NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL}
 Row = dict[str, Any]
 
 
