@@ -73,9 +73,11 @@ def q3(found: Found, _: Results) -> Judged:
     why = "Answered once the interval leaves out 1, or lies within a quarter of it."
     number = f"damage with norms {middle:.2f} [{low:.2f}, {high:.2f}] times that without"
     runs = sum(row["kind"] == "with norms" for row in found["rows"])
-    reach, gap = math.log(high / low) / 2, abs(math.log(middle))
-    needed = math.ceil(runs * (reach / max(gap, math.log(RATIO) - gap)) ** 2)  # errors fall as the root of the seeds
-    settle = f"take about {max(needed, runs + 1)} seeds instead of {runs}"
+    settle = "measure larger damages"
+    if min(low, middle) > 0:
+        reach, gap = math.log(high / low) / 2, abs(math.log(middle))
+        needed = math.ceil(runs * (reach / max(gap, math.log(RATIO) - gap)) ** 2)  # errors fall as the root of seeds
+        settle = f"take about {max(needed, runs + 1)} seeds instead of {runs}"
     return Judged(ANSWERED if decided else OPEN, number, Strip(middle, low, high, 1.0), why, settle=settle)
 
 

@@ -1,8 +1,9 @@
 """What a result was made by: the code that its run reaches, the files it read, and which of its values code wrote.
 
 The digest covers every definition of `experiments/` that an experiment's `run` reaches, and every module of headwise
-that those import, with what they import in turn; comments, docstrings and the code that judges, draws or words a result
-are not part of it. So a result is of the present code exactly if nothing changed that could have made it another.
+that holds what those import, with what these import in turn; comments, docstrings and the code that judges, draws or
+words a result are not part of it. So a result is of the present code exactly if nothing changed that could have made
+it another.
 """
 
 from __future__ import annotations
@@ -126,15 +127,36 @@ def _behind(node: ast.ImportFrom, piece: str) -> list[tuple[str, str]]:
     return [(inner, alias.name) for alias in node.names if inner and (alias.asname or alias.name) == piece]
 
 
-def _imported(node: ast.AST) -> set[str]:
-    """Modules of headwise that a piece of code imports."""
+def _imported(node: ast.AST, package: str = "") -> set[str]:
+    """Modules of headwise that a piece of code imports, by their names or from the `package` that it lies in."""
     found: set[str] = set()
     for each in ast.walk(node):
-        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("headwise"):
-            found |= {str(each.module)} | {f"{each.module}.{alias.name}" for alias in each.names}
+        if isinstance(each, ast.ImportFrom) and each.level == 1 and package:
+            found |= {_home(f"{package}.{each.module}", alias.name) for alias in each.names}
+        elif isinstance(each, ast.ImportFrom) and (each.module or "").startswith("headwise"):
+            found |= {_home(str(each.module), alias.name) for alias in each.names}
         elif isinstance(each, ast.Import):
             found |= {alias.name for alias in each.names if alias.name.startswith("headwise")}
     return found
+
+
+def _home(module: str, name: str) -> str:
+    """The module of headwise where a name is defined that another may pass on: what else that one has does not matter.
+
+    >>> _home("headwise.types", "write_atomically")
+    'headwise.files.disk'
+    """
+    if _path(f"{module}.{name}") is not None:
+        return f"{module}.{name}"
+    path = _path(module)
+    if path is None or path.name != "__init__.py":
+        return module
+    for each in _tree(path).body:
+        if isinstance(each, ast.ImportFrom) and (each.module or "").startswith("headwise"):
+            for alias in each.names:
+                if (alias.asname or alias.name) == name:
+                    return _home(str(each.module), alias.name)
+    return module
 
 
 def _imported_by_name(module: str, node: ast.AST) -> set[str]:
@@ -163,7 +185,8 @@ def _closure(names: set[str]) -> set[str]:
 @functools.cache
 def _imports_of(dotted: str) -> tuple[str, ...]:
     path = _path(dotted)
-    return () if path is None or dotted == "headwise" else tuple(sorted(_imported(_tree(path))))
+    package = dotted if path is not None and path.name == "__init__.py" else dotted.rpartition(".")[0]
+    return () if path is None or dotted == "headwise" else tuple(sorted(_imported(_tree(path), package)))
 
 
 @functools.cache
