@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 if str(ROOT) not in sys.path:  # experiments live beside the package
     sys.path.insert(0, str(ROOT))
 
-from experiments import _judge  # noqa: E402
+from experiments import _judge, _provenance  # noqa: E402
 
 YES, PARTLY, NO, OPEN, _ = _judge.VERDICTS
 
@@ -87,3 +87,12 @@ class TestContests:
         assert _judge.hardly_learned([6.6], 8.3) and not _judge.hardly_learned([3.0], 8.3)
         assert _judge.at_majority([0.51], 0.5, "RTE") and not _judge.at_majority([0.6], 0.5, "RTE")
         assert _judge.short_of_tokens(1e6, 2e6) and not _judge.short_of_tokens(2e6, 1e6)
+
+
+def test_a_digest_covers_where_names_come_from_and_not_what_else_a_room_has():
+    """A result is not called old because of code that it never ran."""
+    assert _provenance._home("headwise.types", "write_atomically") == "headwise.files.disk"
+    whole = _provenance._closure({"headwise.training.loop"})
+    assert "headwise.files.disk" in whole and not {"headwise.types", "headwise.types.plan"} & whole
+    runtime = _provenance._closure({"headwise.runtime.modeling_headwise"})
+    assert "headwise.runtime.coder_headwise" in runtime, "imports of the runtime are relative"

@@ -193,8 +193,8 @@ class TestProvenance:
 
     def test_values_that_were_copied_by_hand_are_not_shown(self) -> None:
         models = {"deep": {"loss": [1.0], "seconds": 7.0}, "lean, equal time": {"loss": [0.5]}}
-        found = {"models": models, "times_of_an_earlier_run": True}
-        assert _provenance.shown(found)["models"] == {"deep": {"loss": [1.0]}}
+        kept = _provenance.shown({"models": models, "times_of_an_earlier_run": True})
+        assert kept["models"] == {"deep": {"loss": [1.0]}}
         assert _provenance.shown({"models": models})["models"] == models and models["deep"]["seconds"] == 7.0
 
 

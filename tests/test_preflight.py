@@ -30,7 +30,7 @@ from headwise.stages.report import write_report
 from headwise.stages.texts import read_texts
 from headwise.strategies import _reach
 from headwise.tasks.causal import Causal
-from headwise.types import DEFAULT_UNITS, Readings
+from headwise.types import Readings
 
 SMALL = {"tokens": 1024, "eval_tokens": 512, "swap_tokens": 128, "length": 64, "device": "cpu"}
 TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(4000))
@@ -172,16 +172,6 @@ def test_units_that_stay_and_lengths_that_are_lowered_are_noted(model):
     assert notes(model, stream=True) == []
     (found,) = notes(model, swap_tokens=1024)
     assert "--swap-tokens 1,024 leaves none of the 1,024 calibration tokens" in found
-
-
-def test_a_run_with_a_limit_on_the_cache_says_what_it_chooses_and_why(model):
-    def said(**asked):
-        asked = {"allow": DEFAULT_UNITS, "pool": "auto", **asked}
-        return [text for text in notes(model, **asked) if "fewer bits" in text]
-
-    assert "least damage for these bytes" in said()[0] and "share cached rows" in said()[0]
-    assert "share cached rows" not in said(pool="none")[0]
-    assert not said(allow=("qk", "v")) and not said(budgets=("params=90%",))
 
 
 def test_frequencies_that_move_are_known_before_a_portable_model_is_saved(model, tmp_path):

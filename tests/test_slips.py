@@ -23,6 +23,7 @@ from headwise.families import _missing
 from headwise.families.llama import FAMILY as llama
 from headwise.research.theory import profiles
 from headwise.runs.settings import Settings
+from headwise.types import DEFAULT_UNITS
 
 TEXT = "\n".join(f"line {number} has words enough to count as a line of text" for number in range(400))
 
@@ -153,3 +154,13 @@ def test_the_demo_can_be_made_again_as_its_answer_says(monkeypatch):
     with pytest.raises(SystemExit) as stop:
         cli.main()
     assert not stop.value.code and asked["overwrite"] and asked["model"] == "embedded"
+
+
+def test_a_run_with_a_limit_on_the_cache_says_what_it_chooses_and_why(model):
+    def said(**asked):
+        asked = {"allow": DEFAULT_UNITS, "pool": "auto", **asked}
+        return [text for text in notes(model, **asked) if "fewer bits" in text]
+
+    assert "least damage for these bytes" in said()[0] and "share cached rows" in said()[0]
+    assert "share cached rows" not in said(pool="none")[0]
+    assert not said(allow=("qk", "v")) and not said(budgets=("params=90%",))
