@@ -143,8 +143,8 @@ def _imported(node: ast.AST, package: str = "") -> set[str]:
 def _home(module: str, name: str) -> str:
     """The module of headwise where a name is defined that another may pass on: what else that one has does not matter.
 
-    >>> _home("headwise.types", "write_atomically")
-    'headwise.files.disk'
+    >>> _home("headwise.types", "LayerShape")
+    'headwise.types.shape'
     """
     if _path(f"{module}.{name}") is not None:
         return f"{module}.{name}"

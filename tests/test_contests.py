@@ -91,7 +91,7 @@ class TestContests:
 
 def test_a_digest_covers_where_names_come_from_and_not_what_else_a_room_has():
     """A result is not called old because of code that it never ran."""
-    assert _provenance._home("headwise.types", "write_atomically") == "headwise.files.disk"
+    assert _provenance._home("headwise.types", "LayerShape") == "headwise.types.shape"
     whole = _provenance._closure({"headwise.training.loop"})
     assert "headwise.files.disk" in whole and not {"headwise.types", "headwise.types.plan"} & whole
     runtime = _provenance._closure({"headwise.runtime.modeling_headwise"})

@@ -35,10 +35,9 @@ def model(tiny_folder):
 
 def notes(model, **asked):
     """What a run would be told before it begins."""
-    small = dict(
-        tokens=1024, eval_tokens=512, swap_tokens=128, length=64, device="cpu", data="stdlib", allow=("qk", "v")
-    )
-    return preflight.check(Settings(model=model, budgets=("kv=75%",), **{**small, **asked}), "nowhere")
+    small = dict(tokens=1024, eval_tokens=512, swap_tokens=128, length=64, device="cpu", data="stdlib")
+    usual = {"budgets": ("kv=75%",), "allow": ("qk", "v"), **small}
+    return preflight.check(Settings(model=model, **{**usual, **asked}), "nowhere")
 
 
 def test_a_mistyped_model_is_told_before_a_network_is_asked(model, tmp_path, monkeypatch):
