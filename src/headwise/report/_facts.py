@@ -142,8 +142,13 @@ def measures(dossier: Dossier) -> tuple[Fact, ...]:
         *([cache] if dossier.plan is None or dossier.plan.source.cached else []),
         *([_size(dossier, STORED, "bytes", "weight_bytes", weight_bytes)] if packed else []),
         _size(dossier, SIZE, "", "parameters", parameters),
-        time._replace(range="range of repeats"),
+        time._replace(range=f"{_plain_way(dossier)}range of repeats"),
     )
+
+
+def _plain_way(dossier: Dossier) -> str:
+    """What to know of times of a cache in bits: kernels for it are built when they first run, and are not timed."""
+    return "without optimise=True; " if is_coded(dossier.plan) else ""
 
 
 def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
@@ -280,7 +285,8 @@ def loading(dossier: Dossier, folder: str = "folder", short: bool = False) -> st
     stock = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained"
     if is_portable(dossier):
         return f"{stock}({where})"
-    ours = f"import headwise\nmodel = headwise.load({where})"
+    fast = ", optimise=True" if is_coded(dossier.plan) else ""  # bits are read by kernels, or in C
+    ours = f"import headwise\nmodel = headwise.load({where}{fast})"
     return ours if short else f"{ours}\n\n# or, without headwise:\n{stock}({where}, trust_remote_code=True)"
 
 
