@@ -142,6 +142,7 @@ def check_likeliest():
         logits = torch.randn(3, width).mul(4).round()  # several are equal
         want = [(row == row.max()).nonzero()[0, 0] for row in logits]
         assert likeliest(logits)[:, 0].tolist() == want
+        assert 0 <= likeliest(logits * float("nan")).max() < width, "a token that exists"
 
 
 def check_other_ways():

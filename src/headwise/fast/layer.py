@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.fast.fused import FusedAttention, Switch
+from headwise.fast.fused import FusedAttention, Switch, small_kernels_run
 from headwise.fast.joined import still_joined, subclass
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -28,7 +27,8 @@ def fuse_layers(model: Any, switch: Switch) -> None:
         if all(hasattr(module, part) for part in PARTS) and _known(module):
             module.switch, module.__class__ = switch, _thin_layer(type(module))
     head: Any = model.get_output_embeddings()
-    if head is not None and head.__class__ is nn.Linear and head.weight.is_cuda and find_spec("triton") is not None:
+    plain = head is not None and head.__class__ is nn.Linear and head.weight.is_cuda
+    if plain and small_kernels_run(head.weight.device, head.weight.dtype):
         vars(head)["switch"], head.__class__ = switch, _thin_linear(nn.Linear)
 
 

@@ -159,7 +159,8 @@ def _largest_of(best, where, token, parts, width, PARTS: tl.constexpr):
     i = tl.arange(0, PARTS)
     x = tl.load(best + b * parts + i, mask=i < parts, other=float("-inf"))
     at = tl.load(where + b * parts + i, mask=i < parts, other=width)
-    tl.store(token + b, tl.min(tl.where(x == tl.max(x, 0), at, width), 0).to(tl.int64))
+    first = tl.min(tl.where(x == tl.max(x, 0), at, width), 0)
+    tl.store(token + b, tl.minimum(first, width - 1).to(tl.int64))  # of logits that are no numbers: a token that exists
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
