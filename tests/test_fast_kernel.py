@@ -120,7 +120,8 @@ def check_ahead():
 
 def check_thin():
     """A product of one row with a norm before it, a gate, a bias and a sum, each with and without, at any width."""
-    from headwise.fast.thin import Before, thin
+    from headwise.fast.fused import Before
+    from headwise.fast.thin import thin
 
     torch.manual_seed(0)
     for (K, N), normed, gated, added in product(((96, 41), (2200, 50)), *[(False, True)] * 3):
@@ -132,6 +133,69 @@ def check_thin():
         want = want if add is None else add + want
         got = thin(x, weight, bias, before=Before(gain, 1e-5, False) if normed else None, gated=gated, add=add)
         assert torch.allclose(got, want, atol=1e-5), (K, N, normed, gated, added)
+
+
+def check_heads_of_row():
+    """The heads of a single text in one kernel are what a product and the kernel for several texts give."""
+    from headwise.fast.fused import Before
+    from headwise.fast.small import place_heads
+    from headwise.fast.thin import heads_of_row, thin
+
+    torch.manual_seed(0)
+    H, G, W, V, L, place = 6, 2, 12, 10, 8, torch.tensor([5])
+    x, gain = torch.randn(1, 1, 48), torch.rand(48)
+    weight, bias = torch.randn((H + G) * W + G * V, 48), torch.randn((H + G) * W + G * V)
+    before, cos, sin = Before(gain, 1e-5, False), torch.randn(1, 1, 20), torch.randn(1, 1, 20)
+    pairs = torch.randint(20, (G, W // 2))
+    for turned, kept, own, aside in (
+        (W, None, bias, False),
+        (8, None, None, True),
+        (0, None, None, False),
+        (W, pairs, bias, True),
+    ):
+        want, found = ((torch.zeros(1, G, 1 if aside else L, W), torch.zeros(1, G, L, V)) for _ in range(2))
+        here = cos, sin, kept, turned
+        q = heads_of_row(x, weight, own, before, here, *found, place, aside, H)
+        qkv = thin(x, weight, own, before=before)
+        right = place_heads(qkv, cos, sin, kept, None, *want, place, 0.0, False, turned, aside, H, W)
+        assert torch.allclose(q, right, atol=1e-5), (turned, aside)
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, want, strict=True)), (turned, aside)
+
+
+def check_projections():
+    """One token's queries and keys as rows have them, and what heads read of rows, as plain products give them."""
+    from headwise.fast.project import from_rows, to_rows
+
+    torch.manual_seed(0)
+    for B, G, pooled, share, W, K, V, centred in (
+        (1, 1, 4, 2, 24, 40, 72, True),
+        (3, 2, 2, 3, 16, 136, 24, False),
+        (70, 2, 1, 1, 16, 8, 8, True),
+    ):
+        N = G * pooled
+        q, k, down = torch.randn(B, N * share, 1, W), torch.randn(B, N, 1, W), torch.randn(2, G, pooled * W, K)
+        mean, gain = torch.randn(G, K) if centred else None, 2.0 ** torch.randint(-2, 3, (G, K)) if centred else None
+        want_q = torch.einsum("bnsw,nwk->bnsk", q.view(B, N, share, W), down[0].view(N, W, K)).reshape(
+            B, N * share, 1, K
+        )
+        want_k = torch.einsum("bgw,gwk->bgk", k.view(B, G, pooled * W), down[1])
+        if centred:
+            want_q = want_q / gain.repeat_interleave(pooled * share, 0).unsqueeze(1)
+            want_k = (want_k - mean) * gain
+        buffer, place = torch.zeros(B, G, 8, K), torch.tensor([5])
+        for keys in (None, buffer):
+            got_q, got_k = to_rows(q, k, tuple(down), mean, gain, keys, place)
+            assert torch.allclose(got_q, want_q, atol=1e-4)
+            assert torch.allclose(got_k[:, :, 0 if keys is None else 5], want_k, atol=1e-4)
+        assert buffer.count_nonzero() == B * G * K
+        z, up = torch.randn(B, 1, N * share, V), torch.randn(N, V, 20)
+        by = (
+            torch.ones(N, 1)
+            if gain is None
+            else (gain := 2.0 ** torch.randint(-2, 3, (G, V))).repeat_interleave(pooled, 0)
+        )
+        want = torch.einsum("bnsv,nvo->bnso", z.view(B, N, share, V) / by.unsqueeze(1), up).reshape(B, 1, -1)
+        assert torch.allclose(from_rows(z, up, gain), want, atol=1e-4)
 
 
 def check_likeliest():
@@ -252,4 +316,6 @@ if __name__ == "__main__":
     check_other_ways()
     check_heads()
     check_thin()
+    check_heads_of_row()
+    check_projections()
     check_likeliest()

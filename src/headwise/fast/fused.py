@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +25,13 @@ from headwise.fast.paths import Seen
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
 
-Product = Callable[..., torch.Tensor]  # of rows, a weight and a bias
+
+class Before(NamedTuple):
+    """A norm of what is multiplied, in the kernel of the product."""
+
+    weight: torch.Tensor
+    eps: float
+    plus: bool  # one is added to its weight
 
 
 class Switch:
@@ -70,6 +75,7 @@ class FusedAttention(TailoredAttention):
     """One product for queries, keys and values; on CUDA one kernel from there to the cache."""
 
     switch: Switch
+    small: bool
     gains: Any
     decode: Any
 
@@ -78,7 +84,8 @@ class FusedAttention(TailoredAttention):
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts)
-        self.switch, self.joint, self.joint_bias = switch, joined(parts) if plain else None, None
+        self.switch, self.small = switch, small
+        self.joint, self.joint_bias = joined(parts) if plain else None, None
         if plain and any(bias is not None for bias in biases):  # values in bits have one, also where queries have none
             both = zip(parts, biases, strict=True)
             made = [part.weight.new_zeros(len(part.weight)) if bias is None else bias.detach() for part, bias in both]
@@ -135,12 +142,39 @@ class FusedAttention(TailoredAttention):
         runs = cache is not None and cache.place is not None and self.placed and self._whole()
         return runs and (self.coders is not None or bool(cache.layers[self.layer_idx].is_initialized))
 
-    def outputs(self, hidden: torch.Tensor, positions: Any, product: Product = linear) -> torch.Tensor:
-        """What heads give for one new token of every text, side by side; `product` makes queries, keys and values."""
+    def outputs(self, hidden: torch.Tensor, positions: Any, before: Before | None = None) -> torch.Tensor:
+        """What heads give for one new token of every text, side by side; of a single text `before` may be normed."""
         if self.coders is not None:
-            return self.own_values(self._coded_token(hidden, positions, product))
-        q, keys, values = self._to_places(hidden, positions, self.switch.cache.layers[self.layer_idx], product)
-        return self.own_values(self.attend(q, keys, values, None)[0])
+            return self._coded_token(hidden, positions, before)
+        q, keys, values = self._to_places(hidden, positions, self.switch.cache.layers[self.layer_idx], before)
+        return self._heads_own(self.attend(q, keys, values, None)[0])
+
+    def _rows(self, q: torch.Tensor, k: torch.Tensor, buffer: Any = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of one token as rows have them; keys go to the step's place of a `buffer`, if given."""
+        cache: Any = self.switch.cache
+        gain = None if self.gains is None else self.gains[0]
+        if self.small and self.projects:
+            from headwise.fast.project import to_rows
+
+            downs, mean = (self.q_down_GWK, self.k_down_GWK), self._parameters.get("k_mean_GK")
+            heads = k.reshape(len(k), self.kv_heads * self.pooled, 1, -1)
+            return to_rows(q, heads, downs, mean, gain, buffer, cache.starts_B if buffer is None else cache.place)
+        q, k = self.project(q, k)
+        if gain is not None:  # powers of two
+            q = q / gain.repeat_interleave(self.query_heads // self.kv_heads, 0).unsqueeze(1)
+            k = k * gain.unsqueeze(1)
+        return q, k if buffer is None else buffer.index_copy_(2, cache.place, k)
+
+    def _heads_own(self, z_B1HV: torch.Tensor) -> torch.Tensor:
+        """What every head has of the values that it read in rows, side by side."""
+        gain = None if self.gains is None else self.gains[1]
+        if self.small and self.v_projects:
+            from headwise.fast.project import from_rows
+
+            return from_rows(z_B1HV, self.v_up_NVO, gain)
+        if gain is not None:
+            z_B1HV = z_B1HV / gain.repeat_interleave(self.query_heads // self.kv_heads, 0)
+        return self.own_values(z_B1HV)
 
     def _coding(self) -> bool:
         """Whether a fast step runs, and rows go to its cache in bits."""
@@ -160,19 +194,17 @@ class FusedAttention(TailoredAttention):
         mask = padding_mask(self.switch.cache) if self.coders is not None and self._coding() else mask
         return super().attended(q, rows, mask, **kwargs)
 
-    def _coded_token(self, hidden: torch.Tensor, positions: Any, product: Product) -> torch.Tensor:
+    def _coded_token(self, hidden: torch.Tensor, positions: Any, before: Before | None) -> torch.Tensor:
         """One new token of every text against rows in bits."""
         cache: Any = self.switch.cache
         layer, seen = cache.layers[self.layer_idx], cache.seen
         if cache.place is not None and self.placed and self._whole():
-            q, k, v = self._one_place(hidden, positions, product)
+            q, k, v = self._one_place(hidden, positions, before)
         else:
             q, k, v = self.heads(hidden, positions)
-        q, k = self.project(q, k)
-        if self.gains is not None:  # powers of two
-            share = self.query_heads // self.kv_heads
-            q = q / self.gains[0].repeat_interleave(share, 0).unsqueeze(1)
-            k, v = k * self.gains[0].unsqueeze(1), v * self.gains[1].unsqueeze(1)
+        q, k = self._rows(q, k)
+        if self.gains is not None:
+            v = v * self.gains[1].unsqueeze(1)
         if not layer.is_initialized:
             layer.allocate_codes(cache.batch, self.kv_heads, k)
         sides = [side.of(cache.rows) for side in layer.sides]
@@ -187,42 +219,49 @@ class FusedAttention(TailoredAttention):
 
             self.decode = CodeDecode(layer.layouts[0], layer.layouts[1], WHOLE, NEAR)
         how = seen.ends_B, seen.starts_B, float(self.attend.scaling), self.attend.softcap
-        z = self.decode(q[:, :, 0], *sides, *how, write).unsqueeze(1)
-        return z if self.gains is None else z / self.gains[1].repeat_interleave(self.query_heads // self.kv_heads, 0)
+        return self._heads_own(self.decode(q[:, :, 0], *sides, *how, write).unsqueeze(1))
 
-    def _one_place(self, hidden: torch.Tensor, positions: Any, product: Product) -> tuple[torch.Tensor, ...]:
+    def _one_place(self, hidden: torch.Tensor, positions: Any, before: Before | None) -> tuple[torch.Tensor, ...]:
         """Queries, keys before projection, and values of one token, by one kernel."""
         rows, heads = len(hidden), self.kv_heads * self.pooled
         keys = hidden.new_empty(rows, heads, 1, self.head_width)
         values = hidden.new_empty(rows, self.kv_heads, 1, self.v_dim)
         here = values.as_strided(values.shape, (*values.stride()[:2], 0, 1))
-        q = self._placed_heads(hidden, positions, keys, here, True, product)
+        q = self._placed_heads(hidden, positions, keys, here, True, before)
         return q, keys.view(rows, self.kv_heads, 1, self.qk_width), values
 
-    def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any, product: Product) -> Any:
+    def _to_places(self, hidden: torch.Tensor, positions: Any, layer: Any, before: Before | None) -> Any:
         """Queries, and the buffers of keys and values with the new ones written into them."""
-        place, aside = self.switch.cache.place, self.projects or self.pooled > 1
-        heads = self.kv_heads * self.pooled
+        aside, heads = self.projects or self.pooled > 1, self.kv_heads * self.pooled
         keys = layer.keys if not aside else layer.keys.new_empty(len(hidden), heads, 1, self.head_width)
-        q = self._placed_heads(hidden, positions, keys, layer.values, aside, product)
+        q = self._placed_heads(hidden, positions, keys, layer.values, aside, before)
         if aside:
-            q, k = self.project(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width))
-            layer.keys.index_copy_(2, place, k)
+            q, _ = self._rows(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width), layer.keys)
         return q, layer.keys, layer.values
 
     def _placed_heads(
         self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool,
-        product: Product,
+        before: Before | None,
     ) -> torch.Tensor:  # fmt: skip
         """Queries; keys and values are written into the given buffers, at the place of the step."""
         from headwise.fast.small import place_heads
 
-        qkv = product(hidden, self.joint, self.joint_bias)
         turning = bool(self.rotary) and positions is not None
-        cos, sin = positions if turning else (qkv, qkv)
+        cos, sin = positions if turning else (hidden, hidden)
         pairs = self.pairs_GP if turning and self.head_width < self.head_dim else None
         turned = 0 if not turning else cos.shape[-1] if pairs is None else 2 * pairs.shape[1]
         eps, plus = _norm_kind(self.q_norm)
+        if before is None:
+            qkv = linear(hidden, self.joint, self.joint_bias)
+        else:
+            from headwise.fast.thin import heads_of_row, thin
+
+            if self.norms is None and self.head_width % 2 == self.v_dim % 2 == 0:
+                return heads_of_row(
+                    hidden, self.joint, self.joint_bias, before, (cos, sin, pairs, turned), keys, values,
+                    self.switch.cache.place, aside, self.query_heads,
+                )  # fmt: skip
+            qkv = thin(hidden, self.joint, self.joint_bias, before=before)
         return place_heads(
             qkv, cos, sin, pairs, self.norms, keys, values, self.switch.cache.place, eps, plus, turned, aside,
             self.query_heads, self.head_width,

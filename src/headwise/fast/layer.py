@@ -7,14 +7,13 @@ one does is found by running its own forward with simple functions in place of i
 from __future__ import annotations
 
 import functools
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
 
-from headwise.fast.fused import FusedAttention, Switch, small_kernels_run
+from headwise.fast.fused import Before, FusedAttention, Switch, small_kernels_run
 from headwise.fast.joined import still_joined, subclass
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -86,12 +85,12 @@ def _thin_layer(base: type) -> type:
         plain = type(attention.o_proj) is type(mlp.down_proj) is nn.Linear and still_joined(mlp)
         if args or not plain or not _alone(self.switch, hidden_states) or not attention.direct():
             return inner.forward(self, hidden_states, *args, **kwargs)
-        from headwise.fast.thin import Before, thin
+        from headwise.fast.thin import thin
 
         norms = self.input_layernorm, self.post_attention_layernorm
         first, second = (Before(norm.weight, *norm.kind) for norm in norms)
         out, down = attention.o_proj, mlp.down_proj
-        z = attention.outputs(hidden_states, kwargs.get("position_embeddings"), partial(thin, before=first))
+        z = attention.outputs(hidden_states, kwargs.get("position_embeddings"), first)
         h = thin(z, out.weight, out.bias, add=hidden_states)
         gated = thin(h, mlp.joint, before=second, gated=True)
         return thin(gated, down.weight, down.bias, add=h)
