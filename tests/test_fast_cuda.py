@@ -7,9 +7,11 @@ import importlib
 from dataclasses import replace
 from functools import partial
 
+import coded_models
 import pytest
 import torch
 from test_fast import DECODERS, prepared, prompts
+from test_pooled import cut_of, pooled_of
 
 from headwise.fast import paths
 from headwise.fast.model import optimise
@@ -134,6 +136,28 @@ def test_replayed_steps_write_the_same_text(name, kind, changes, cutting, monkey
     assert step.graph is not None
     sampled = fast.generate(ids, max_new_tokens=5, do_sample=True, num_return_sequences=2, pad_token_id=0)
     assert len(sampled) == 2 * len(ids)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("coded", [False, True], ids=["pooled", "coded"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_steps_on_rows_that_heads_share_say_what_ordinary_ones_do(kind, coded, rows):
+    if coded:
+        model = copy.deepcopy(coded_models.made(kind, 2)[3]).float()
+        for block in coded_models.made(kind, 2)[0].blocks(model):
+            block.attention.k_gain_GK.mul_(2.0), block.attention.v_gain_GV.mul_(0.5)
+    else:
+        family, _, pooled = pooled_of(kind)
+        model = cut_of(family, pooled, 24, 24)
+    model = model.cuda()
+    fast, ids = optimise(copy.deepcopy(model)), coded_models.drawn(rows, 80).cuda()
+    cache = fast.headwise_fast.new_cache(96)
+    with torch.no_grad():
+        want = model(ids, use_cache=True, past_key_values=coded_models.fresh(model)).logits
+        found = [fast(ids[:, :60], past_key_values=cache, use_cache=True).logits]
+        found += [fast(ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits for at in range(60, 80)]
+    assert cache.captured.graph is not None
+    assert (torch.cat(found, 1) - want).norm() < 0.02 * want.norm()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma", "qwen3"])
