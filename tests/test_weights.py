@@ -15,7 +15,6 @@ import torch
 from bits_parts import code
 from coded_models import sharp_folder
 from conftest import Invented, curve, invent
-from transformers import AutoModelForCausalLM
 
 from headwise import budgets as prices
 from headwise import cost, families, pipeline, strategies
@@ -155,9 +154,6 @@ def test_a_packed_model_takes_what_was_counted_and_loads_again(tied: bool, tmp_p
     saved, source, target = packed_folder(tmp_path / "model", tied)
     pairs = 8 * sum(layer.kv_heads * layer.qk_width // 2 for layer in target.layers)  # which no layer lost
     assert stored_bytes(tmp_path / "model") == cost.weight_bytes(target) - pairs
-    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, dtype="auto")
-    held = {parameter.data_ptr(): parameter.nbytes for parameter in packed.parameters()}
-    assert sum(held.values()) == stored_bytes(tmp_path / "model"), "memory as loaded is what the file takes"
     again, _ = families.load(str(tmp_path / "model"))
     assert llama.shape_of(again.config).layers == target.layers and again.config.headwise["w_embed"] == 5
     for name, parameter in again.named_parameters():

@@ -15,6 +15,7 @@ from torch import nn
 
 from headwise import families, pipeline, processes
 from headwise.engines.process import require
+from headwise.errors import ModelError
 from headwise.exports import export as export
 from headwise.heal import check as check_options
 from headwise.progress import Track
@@ -167,20 +168,26 @@ def serve(
 
 
 def load(
-    folder: Path | str, device: str = "cpu", optimise: bool = False, dtype: torch.dtype | str | None = None
+    folder: Path | str,
+    device: str = "cpu",
+    optimise: bool = False,
+    dtype: torch.dtype | str | None = None,
+    packed: bool = False,
 ) -> nn.Module:
     """A reshaped (or any supported) model, ready to generate; with `optimise` its `generate` takes the fast way.
 
     `dtype` is what it computes in, "auto" for that of the file. Without one: float32, but an optimised model on CUDA
-    computes in that of the file.
+    computes in that of the file. With `packed`, weights in few bits stay so in memory, and every product unpacks what
+    it needs: slower, but on a CPU with `optimise` faster, as fewer bytes are read.
     """
+    cuda = torch.device(device).type == "cuda"
+    if packed and optimise and cuda:
+        raise ModelError("weights in few bits have no fast kernels on CUDA; leave out packed=True or optimise=True.")
     if not optimise:
-        return families.load(str(folder), device, dtype=dtype)[0]
+        return families.load(str(folder), device, dtype=dtype, packed=packed)[0]
     from headwise.fast.model import optimise as make_fast
 
-    if dtype is None and torch.device(device).type == "cuda":
-        dtype = "auto"
-    model = families.load(str(folder), device, dtype=dtype)[0]
+    model = families.load(str(folder), device, dtype="auto" if dtype is None and cuda else dtype, packed=packed)[0]
     family = families.family_of(model.config)
     if not family.is_tailored(model) and family.shape_of(model.config).cached:
         model = family.tailor(model)

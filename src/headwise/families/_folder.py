@@ -98,9 +98,10 @@ def check_sizes(where: str, shape: ModelShape) -> None:
 
 def check_loaded(model: Any, where: str) -> None:
     """Refuse weights that are not finite or absurdly large, and special tokens that no vocabulary has."""
-    for name, parameter in model.named_parameters():
-        if parameter.is_floating_point() and parameter.numel() and not parameter.is_meta:
-            check_values(parameter.detach(), name, where)
+    scales = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("weight_scale"))
+    for name, tensor in (*model.named_parameters(), *scales):
+        if tensor.is_floating_point() and tensor.numel() and not tensor.is_meta:
+            check_values(tensor.detach(), name, where)
     settings = getattr(model, "generation_config", None)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"):
         ids = getattr(settings, name, None)

@@ -82,23 +82,26 @@ def load(
     trust_remote_code: bool = False,
     task: str | None = None,
     dtype: torch.dtype | str | None = None,
+    packed: bool = False,
 ) -> tuple[nn.Module, Any]:
     """A model for inference, computed in float32 unless `dtype` says otherwise ("auto": as in the file).
 
     Beside it what reads for it: its tokenizer, or its image processor. `config.dtype` stays that of the file. Reads
     safetensors or GGUF only; missing or mismatched tensors are an error, never filled in. `task` is one of
     `TASKS` and chooses the head; if not given, the model's own. `config.architectures` names the class that was loaded.
+    Weights in few bits are unpacked, or stay so in memory if `packed`.
     On a GPU weights go from the file to the device one by one: host memory never holds the model.
     """
     with explained(model), quietly():
         config, auto, where, options = _checked(model, trust_remote_code, task)
-        family, stored, packed = family_of(config), stored_dtype(config), "gguf_file" in options
-        how: dict[str, Any] = {} if packed else {"use_safetensors": True}
-        if torch.device(device).type == "cuda" and not (packed or family.package) and find_spec("accelerate"):
+        family, stored, gguf = family_of(config), stored_dtype(config), "gguf_file" in options
+        how: dict[str, Any] = {} if gguf else {"use_safetensors": True}
+        if torch.device(device).type == "cuda" and not (gguf or family.package) and find_spec("accelerate"):
             how["device_map"] = {"": device}
-        unpacking = _unpacking(config) if family.kind(config) != config.model_type else {}
+        few = family.kind(config) != config.model_type and getattr(config, "quantization_config", None) is not None
+        unpacking = _unpacking() if few and not packed else {}
         how |= {"dtype": stored if dtype == "auto" else dtype or torch.float32, "output_loading_info": True}
-        with _silence() if unpacking else contextlib.nullcontext(), without_threads(device):
+        with _silence() if few else contextlib.nullcontext(), without_threads(device):
             found, info = family.stock_loader(config, auto).from_pretrained(where, **options, **how, **unpacking)
         found = _unpacked(family, found) if unpacking else found
         special = family.images or family.audio
@@ -109,7 +112,7 @@ def load(
         raise ModelError(
             f"{model} is damaged: {len(lost)} tensors are missing or misshapen, first {lost[0]}. Fetch it again."
         )
-    if packed and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
+    if gguf and found.get_input_embeddings().weight.shape[1] != found.config.hidden_size:  # GGUF: nothing checked it
         raise ModelError(f"{model} is damaged: its width is not that of its tensors. Fetch it again.")
     folder.check_loaded(found, model)
     if unread := sorted(key for key in info["unexpected_keys"] if IN_A_LAYER.search(key)):
@@ -119,10 +122,8 @@ def load(
     return found.eval().to(device), reader
 
 
-def _unpacking(config: Any) -> dict[str, Any]:
+def _unpacking() -> dict[str, Any]:
     """How a model of ours with weights in few bits is loaded: with all of them in full."""
-    if getattr(config, "quantization_config", None) is None:
-        return {}
     from transformers import CompressedTensorsConfig
 
     return {"quantization_config": CompressedTensorsConfig(dequantize=True)}

@@ -123,8 +123,8 @@ def optimise(model: Any) -> Any:
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
     if hasattr(model, "headwise_fast"):
         return model
+    native.attach(model)
     if not covers(model):
-        native.attach(model)
         return model
     layers = attentions(model)
     switch = Switch()

@@ -15,11 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from headwise.fast import packed
 from headwise.fast.joined import subclass
 from headwise.fast.native_build import N, P, library
 from headwise.runtime import cache_headwise as caches
 from headwise.runtime.coder_headwise import RowCoder, _factor, _scale
 from headwise.runtime.modeling_headwise import TailoredAttention
+from headwise.runtime.packed_headwise import PackedLinear
 from headwise.runtime.step_headwise import grown
 
 MANY = 64  # rows, at least, for which oneDNN is asked
@@ -292,13 +294,16 @@ def _native(base: type) -> type:
 
 
 def attach(model: Any) -> None:
-    """Let every layer of a model whose rows are in bits decode in C, if this machine can compile it."""
+    """Let a model decode in C on a CPU, if this machine can compile it: layers whose rows are in bits, and products."""
     layers = [module for module in model.modules() if isinstance(module, TailoredAttention) and module.coders]
-    weights = [layer.q_proj.weight for layer in layers]
-    if not layers or any(x.device.type != "cpu" or x.dtype != torch.float32 for x in weights):
+    held = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    if not (layers or held) or model.device.type != "cpu" or model.dtype != torch.float32:
         return
     if isinstance(found := library(), str):
-        logging.getLogger("headwise").debug("rows in bits are read by torch: %s", found)
+        logging.getLogger("headwise").debug("bits are read by torch: %s", found)
+        return
+    packed.attach(model)
+    if not layers:
         return
     for layer in layers:
         layer.__class__ = _native(type(layer))

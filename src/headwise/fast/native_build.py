@@ -1,4 +1,4 @@
-"""Compiles native.c with the compiler of this machine, once, and loads it. Needs no torch.
+"""Compiles native.c and packed.c with the compiler of this machine, once, and loads them. Needs no torch.
 
 The library lies in the user's cache folder. Its name tells what it was made from and for, and what it contains: a home
 folder may be shared by unlike machines, and a damaged file is made again.
@@ -20,7 +20,7 @@ from pathlib import Path
 from headwise.fast.table import cache_folder
 from headwise.files.disk import write_atomically
 
-SOURCE = Path(__file__).with_name("native.c")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("native", "packed"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
 WAYS = (
@@ -30,9 +30,11 @@ WAYS = (
     (),
 )  # the first that works
 P, N = ctypes.c_void_p, ctypes.c_int64
-CALLS = {  # of native.c: arguments, and whether they return a number
+CALLS = {  # arguments, and whether they return a number
     "headwise_token": ([P, P, ctypes.c_int], ctypes.c_int),
     "headwise_linear": ([P, P, P, P, N, N, N, ctypes.c_int], None),
+    "headwise_packed": ([P, P, P, N, N, ctypes.c_int], None),
+    "headwise_unpacked": ([P, N, N, P, ctypes.c_int], None),
 }
 SECONDS = 120  # that compiling may take
 
@@ -47,7 +49,7 @@ def library() -> ctypes.CDLL | str:
         with tempfile.TemporaryDirectory() as scratch:
             return _kept(compiler) or _built(compiler, Path(scratch))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"native.c could not be compiled by {compiler}: {error}"
+        return f"{SOURCES[0].name} could not be compiled by {compiler}: {error}"
 
 
 def _ways() -> tuple[tuple[str, ...], ...]:
@@ -62,7 +64,11 @@ def _key(compiler: str) -> str:
     lines = described.read_text().splitlines() if described.exists() else [platform.processor()]
     names = ("model name", "flags", "Features", "CPU part")  # on x86, and on Arm
     processor = sorted({line for line in lines if line.startswith(names)} or lines[:1])
-    parts = [SOURCE.read_bytes(), told, repr((FLAGS, _ways(), platform.platform(), processor)).encode()]
+    parts = [
+        *(source.read_bytes() for source in SOURCES),
+        told,
+        repr((FLAGS, _ways(), platform.platform(), processor)).encode(),
+    ]
     return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
 
 
@@ -79,13 +85,13 @@ def _built(compiler: str, scratch: Path) -> ctypes.CDLL | str:
     """A new library. It is loaded from where it was made if the cache folder does not take it."""
     made, told = scratch / "native.so", ""
     for way in _ways():
-        command = [compiler, *FLAGS, *way, "-o", str(made), str(SOURCE), "-lm"]
+        command = [compiler, *FLAGS, *way, "-o", str(made), *map(str, SOURCES), "-lm"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         if done.returncode == 0:
             break
         told = done.stderr.strip()[-400:]
     else:
-        return f"{compiler} could not compile native.c: {told}"
+        return f"{compiler} could not compile {SOURCES[0].name}: {told}"
     with contextlib.suppress(OSError, RuntimeError):
         content = made.read_bytes()
         file = cache_folder() / f"native-{_key(compiler)}-{_digest(content)}.so"

@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-FILES = tuple(f"{name}_headwise.py" for name in ("modeling", "softmax", "cache", "prompt", "step", "coder", "hub"))
+PARTS = ("modeling", "softmax", "cache", "prompt", "step", "coder", "packed", "hub")
+FILES = tuple(f"{name}_headwise.py" for name in PARTS)
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}  # projections that every tailored attention has
 _recording: dict[type, type] = {}  # stock class of a body -> ours
 

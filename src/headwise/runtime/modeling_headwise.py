@@ -27,6 +27,7 @@ from transformers.utils.output_capturing import OutputRecorder
 from .cache_headwise import Rows, append, remembered
 from .coder_headwise import RowCoder
 from .hub_headwise import packed_ends, recording, saving, telling
+from .packed_headwise import loading
 from .prompt_headwise import apart
 from .softmax_headwise import PAGED, added, eager, filled, linear, paged, paged_size, refuse_paged, served, tell_engine
 
@@ -686,7 +687,7 @@ def _model_space(stock: Any, kind: str) -> dict[str, Any]:
 
     config = tailored(stock.config_class, kind)
     more = {"_initialize_weights": _initialize_weights, "save_pretrained": saving(stock)}
-    return {"config_class": config, "__init__": __init__, **more}
+    return {"config_class": config, "__init__": __init__, "from_pretrained": loading(stock), **more}
 
 
 def __getattr__(name: str) -> Any:

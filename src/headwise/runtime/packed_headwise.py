@@ -1,0 +1,128 @@
+"""Weights that stay in few bits in memory, in the format of compressed-tensors: a product unpacks what it needs.
+
+Stock transformers unpacks all weights when a model first runs, so that it then takes as much memory as with 16 bits.
+Needs torch only; lies beside every tailored model. Written by Headwise (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+AT_ONCE = 1 << 22  # numbers of a matrix that are unpacked at once
+KINDS = {nn.Linear: "PackedLinear", nn.Embedding: "PackedEmbedding"}  # what can stay packed, and as what
+QUANTISER = ("forward", "quantization_scheme", "quantization_status", "quantization_enabled")  # what it left on modules
+
+
+def unpacked(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Whole numbers (rows, columns) from words of 32 bits (rows, words), packed without gaps, the lowest bits first.
+
+    Numbers are stored with half of their range added. The result is of a small integer type.
+    """
+    half, flat = 1 << (bits - 1), words.contiguous()
+    if bits == 8:
+        return (flat.view(torch.uint8) ^ half).view(torch.int8)[:, :columns]
+    if bits in (2, 4):
+        starts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
+        found = (flat.view(torch.uint8).unsqueeze(-1) >> starts) & ((1 << bits) - 1)
+        return found.flatten(1)[:, :columns].to(torch.int8) - half
+    groups = -(-flat.shape[1] // bits)  # of 32 numbers, which fill as many words as they have bits
+    whole = functional.pad(flat, (0, groups * bits - flat.shape[1] + 1)).long() & 0xFFFFFFFF
+    first = torch.arange(32, device=words.device) * bits
+    at = (torch.arange(groups, device=words.device) * bits).unsqueeze(1) + first // 32
+    pairs = whole[:, at] | (whole[:, at + 1] << 32)  # a number may lie in two words
+    found = (pairs >> (first % 32)) & ((1 << bits) - 1)
+    return (found.flatten(1)[:, :columns] - half).to(torch.int8)
+
+
+class Packed(nn.Module):
+    """A matrix in few bits. Its numbers are made anew whenever they are asked for, in the module's own precision."""
+
+    weight_packed: torch.Tensor
+    weight_scale: torch.Tensor
+    like: torch.Tensor  # empty; as precise as the numbers are to be
+    bits: int
+    sizes: tuple[int, int]
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The whole matrix."""
+        return self.rows(slice(None))
+
+    def rows(self, those: Any) -> torch.Tensor:
+        """Some rows of the matrix."""
+        whole = unpacked(self.weight_packed[those], self.bits, self.sizes[1])
+        scale = self.weight_scale[those].to(self.like.dtype).unsqueeze(-1)
+        return (whole.to(self.like.dtype).view(*scale.shape[:2], -1) * scale).flatten(1)
+
+
+class PackedLinear(Packed, nn.Linear):  # type: ignore[override]  # its weight is no parameter
+    """A product with a matrix in few bits."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """As that with the whole matrix, of which a part is unpacked at once."""
+        each = max(1, AT_ONCE // self.sizes[1])
+        parts = [
+            functional.linear(x, self.rows(slice(low, low + each)).to(x.dtype)) for low in range(0, self.sizes[0], each)
+        ]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+        return out if self.bias is None else out + self.bias
+
+
+class PackedEmbedding(Packed, nn.Embedding):  # type: ignore[override]
+    """A table in few bits, of which the rows that are looked up are unpacked."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """As that of the whole table."""
+        return self.rows(ids.flatten()).view(*ids.shape, -1)
+
+
+def keep_packed(model: Any) -> Any:
+    """Let a model that transformers just loaded keep its weights in few bits; returns the model.
+
+    Nothing changes where weights were unpacked on loading, as `CompressedTensorsConfig(dequantize=True)` asks for.
+    """
+    waits = getattr(model, "ct_decompress_hook", None)  # for the first run, to unpack all
+    held = [module for module in model.modules() if "weight_packed" in module._parameters]
+    if waits is None or not all(type(module) in KINDS for module in held):
+        return model
+    waits.remove()
+    del model.ct_decompress_hook
+    narrow: dict[int, torch.Tensor] = {}  # scales that two tables share stay one tensor
+    for module in held:
+        scale = module.weight_scale
+        _hold(module, narrow.setdefault(scale.data_ptr(), _as_stored(scale.data)))
+    return model
+
+
+def loading(stock: Any) -> classmethod[Any, Any, Any]:
+    """`from_pretrained` of a tailored class: weights in few bits stay so."""
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        """As stock code's; packed weights are unpacked only where `CompressedTensorsConfig(dequantize=True)` asks."""
+        found = stock.from_pretrained.__func__(cls, *args, **kwargs)
+        keep_packed(found[0] if isinstance(found, tuple) else found)
+        return found
+
+    return classmethod(from_pretrained)
+
+
+def _as_stored(scale: torch.Tensor) -> torch.Tensor:
+    """Scales in 16 bits, if the model was loaded as more precise numbers and they are no more precise themselves."""
+    found = scale.to(torch.bfloat16)
+    return found if torch.equal(found.to(scale.dtype), scale) else scale
+
+
+def _hold(module: Any, scale: torch.Tensor) -> None:
+    module.register_buffer("like", module.weight_scale.new_empty(0), persistent=False)
+    del module.weight_scale  # as a buffer it is not taken for what the model computes in
+    module.register_buffer("weight_scale", scale)
+    module.bits = int(module.quantization_scheme.weights.num_bits)
+    rows, columns = module.weight_shape.tolist()
+    module.sizes = rows, columns
+    for name in QUANTISER:
+        module.__dict__.pop(name, None)
+    module.__class__ = globals()[KINDS[type(module)]]
