@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import packed_weights
+
 SMOL = "SmolLM2-135M (Q4_1, dequantised)"
 NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL}
 Row = dict[str, Any]
@@ -27,7 +29,9 @@ def parts(folder: Path) -> list[str]:
     lines = [line for result in units for line in _unit_prices(result)]
     held = [json.loads(path.read_text()) for path in sorted(folder.glob("resident-*.json"))]
     engine = folder / "serving-packed.json"
-    return [*lines, *_resident(held), *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
+    stays = folder / "packed-weights.json"
+    lines += [*_resident(held), *(packed_weights.section(json.loads(stays.read_text())) if stays.exists() else [])]
+    return [*lines, *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
 
 
 def _unit_prices(result: Row) -> list[str]:

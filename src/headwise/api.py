@@ -17,6 +17,7 @@ from headwise import families, pipeline, processes
 from headwise.engines.process import require
 from headwise.errors import ModelError
 from headwise.exports import export as export
+from headwise.fast import native_build
 from headwise.heal import check as check_options
 from headwise.progress import Track
 from headwise.progress.shown import following
@@ -167,20 +168,27 @@ def serve(
         return serve_in(folder, pipeline.source_of(known, folder, shown), engine, shown)
 
 
+def _multiplies_packed(model: str) -> bool:
+    """Whether a model has weights in few bits, and this machine multiplies with them as they are."""
+    return hasattr(families.configuration(model), "quantization_config") and native_build.runs()
+
+
 def load(
     folder: Path | str,
     device: str = "cpu",
     optimise: bool = False,
     dtype: torch.dtype | str | None = None,
-    packed: bool = False,
+    packed: bool | None = None,
 ) -> nn.Module:
     """A reshaped (or any supported) model, ready to generate; with `optimise` its `generate` takes the fast way.
 
     `dtype` is what it computes in, "auto" for that of the file. Without one: float32, but an optimised model on CUDA
     computes in that of the file. With `packed`, weights in few bits stay so in memory, and every product unpacks what
-    it needs: slower, but on a CPU with `optimise` faster, as fewer bytes are read.
+    it needs. That is slower, but on a CPU with `optimise` faster, as fewer bytes are read: there it is the default.
     """
     cuda = torch.device(device).type == "cuda"
+    if packed is None:
+        packed = optimise and not cuda and dtype in (None, torch.float32) and _multiplies_packed(str(folder))
     if packed and optimise and cuda:
         raise ModelError("weights in few bits have no fast kernels on CUDA; leave out packed=True or optimise=True.")
     if not optimise:

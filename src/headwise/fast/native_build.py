@@ -52,6 +52,11 @@ def library() -> ctypes.CDLL | str:
         return f"{SOURCES[0].name} could not be compiled by {compiler}: {error}"
 
 
+def runs() -> bool:
+    """Whether there is a library."""
+    return not isinstance(library(), str)
+
+
 def _ways() -> tuple[tuple[str, ...], ...]:
     """Flags to try. Only on Linux does torch have the OpenMP of the usual compilers: two of them disturb each other."""
     return WAYS if sys.platform == "linux" else WAYS[1:]

@@ -285,8 +285,11 @@ def loading(dossier: Dossier, folder: str = "folder", short: bool = False) -> st
     stock = f"from transformers import {auto}\n\nmodel = {auto}.from_pretrained"
     if is_portable(dossier):
         return f"{stock}({where})"
-    fast = ", optimise=True" if is_coded(dossier.plan) else ""  # bits are read by kernels, or in C
-    ours = f"import headwise\nmodel = headwise.load({where}{fast})"
+    how = ", optimise=True" if is_coded(dossier.plan) else ""  # bits are read by kernels, or in C
+    if dossier.plan is not None and dossier.plan.target.packed:
+        how = ", packed=True"  # else the limit on memory would hold for the file alone
+    ours = f"import headwise\nmodel = headwise.load({where}{how})"
+    ours += "  # faster on a CPU: optimise=True too" if "packed" in how else ""
     return ours if short else f"{ours}\n\n# or, without headwise:\n{stock}({where}, trust_remote_code=True)"
 
 

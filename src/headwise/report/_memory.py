@@ -94,8 +94,9 @@ def in_words(plan: Plan) -> str:
     cache = f" and the cache of {budget.batch} x {budget.length:,} tokens" if of_cache(budget) else ""
     return (
         f"{budget.text} limits the weights as they are stored{cache}; the source is counted at 16 bits per number. The "
-        "dark line is the limit. Bits of a weight are those of the file: stock transformers unpacks weights to 16 bits "
-        "when it first runs; engines with kernels for packed weights keep them as they are."
+        "dark line is the limit. Weights keep these bits in memory where headwise.load(folder, packed=True) or "
+        "transformers with trust_remote_code=True loads the model: every product unpacks what it needs, which takes "
+        "time. Without packed=True, headwise.load unpacks all weights."
     )
 
 
