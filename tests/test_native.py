@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import pickle
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ import coded_models as coded
 import pytest
 import torch
 
-from headwise.fast import native, native_build
+from headwise.fast import native, native_build, products
 from headwise.fast.model import optimise
 from headwise.runtime.coder_headwise import _scale
 
@@ -126,6 +127,22 @@ def test_the_plain_runtime_reads_on_after_steps_of_the_library(counted):
     )
     assert (got - want).norm() < 1e-4 * want.norm()
     assert counted
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 3])
+def test_products_of_any_number_of_rows_are_those_of_torch(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # as many compute in C
+    for columns, rows, bias in ((64, 48, True), (37, 5, False), (256, 1, True)):
+        want = torch.nn.Linear(columns, rows, bias=bias)
+        got = copy.deepcopy(want)
+        got.__class__ = products.Linear
+        for shape in ((columns,), (1, 1, columns), (4, columns), (5, columns), (2, 40, columns), (0, columns)):
+            x = torch.randn(shape)
+            with torch.no_grad():
+                torch.testing.assert_close(got(x), want(x), rtol=1e-5, atol=1e-5)
+            assert got(x).requires_grad, "what learns is left to torch"
+        assert pickle.loads(pickle.dumps(got)).weight.equal(want.weight)
 
 
 @needs_compiler

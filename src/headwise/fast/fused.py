@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
 
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import case_of, quickest
 from headwise.fast.coded import padding_mask, write_prompt
 from headwise.fast.joined import fused_mlp, joined, subclass
 from headwise.fast.paths import Seen
+from headwise.fast.products import is_plain, linear
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
 
@@ -105,8 +105,8 @@ class FusedAttention(TailoredAttention):
 
     def _whole(self) -> bool:
         """Whether the joined weights are still the parts' own, and no adapter was put around them."""
-        plain = all(type(part) is nn.Linear for part in (self.q_proj, self.k_proj, self.v_proj))
-        return plain and self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
+        own = all(map(is_plain, (self.q_proj, self.k_proj, self.v_proj)))
+        return own and self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
 
     def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """Queries, keys and values; queries and keys are turned together."""

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import linear
+
+from headwise.fast.products import is_plain, linear
 
 
 def subclass(base: type, **methods: Any) -> type:
@@ -42,8 +43,8 @@ def joined(parts: list[Any]) -> torch.Tensor | None:
 
 def still_joined(mlp: Any) -> bool:
     """Whether the joined weights of an MLP are still the parts' own, and no adapter was put around them."""
-    plain = type(mlp.gate_proj) is type(mlp.up_proj) is nn.Linear
-    return plain and bool(mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr())
+    own = is_plain(mlp.gate_proj) and is_plain(mlp.up_proj)
+    return own and bool(mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr())
 
 
 @functools.cache

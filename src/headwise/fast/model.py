@@ -123,13 +123,14 @@ def optimise(model: Any) -> Any:
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
     if hasattr(model, "headwise_fast"):
         return model
-    native.attach(model)
     if not covers(model):
+        native.attach(model)
         return model
     layers = attentions(model)
     switch = Switch()
     fuse(model, switch)
     fuse_layers(model, switch)
+    native.attach(model)
     model.headwise_fast = Fast(layers, switch, capture=not _counts(model.config))
     model.__class__ = _hooked(type(model))
     counted = sum(layer.kv_heads * sum(coder.bytes for coder in layer.coders) for layer in layers if layer.coders)

@@ -18,14 +18,12 @@ from torch import nn
 from headwise.fast import packed
 from headwise.fast.joined import subclass
 from headwise.fast.native_build import N, P, library
+from headwise.fast.products import FEW, MANY, Linear, is_plain, times
 from headwise.runtime import cache_headwise as caches
 from headwise.runtime.coder_headwise import RowCoder, _factor, _scale
 from headwise.runtime.modeling_headwise import TailoredAttention
-from headwise.runtime.packed_headwise import PackedLinear
 from headwise.runtime.step_headwise import grown
 
-MANY = 64  # rows, at least, for which oneDNN is asked
-TEXTS = 4  # at most, whose rows are multiplied with matrices in C: for more of them torch is faster
 SIZES = ("kept", "size", "groups", "each", "codes", "bytes")
 FIELDS = ("first", "byte", "mask", "below", "up")
 NUMBERS = ("those", "power", "most", "slope", "half", "step", "middle", "edges", "factors")
@@ -107,58 +105,16 @@ def _table(coder: RowCoder) -> int:
     return ctypes.addressof(found)
 
 
-def _times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """Rows (..., columns) times a matrix (rows, columns), if there is a way that is faster than torch's usual one.
-
-    Few rows wait for the matrix to be read, which C does with all threads. Of many, oneDNN makes better use of wide
-    registers than the library that torch asks for single precision; torch itself reaches it in compiled code only.
-    """
-    plain = x.dtype == matrix.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and matrix.is_contiguous()
-    if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return None
-    count = x.numel() // matrix.shape[1]
-    if count >= MANY and _onednn() is not None:
-        found: torch.Tensor = _onednn()(x, matrix, bias, "none", [], "")
-        return found
-    if not 0 < count <= TEXTS:
-        return None
-    out = x.new_empty((*x.shape[:-1], len(matrix)))
-    where = x.data_ptr(), matrix.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()
-    library().headwise_linear(*where, count, *matrix.shape, torch.get_num_threads())
-    return out
-
-
-@functools.cache
-def _onednn() -> Any:
-    """Its product, if this torch has it and it says the same."""
-    try:
-        product = torch.ops.mkldnn._linear_pointwise
-        x = torch.arange(32.0).view(4, 8)
-        same = torch.equal(product(x, x, None, "none", [], ""), x @ x.mT)
-    except (AttributeError, RuntimeError):  # torch says of this operation that it may change
-        return None
-    return product if same else None
-
-
-@functools.cache
-def _linear() -> type:
-    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
-        found = _times(x, self.weight, self.bias)
-        return nn.Linear.forward(self, x) if found is None else found
-
-    return subclass(nn.Linear, forward=forward)
-
-
 def _grouped(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Rows (B, G, T, W) times the matrices of their groups (G, W, K)."""
-    parts = [_times(x[:, g].contiguous(), one.mT.contiguous(), None) for g, one in enumerate(matrices)]
+    parts = [times(x[:, g].contiguous(), one.mT.contiguous(), None) for g, one in enumerate(matrices)]
     found = [part for part in parts if part is not None]
     return torch.stack(found, 1) if len(found) == len(matrices) else x @ matrices
 
 
 def _plain(part: Any) -> bool:
     """Whether a projection is a matrix and nothing else."""
-    return type(part) in (nn.Linear, _linear()) and not part._forward_hooks and not part._forward_pre_hooks
+    return is_plain(part) and not part._forward_hooks and not part._forward_pre_hooks
 
 
 def _weights(attention: Any, few: bool) -> NativeLayer:
@@ -205,7 +161,7 @@ def _angles(positions: Any) -> tuple[Any, Any, int, int]:
 
 def _token(attention: Any, hidden: torch.Tensor, mask: Any, positions: Any, layer: Any) -> torch.Tensor | None:
     """Attention's output for one new token of every text, which is written into the layer of a cache."""
-    texts, groups, few = len(hidden), attention.kv_heads, len(hidden) <= TEXTS
+    texts, groups, few = len(hidden), attention.kv_heads, len(hidden) <= FEW
     weights = _weights(attention, few)
     if weights is None:
         return None
@@ -294,19 +250,15 @@ def _native(base: type) -> type:
 
 
 def attach(model: Any) -> None:
-    """Let a model decode in C on a CPU, if this machine can compile it: layers whose rows are in bits, and products."""
-    layers = [module for module in model.modules() if isinstance(module, TailoredAttention) and module.coders]
-    held = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    if not (layers or held) or model.device.type != "cpu" or model.dtype != torch.float32:
+    """Let a model compute in C on a CPU, if this machine can compile it: products, and attention to rows in bits."""
+    if model.device.type != "cpu" or model.dtype != torch.float32:
         return
     if isinstance(found := library(), str):
-        logging.getLogger("headwise").debug("bits are read by torch: %s", found)
+        logging.getLogger("headwise").debug("torch computes all products, and reads rows in bits: %s", found)
         return
     packed.attach(model)
-    if not layers:
-        return
-    for layer in layers:
-        layer.__class__ = _native(type(layer))
     for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = _linear()
+        if isinstance(module, TailoredAttention) and module.coders:
+            module.__class__ = _native(type(module))
+        elif type(module) is nn.Linear:
+            module.__class__ = Linear

@@ -8,7 +8,7 @@
 
 #define LANES 16
 #define BLOCK 32
-#define MOST 4  // rows that are multiplied together
+#define MOST 4  // rows that are multiplied together: `FEW` of products.py
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));

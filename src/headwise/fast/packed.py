@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from headwise.fast.joined import subclass
 from headwise.fast.native_build import N, P, library
+from headwise.fast.products import FEW
 from headwise.runtime.packed_headwise import PackedLinear
 
-FEW = 4  # rows at most: `MOST` of packed.c
 LANES, BLOCK = 16, 32  # numbers that it takes at once
 
 
