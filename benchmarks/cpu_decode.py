@@ -5,7 +5,8 @@
 Reading a prompt (prefill) and writing token by token (decode), in float32, by the plain runtime that lies
 beside every saved model and by that of `headwise.load(..., optimise=True)`, against the stock model in transformers.
 They take turns; a ratio is a time over that of the source run next to it, told as the median of all repeats with the
-quartiles, since single repeats on a machine that does other things mean little. Writes `benchmarks/results/cpu_decode.json`.
+quartiles, since single repeats on a machine that does other things mean little. Writes
+`benchmarks/results/cpu_decode.json`.
 """
 
 from __future__ import annotations
