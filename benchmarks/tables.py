@@ -138,7 +138,23 @@ def speed() -> str:
     made = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     note = "- Milliseconds of a decode step for the whole batch, random weights, bfloat16, static cache"
     when = {f"{row['date']}, commit {row['commit']}" for row in found if row["rival"] == "stock compiled"}
-    return "\n".join([*lines, "", f"{note}; {result['hardware']}, {'; '.join(sorted(when))}, {made}."])
+    sizes = {(row["batch"], row["context"]) for row in found if row["rival"] == "stock compiled"}
+    lines += ["", f"{note}; {result['hardware']}, {'; '.join(sorted(when))}, {made}."]
+    return "\n".join([*lines, *_by_later_code(rivals, sizes)])
+
+
+def _by_later_code(names: dict[str, str], sizes: set[tuple[int, int]]) -> list[str]:
+    """What steps take by code that changed after rivals were timed."""
+    rows = json.loads((RESULTS / "generate-later.json").read_text())["rows"]
+    told = []
+    for size in sorted(sizes):
+        found = {row["rival"]: row for row in rows if (row["batch"], row["context"]) == size}
+        if parts := [f"{names[name]} {found[name]['ms']:.1f} ms" for name in names if name in found]:
+            told.append(f"{size[0]} x {size[1] // 1024}k: {', '.join(parts)}")
+    made = "; ".join(sorted({f"{row['date']}, commit {row['commit']}" for row in rows}))
+    return (
+        [f"- Our kernels changed after that; rivals were not timed again ({made}): {'; '.join(told)}."] if told else []
+    )
 
 
 PAGES = {  # page -> its blocks
