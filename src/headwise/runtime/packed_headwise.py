@@ -22,20 +22,23 @@ def unpacked(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
     Numbers are stored with half of their range added. The result is of a small integer type.
     """
-    half, flat = 1 << (bits - 1), words.contiguous()
+    half, last = 1 << (bits - 1), (1 << bits) - 1
+    flat = words.contiguous().view(torch.uint8)
     if bits == 8:
-        return (flat.view(torch.uint8) ^ half).view(torch.int8)[:, :columns]
-    if bits in (2, 4):
-        starts = torch.arange(0, 8, bits, dtype=torch.uint8, device=words.device)
-        found = (flat.view(torch.uint8).unsqueeze(-1) >> starts) & ((1 << bits) - 1)
-        return found.flatten(1)[:, :columns].to(torch.int8) - half
-    groups = -(-flat.shape[1] // bits)  # of 32 numbers, which fill as many words as they have bits
-    whole = functional.pad(flat, (0, groups * bits - flat.shape[1] + 1)).long() & 0xFFFFFFFF
-    first = torch.arange(32, device=words.device) * bits
-    at = (torch.arange(groups, device=words.device) * bits).unsqueeze(1) + first // 32
-    pairs = whole[:, at] | (whole[:, at + 1] << 32)  # a number may lie in two words
-    found = (pairs >> (first % 32)) & ((1 << bits) - 1)
-    return (found.flatten(1)[:, :columns] - half).to(torch.int8)
+        return (flat ^ half).view(torch.int8)[:, :columns]
+    each = 8 // bits if 8 % bits == 0 else 8  # numbers that fill whole bytes
+    width, groups = each * bits // 8, -(-columns // each)
+    if flat.shape[1] < groups * width:
+        flat = functional.pad(flat, (0, groups * width - flat.shape[1]))
+    group = flat[:, : groups * width].reshape(len(flat), groups, width)
+    found = flat.new_empty(len(flat), groups, each)
+    for number in range(each):
+        at, shift = divmod(number * bits, 8)
+        one = group[..., at] >> shift
+        if shift + bits > 8:  # it lies in two bytes
+            one |= group[..., at + 1] << (8 - shift)
+        torch.bitwise_and(one, last, out=found[..., number])
+    return found.view(torch.int8).flatten(1)[:, :columns] - half
 
 
 class Packed(nn.Module):
