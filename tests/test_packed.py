@@ -156,3 +156,5 @@ def test_an_adapter_on_packed_weights_learns(tmp_path: Path) -> None:
     model(ROWS, labels=ROWS).loss.backward()
     found = [x.grad for x in model.parameters() if x.requires_grad]
     assert found and all(grad is not None and torch.isfinite(grad).all() for grad in found)
+    with pytest.raises(RuntimeError, match=r"no adapter can be merged into them; load the model with"):
+        model.merge_and_unload()  # which writes into weights: they would stay as they are

@@ -41,6 +41,21 @@ def unpacked(words: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
     return found.view(torch.int8).flatten(1)[:, :columns] - half
 
 
+class Unpacked(torch.Tensor):
+    """Numbers of a matrix in few bits. Whoever would change them gets an error: the change would be lost."""
+
+    # What is computed with them is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """Refused: adapters are merged through it."""
+        raise RuntimeError(
+            "weights in few bits cannot be changed, and no adapter can be merged into them; load the model with "
+            "quantization_config=CompressedTensorsConfig(dequantize=True), or by headwise.load(..., packed=False)."
+        )
+
+
 class Packed(nn.Module):
     """A matrix in few bits. Its numbers are made anew whenever they are asked for, in the module's own precision."""
 
@@ -52,8 +67,8 @@ class Packed(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The whole matrix."""
-        return self.rows(slice(None))
+        """The whole matrix, to be read."""
+        return self.rows(slice(None)).as_subclass(Unpacked)
 
     def rows(self, those: Any) -> torch.Tensor:
         """Some rows of the matrix."""
@@ -86,11 +101,12 @@ class PackedEmbedding(Packed, nn.Embedding):  # type: ignore[override]
 def keep_packed(model: Any) -> Any:
     """Let a model that transformers just loaded keep its weights in few bits; returns the model.
 
-    Nothing changes where weights were unpacked on loading, as `CompressedTensorsConfig(dequantize=True)` asks for.
+    Nothing changes where weights were unpacked on loading, as `CompressedTensorsConfig(dequantize=True)` asks for, or
+    where accelerate moves them between devices.
     """
     waits = getattr(model, "ct_decompress_hook", None)  # for the first run, to unpack all
     held = [module for module in model.modules() if "weight_packed" in module._parameters]
-    if waits is None or not all(type(module) in KINDS for module in held):
+    if waits is None or not all(type(module) in KINDS and not hasattr(module, "_hf_hook") for module in held):
         return model
     waits.remove()
     del model.ct_decompress_hook
