@@ -125,3 +125,25 @@ def _predictions(rows: list[Row]) -> list[str]:
     ]  # fmt: skip
     heads = ["weights kept", "bits per weight", "predicted damage", "measured damage", "measured / predicted"]
     return ["Bits of weights alone, not healed:", "", *table(heads, cells), ""]
+
+
+def named(folder: Path = RESULTS) -> str:
+    """For the README: every share, and for every model the best uniform bits that fit beside ours."""
+    found = [json.loads((folder / f"memory-{name}.json").read_text()) for name in ("smollm2", "stories15M", "embedded")]
+    heads, notes = ["weights and cache kept"], []
+    for result in found:
+        name = model_name(result["name"]).partition(" (")[0]
+        heads += [f"{name}: uniform bits", "Headwise"]
+        mine = [row for row in result["rows"] if row["method"] in ("joint", "uniform")]
+        made = sorted({f"{row['hardware']}, {row['date']}, commit {row['commit']}" for row in mine})
+        length, _, batch = next(row["at"] for row in mine if "at" in row).partition(",b")
+        notes.append(f"- {model_name(result['name'])}, {batch} texts of {int(length):,} tokens: {'; '.join(made)}.")
+    shares = dict.fromkeys(row["asked_share"] for row in found[0]["rows"] if row["method"] == "joint")
+    lines = []
+    for share in shares:
+        cells = [f"{share}%"]
+        for result in found:
+            best = _best(result["rows"], share)
+            cells += [_measured(best) if best else "none fits", _measured(_one(result["rows"], "joint", share))]
+        lines.append(cells)
+    return "\n".join([*table(heads, lines), "", *notes])

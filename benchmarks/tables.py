@@ -15,6 +15,7 @@ from typing import Any
 
 import bits_page
 import faq
+import memory_page
 import parameters_page
 
 ROOT = Path(__file__).parents[1]
@@ -158,7 +159,7 @@ def _by_later_code(names: dict[str, str], sizes: set[tuple[int, int]]) -> list[s
 
 
 PAGES = {  # page -> its blocks
-    "README.md": {"cache": bits_page.named, "speed": speed},
+    "README.md": {"cache": bits_page.named, "memory": memory_page.named, "speed": speed},
     "docs/results.md": {"shares": bits_page.summary, "quality": table, "embeddings": embeddings},
     "docs/faq.md": {"quantise": faq.quantise, "calibration": faq.calibration, "longest": faq.longest},
     "docs/guides/heal.md": {"healing": healing},
