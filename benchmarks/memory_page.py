@@ -128,7 +128,7 @@ def _predictions(rows: list[Row]) -> list[str]:
 
 
 def named(folder: Path = RESULTS) -> str:
-    """For the README: every share, and for every model the best uniform bits that fit beside ours."""
+    """For the page of results: every share, and for every model the best uniform bits that fit beside ours."""
     found = [json.loads((folder / f"memory-{name}.json").read_text()) for name in ("smollm2", "stories15M", "embedded")]
     heads, notes = ["weights and cache kept"], []
     for result in found:

@@ -159,8 +159,13 @@ def _by_later_code(names: dict[str, str], sizes: set[tuple[int, int]]) -> list[s
 
 
 PAGES = {  # page -> its blocks
-    "README.md": {"cache": bits_page.named, "memory": memory_page.named, "speed": speed},
-    "docs/results.md": {"shares": bits_page.summary, "quality": table, "embeddings": embeddings},
+    "README.md": {"cache": bits_page.named, "speed": speed},
+    "docs/results.md": {
+        "shares": bits_page.summary,
+        "memory": memory_page.named,
+        "quality": table,
+        "embeddings": embeddings,
+    },
     "docs/faq.md": {"quantise": faq.quantise, "calibration": faq.calibration, "longest": faq.longest},
     "docs/guides/heal.md": {"healing": healing},
 }
