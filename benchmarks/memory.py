@@ -219,6 +219,10 @@ def joined(files: Sequence[Path]) -> dict[str, Any]:
     return results[0] | {"rows": [row for result in results for row in result["rows"]]}
 
 
+def _name(file: str | None) -> str | None:
+    return Path(file).name if file else None
+
+
 class Results:
     """The result file; rows of a section that is measured anew are replaced."""
 
@@ -232,7 +236,7 @@ class Results:
         self.about = {"hardware": speed.machine(torch.device("cuda" if torch.cuda.is_available() else "cpu"))}
         self.about |= {"date": time.strftime("%Y-%m-%d"), "commit": commit()}
         self.about |= {name: getattr(settings, name) for name in ("tokens", "length", "swap_tokens")}
-        self.about |= {"eval_rows": asked.rows}
+        self.about |= {"eval_rows": asked.rows, "data": _name(settings.data), "eval": _name(settings.eval)}
         self._write()
 
     def _write(self) -> None:

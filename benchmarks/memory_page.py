@@ -49,6 +49,7 @@ def _section(result: dict[str, Any]) -> list[str]:
         read = f"{row['tokens']:,} calibration tokens in rows of {row['length']:,}"
         read += f", {row['swap_tokens']:,} for measured damage" if "swap_tokens" in row else ""
         read += f", {row['eval_rows']} evaluation texts" if "eval_rows" in row else ""
+        read += f", of {row['data']} and {row['eval']}" if row.get("data") and row.get("eval") else ""
         about = f"{read}; {row['hardware']}, {row['date']}, commit {row['commit']}"
         made.setdefault(about, []).append({**NAMES, **MORE}[row["section"]])
     return [*lines, *(f"- {'; '.join(dict.fromkeys(names))}: {about}." for about, names in made.items()), ""]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import coded_models
 import pytest
 import torch
 from conftest import invent
@@ -16,7 +18,7 @@ from headwise import budgets, families, processes, strategies
 from headwise.checks import exactness, speed
 from headwise.errors import BudgetError
 from headwise.families.llama import FAMILY as llama
-from headwise.fast import choice
+from headwise.fast import choice, native, native_build
 from headwise.latency import lattice, measured, measuring
 from headwise.latency.stacks import Stacks
 from headwise.report import measured as measured_table
@@ -192,6 +194,21 @@ def test_speed_is_compared_on_one_runtime(monkeypatch):
         assert found["decode_ms_per_token_after"] > 0 and found["prompt_tokens"] == 16 and len(twins) == count
     assert all(twin.headwise_fast.pool is not None and twin.headwise_fast.ordinary == 0 for twin in twins)
     assert not hasattr(source, "headwise_fast")
+
+
+@pytest.mark.skipif(not native_build.runs(), reason="this machine has no C compiler")
+def test_a_cache_in_bits_is_timed_as_it_is_best_run_on_a_cpu(monkeypatch):
+    source, cut = (copy.deepcopy(coded_models.made("llama", 2, 0.75)[place]).float() for place in (1, 3))
+    cut.config._attn_implementation = "sdpa"
+    assert speed.runtime(source, cut) == "fast" and "optimise=True" in speed.machine(cut.device, "fast")
+    read, token = [], native._token
+    monkeypatch.setattr(native, "_token", lambda *given: read.append(token(*given)) or read[-1])
+    found = speed.measure(source, cut, prompt=60, steps=4, repeats=1, runtime="fast")
+    assert found["decode_ms_per_token_after"] > 0 and read and all(out is not None for out in read)
+    kinds = {type(module).__module__ for module in cut.modules()}
+    assert not any("fast" in kind for kind in kinds), "the models themselves stay as they are"
+    monkeypatch.setattr(native_build, "runs", lambda: False)
+    assert speed.runtime(source, cut) == "plain"
 
 
 def test_the_certificate_shows_predicted_beside_measured(monkeypatch):

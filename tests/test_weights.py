@@ -185,7 +185,8 @@ def test_a_run_fits_all_memory_and_stock_transformers_loads_it(tmp_path: Path) -
     assert plan.target.packed and all(layer.coded for layer in plan.target.layers)
     assert verdict["size"]["weight_bytes_after"] == stored_bytes(tmp_path / "run/model")
     assert 2 <= words.mean_bits(plan.target) < 16 and "expected damage" in words.expected(plan)
-    assert "memory" in (tmp_path / "run/report.html").read_text()
+    page = (tmp_path / "run/report.html").read_text()
+    assert "Where the memory goes" in page and "packed=True)" in page, "or memory would be that of unpacked weights"
 
 
 def test_a_run_without_the_package_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,16 +24,22 @@ FEWEST, ENOUGH = 4, 250.0  # steps that are timed at least; milliseconds that ar
 def runtime(source: nn.Module, cut: nn.Module) -> str:
     """The runtime of both models: decoders on CUDA with `optimise=True`, if joined weights fit into memory.
 
-    A cache in bits is timed without `optimise=True`: its kernels are built for every layer, which takes minutes.
+    A cache in bits is timed with `optimise=True` on a CPU that compiles its library, and on CUDA without it: there
+    kernels are built for every layer, which takes minutes.
     """
     device: Any = source.device
-    if any(layer.coded for layer in families.family_of(cut.config).shape_of(cut.config).layers):
-        return PLAIN
+    if _coded(cut):
+        return FAST if measuring.compiles(source) and measuring.compiles(cut) else PLAIN
     if device.type != "cuda" or PLAIN in (measuring.runtime_of(source), measuring.runtime_of(cut)):
         return PLAIN
     gc.collect()  # models that were timed before
     joined = sum(tensor.nbytes for model in (source, cut) for tensor in model.parameters())
     return FAST if 1.2 * joined < free_bytes(device) else PLAIN
+
+
+def _coded(model: nn.Module) -> bool:
+    shape = families.family_of(model.config).shape_of(model.config)
+    return any(layer.coded for layer in shape.layers)
 
 
 @torch.no_grad()
@@ -44,15 +50,17 @@ def measure(
 
     Models without a cache only read: a text as a whole, or an image.
     """
+    replayed = runtime == FAST and not _coded(cut)
     if runtime == FAST:
-        source, cut = measuring.fast_twin(source), measuring.fast_twin(cut)
+        twin = measuring.fast_twin if replayed else measuring.compiled_twin
+        source, cut = twin(source), twin(cut)
     family = families.family_of(source.config)
     way = _writing if family.shape_of(source.config).cached else _reading
-    first = steps if runtime == FAST else 2  # a replayed step is for one length
+    first = steps if replayed else 2  # a replayed step is for one length
     warm_up = way(family, source.config, prompt, first)[0]
     for _ in range(2):  # what runs first is slow
         took = max(warm_up(model).get("decode_ms_per_token", 0.0) for model in (source, cut))
-    if runtime != FAST:
+    if not replayed:
         steps = min(steps, max(FEWEST, int(ENOUGH / max(took, 1e-3))))
     run, facts = way(family, source.config, prompt, steps)
     times: dict[str, list[float]] = {}
@@ -109,9 +117,10 @@ def _writing(family: families.Family, config: Any, prompt: int, steps: int) -> t
 
 def machine(device: torch.device, runtime: str = PLAIN) -> str:
     """The hardware in words, and the runtime where it is not the plain one."""
+    how = ", with optimise=True" if runtime == FAST else ""
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device) + (", with optimise=True" if runtime == FAST else "")
-    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads"
+        return torch.cuda.get_device_name(device) + how
+    return f"{platform.processor() or platform.machine()} CPU, {torch.get_num_threads()} threads{how}"
 
 
 SLACK = 0.05  # by which a measured time may exceed its limit: times of the same model differ by about as much

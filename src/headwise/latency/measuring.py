@@ -19,6 +19,7 @@ from headwise.devices import timed
 from headwise.errors import BudgetError
 from headwise.families import Family
 from headwise.families._config import stored_dtype
+from headwise.fast import native, native_build
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import Case, rounded
 from headwise.fast.model import attentions, covers, decode_step, optimise
@@ -42,10 +43,23 @@ def runtime_of(model: Any) -> str:
     return FAST if covers(model) else PLAIN
 
 
+def compiles(model: Any) -> bool:
+    """Whether a model computes in C with `optimise=True`."""
+    return bool(model.device.type == "cpu" and model.dtype == torch.float32 and native_build.runs())
+
+
 def fast_twin(model: Any) -> Any:
     """An optimised copy of a tailored decoder. Only weights that it joins are copied; the model is not changed."""
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return optimise(copy.deepcopy(model, shared))
+
+
+def compiled_twin(model: Any) -> Any:
+    """A copy of a decoder that computes in C on a CPU, as with `optimise=True`; all weights are the model's own."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    twin = copy.deepcopy(model, shared)
+    native.attach(twin)
+    return twin
 
 
 @torch.no_grad()

@@ -70,7 +70,7 @@ def got(dossier: Dossier) -> tuple[Card, ...]:
         if fact.interval:
             lines.append(f"{fact.range} {fact.interval}")
         if fact.unit == "ms" and dossier.verdict:
-            lines.append(f"on {short(dossier.verdict.machine, 40)}")
+            lines.append(f"on {short(dossier.verdict.machine, 60)}")
         share = limit.limit / fact.before if limit else None
         lines += [f"limit: {_limit(limit)}"] if limit else []
         grew = fact.after > 1.005 * fact.before

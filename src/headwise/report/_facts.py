@@ -147,8 +147,9 @@ def measures(dossier: Dossier) -> tuple[Fact, ...]:
 
 
 def _plain_way(dossier: Dossier) -> str:
-    """What to know of times of a cache in bits: kernels for it are built when they first run, and are not timed."""
-    return "without optimise=True; " if is_coded(dossier.plan) else ""
+    """What to know of times of a cache in bits: kernels for CUDA are built when they first run, and are not timed."""
+    fast = dossier.verdict is not None and "optimise=True" in dossier.verdict.machine
+    return "without optimise=True; " if is_coded(dossier.plan) and not fast else ""
 
 
 def _quality(quality: dict[str, BeforeAfter], unit: str) -> Fact:
