@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import packed_weights
-
 SMOL = "SmolLM2-135M (Q4_1, dequantised)"
 NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL}
 Row = dict[str, Any]
+PROMPT = 192  # tokens that packed weights are timed with
+UNPACKED = "unpacked, float32"  # the way to load weights to which others are compared
 
 
 def table(heads: list[str], rows: list[list[str]]) -> list[str]:
@@ -30,7 +30,7 @@ def parts(folder: Path) -> list[str]:
     held = [json.loads(path.read_text()) for path in sorted(folder.glob("resident-*.json"))]
     engine = folder / "serving-packed.json"
     stays = folder / "packed-weights.json"
-    lines += [*_resident(held), *(packed_weights.section(json.loads(stays.read_text())) if stays.exists() else [])]
+    lines += [*_resident(held), *(packed_weights(json.loads(stays.read_text())) if stays.exists() else [])]
     return [*lines, *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
 
 
@@ -68,6 +68,35 @@ def _resident(found: list[Row]) -> list[str]:
              "cache, real", "with allocated free space", "growth of the process on load"]  # fmt: skip
     about = "; ".join(dict.fromkeys(map(_about, found)))
     return ["## Resident memory", "", *table(heads, cells), "", f"By benchmarks/memory_resident.py; {about}.", ""]
+
+
+def packed_weights(result: Row) -> list[str]:
+    """What models with weights in few bits take in memory and in time, in Markdown."""
+    lines = [
+        "## Weights that stay packed, on a CPU", "",
+        "| model | bits | file | loaded | memory | decode step | prompt |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for row in result["rows"]:
+        cells = [
+            row["model"],
+            str(row["bits"]),
+            f"{row['file'] / 1e6:.1f} MB",
+            row["way"],
+            f"{row['memory'] / 1e6:.1f} MB",
+        ]
+        for stage in ("decode", "prefill"):
+            ratio = row[f"{stage}_ratio"]
+            spoken = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+            cells.append("1.00" if row["way"] == UNPACKED else spoken)
+        lines.append(f"| {' | '.join(cells)} |")
+    about = (
+        f"By benchmarks/packed_weights.py. Times are shares of those of unpacked float32: a step after {PROMPT} "
+        f"tokens, and that prompt; medians and quartiles of {result['repeats']} turns. All matrices have the same "
+        f"bits; the cache is not in bits. {result['hardware']['processor']}, {result['threads']} threads, "
+        f"{result['date']}, commit {result['commit']}."
+    )
+    return [*lines, "", about, ""]
 
 
 def _size(count: int) -> str:

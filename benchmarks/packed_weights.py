@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_decode import spread
+from memory_parts import PROMPT, UNPACKED, packed_weights
 from memory_resident import held
 from provenance import commit, hardware
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
@@ -36,8 +38,7 @@ from headwise.stages.packing import packed_model
 from headwise.types.weights import ENDS, FIELDS
 
 BITS = (8, 4, 3)
-PROMPT, STEPS = 192, 12
-BASE = "unpacked, float32"
+STEPS = 12
 
 
 def stock(dtype: torch.dtype, unpack: bool) -> Callable[[Path], Any]:
@@ -47,7 +48,7 @@ def stock(dtype: torch.dtype, unpack: bool) -> Callable[[Path], Any]:
 
 
 WAYS: dict[str, Callable[[Path], Any]] = {
-    BASE: stock(torch.float32, True),
+    UNPACKED: stock(torch.float32, True),
     "unpacked, bfloat16": stock(torch.bfloat16, True),
     "packed, bfloat16": stock(torch.bfloat16, False),
     "packed=True": lambda folder: headwise.load(folder, packed=True),
@@ -81,12 +82,6 @@ def times(model: Any, ids: torch.Tensor) -> tuple[float, float]:
     return prefill * 1e3 / ids.shape[1], timed(write, ids.device, STEPS)[1] * 1e3 / STEPS
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and quartiles."""
-    low, middle, high = statistics.quantiles(values, n=4)
-    return {"median": middle, "low": low, "high": high}
-
-
 def compare(folder: Path, repeats: int) -> list[dict[str, Any]]:
     """Every way to load a folder, in turns."""
     models = {name: load(folder).eval() for name, load in WAYS.items()}
@@ -103,39 +98,10 @@ def compare(folder: Path, repeats: int) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"way": name, "memory": held((*model.parameters(), *model.buffers()))}
         for place, stage in enumerate(("prefill", "decode")):
             row[f"{stage}_ms"] = statistics.median(own[place] for own in found[name])
-            pairs = zip(found[name], found[BASE], strict=True)
+            pairs = zip(found[name], found[UNPACKED], strict=True)
             row[f"{stage}_ratio"] = spread([own[place] / base[place] for own, base in pairs])
         rows.append(row)
     return rows
-
-
-def section(result: dict[str, Any]) -> list[str]:
-    """The result in Markdown."""
-    lines = [
-        "## Weights that stay packed, on a CPU", "",
-        "| model | bits | file | loaded | memory | decode step | prompt |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
-    for row in result["rows"]:
-        cells = [
-            row["model"],
-            str(row["bits"]),
-            f"{row['file'] / 1e6:.1f} MB",
-            row["way"],
-            f"{row['memory'] / 1e6:.1f} MB",
-        ]
-        for stage in ("decode", "prefill"):
-            ratio = row[f"{stage}_ratio"]
-            spoken = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            cells.append("1.00" if row["way"] == BASE else spoken)
-        lines.append(f"| {' | '.join(cells)} |")
-    about = (
-        f"By benchmarks/packed_weights.py. Times are shares of those of unpacked float32: a step after {PROMPT} "
-        f"tokens, and that prompt; medians and quartiles of {result['repeats']} turns. All matrices have the same "
-        f"bits; the cache is not in bits. {result['hardware']['processor']}, {result['threads']} threads, "
-        f"{result['date']}, commit {result['commit']}."
-    )
-    return [*lines, "", about, ""]
 
 
 def main() -> None:
@@ -161,7 +127,7 @@ def main() -> None:
                 rows += [about | row for row in compare(Path(scratch, "model"), asked.repeats)]
             if asked.out:
                 write_atomically(asked.out, json.dumps(result, indent=1) + "\n")
-    print("\n".join(section(result)))
+    print("\n".join(packed_weights(result)))
 
 
 if __name__ == "__main__":
