@@ -72,31 +72,32 @@ def _resident(found: list[Row]) -> list[str]:
 
 def packed_weights(result: Row) -> list[str]:
     """What models with weights in few bits take in memory and in time, in Markdown."""
-    lines = [
-        "## Weights that stay packed, on a CPU", "",
-        "| model | bits | file | loaded | memory | decode step | prompt |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]  # fmt: skip
+    models: dict[tuple[str, int], dict[str, Row]] = {}
     for row in result["rows"]:
-        cells = [
-            row["model"],
-            str(row["bits"]),
-            f"{row['file'] / 1e6:.1f} MB",
-            row["way"],
-            f"{row['memory'] / 1e6:.1f} MB",
-        ]
-        for stage in ("decode", "prefill"):
-            ratio = row[f"{stage}_ratio"]
-            spoken = f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
-            cells.append("1.00" if row["way"] == UNPACKED else spoken)
-        lines.append(f"| {' | '.join(cells)} |")
+        models.setdefault((row["model"], row["bits"]), {})[row["way"]] = row
+    others = [way for way in next(iter(models.values())) if way != UNPACKED]
+    heads = ["model", "bits", "file", f"memory, {UNPACKED}"]
+    heads += [f"{what}, {way}" for way in others for what in ("memory", "step", "prompt")]
+    cells = []
+    for (model, bits), ways in models.items():
+        cells.append([model_name(model), str(bits), *(_megabytes(ways[UNPACKED][what]) for what in ("file", "memory"))])
+        for row in (ways[way] for way in others):
+            cells[-1] += [_megabytes(row["memory"]), _ratio(row["decode_ratio"]), _ratio(row["prefill_ratio"])]
     about = (
-        f"By benchmarks/packed_weights.py. Times are shares of those of unpacked float32: a step after {PROMPT} "
+        f"By benchmarks/packed_weights.py. Times are shares of those with {UNPACKED} weights: a step after {PROMPT} "
         f"tokens, and that prompt; medians and quartiles of {result['repeats']} turns. All matrices have the same "
         f"bits; the cache is not in bits. {result['hardware']['processor']}, {result['threads']} threads, "
         f"{result['date']}, commit {result['commit']}."
     )
-    return [*lines, "", about, ""]
+    return ["## Weights that stay packed, on a CPU", "", *table(heads, cells), "", about, ""]
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _ratio(found: dict[str, float]) -> str:
+    return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
 
 
 def _size(count: int) -> str:
