@@ -75,14 +75,14 @@ def packed_weights(result: Row) -> list[str]:
     models: dict[tuple[str, int], dict[str, Row]] = {}
     for row in result["rows"]:
         models.setdefault((row["model"], row["bits"]), {})[row["way"]] = row
-    others = [way for way in next(iter(models.values())) if way != UNPACKED]
-    heads = ["model", "bits", "file", f"memory, {UNPACKED}"]
-    heads += [f"{what}, {way}" for way in others for what in ("memory", "step", "prompt")]
+    told = ("unpacked, bfloat16", "packed, bfloat16", "packed=True, optimise=True")
+    kinds = (UNPACKED, *told[:2])
+    heads = ["model", "bits", *(f"memory, {way}" for way in (*kinds[:2], "packed"))]
+    heads += [f"{what}, {way}" for what in ("step", "prompt") for way in told]
     cells = []
     for (model, bits), ways in models.items():
-        cells.append([model_name(model), str(bits), *(_megabytes(ways[UNPACKED][what]) for what in ("file", "memory"))])
-        for row in (ways[way] for way in others):
-            cells[-1] += [_megabytes(row["memory"]), _ratio(row["decode_ratio"]), _ratio(row["prefill_ratio"])]
+        cells.append([model_name(model), str(bits), *(f"{ways[way]['memory'] / 1e6:.1f} MB" for way in kinds)])
+        cells[-1] += [_ratio(ways[way][f"{stage}_ratio"]) for stage in ("decode", "prefill") for way in told]
     about = (
         f"By benchmarks/packed_weights.py. Times are shares of those with {UNPACKED} weights: a step after {PROMPT} "
         f"tokens, and that prompt; medians and quartiles of {result['repeats']} turns. All matrices have the same "
@@ -90,10 +90,6 @@ def packed_weights(result: Row) -> list[str]:
         f"{result['date']}, commit {result['commit']}."
     )
     return ["## Weights that stay packed, on a CPU", "", *table(heads, cells), "", about, ""]
-
-
-def _megabytes(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
 
 
 def _ratio(found: dict[str, float]) -> str:
