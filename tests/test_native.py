@@ -142,6 +142,8 @@ def test_products_of_any_number_of_rows_are_those_of_torch(threads, monkeypatch)
             with torch.no_grad():
                 torch.testing.assert_close(got(x), want(x), rtol=1e-5, atol=1e-5)
             assert got(x).requires_grad, "what learns is left to torch"
+        with pytest.raises(RuntimeError, match="cannot be multiplied"), torch.no_grad():
+            got(torch.randn(2, columns - 1))
         assert pickle.loads(pickle.dumps(got)).weight.equal(want.weight)
 
 

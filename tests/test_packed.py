@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from test_weights import ROWS, packed_folder
 from torch import nn
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import headwise
 from headwise.checks.exactness import stored_bytes
-from headwise.errors import ModelError
+from headwise.errors import HeadwiseError, ModelError
 from headwise.fast import native_build, packed
 from headwise.linalg import Rounded
 from headwise.runtime.packed_headwise import PackedEmbedding, PackedLinear, unpacked
@@ -146,6 +147,18 @@ def test_load_keeps_weights_packed_where_that_is_asked_for_or_fast(
     assert torch.equal(texts[0], texts[1]) and torch.equal(texts[0], texts[2]) and held(fast) == held(kept)
     with pytest.raises(ModelError, match="no fast kernels on CUDA; leave out packed=True or optimise=True"):
         headwise.load(folder, "cuda", packed=True, optimise=True)
+
+
+@pytest.mark.parametrize("part", ["weight_shape", "weight_packed", "weight_scale"])
+def test_parts_that_do_not_fit_together_are_refused(part: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    packed_folder(folder, False)
+    found = load_file(folder / "model.safetensors")
+    name = f"model.layers.1.mlp.up_proj.{part}"
+    found[name] = found[name] * 2 if part == "weight_shape" else found[name][:, :-1].contiguous()
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HeadwiseError, match="the packed matrix model.layers.1.mlp.up_proj does not have the sizes"):
+        headwise.load(folder, packed=True)
 
 
 def test_an_adapter_on_packed_weights_learns(tmp_path: Path) -> None:

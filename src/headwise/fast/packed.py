@@ -49,7 +49,7 @@ def _few(part: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None
     columns = part.sizes[1]
     count = x.numel() // columns
-    if not 0 < count <= FEW or torch.is_autocast_enabled("cpu"):
+    if not 0 < count <= FEW or x.shape[-1] != columns or torch.is_autocast_enabled("cpu"):
         return None
     matrix = _matrix(part)
     if matrix is None:

@@ -21,8 +21,10 @@ FEW = 4  # at most, that are multiplied with matrices in C: for more of them tor
 
 def times(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor | None:
     """Rows (..., columns) times a matrix (rows, columns), if there is a way that is faster than torch's usual one."""
-    plain = x.dtype == matrix.dtype == torch.float32 and x.is_cpu and x.is_contiguous() and matrix.is_contiguous()
-    if not plain or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    alike = x.dtype == matrix.dtype == torch.float32 and x.is_cpu and x.shape[-1] == matrix.shape[1]
+    if not alike or not x.is_contiguous() or not matrix.is_contiguous():
+        return None
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return None
     count = x.numel() // matrix.shape[1]
     if count >= MANY and _onednn() is not None:

@@ -105,9 +105,12 @@ def keep_packed(model: Any) -> Any:
     where accelerate moves them between devices.
     """
     waits = getattr(model, "ct_decompress_hook", None)  # for the first run, to unpack all
-    held = [module for module in model.modules() if "weight_packed" in module._parameters]
+    found = {name: module for name, module in model.named_modules() if "weight_packed" in module._parameters}
+    held = list(found.values())
     if waits is None or not all(type(module) in KINDS and not hasattr(module, "_hf_hook") for module in held):
         return model
+    for name, module in found.items():
+        _check(name, module)
     waits.remove()
     del model.ct_decompress_hook
     narrow: dict[int, torch.Tensor] = {}  # scales that two tables share stay one tensor
@@ -135,13 +138,28 @@ def _as_stored(scale: torch.Tensor) -> torch.Tensor:
     return found if torch.equal(found.to(scale.dtype), scale) else scale
 
 
+def _check(name: str, module: Any) -> None:
+    """Refuse parts that do not fit together: what multiplies with them reads as far as they say."""
+    bits, (rows, columns) = int(module.quantization_scheme.weights.num_bits), module.weight_shape.tolist()
+    asked = module.weight_shape.numel() == 2 and (rows, columns) == _sizes(module)
+    words, (lines, groups) = module.weight_packed, module.weight_scale.shape
+    whole = words.dtype == torch.int32 and tuple(words.shape) == (rows, -(-columns * bits // 32))
+    if not asked or not whole or lines != rows or groups < 1 or columns % groups or not 1 <= bits <= 8:
+        raise ValueError(f"the packed matrix {name} does not have the sizes that it says; fetch the model again")
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    return module.num_embeddings, module.embedding_dim
+
+
 def _hold(module: Any, scale: torch.Tensor) -> None:
     module.register_buffer("like", module.weight_scale.new_empty(0), persistent=False)
     del module.weight_scale  # as a buffer it is not taken for what the model computes in
     module.register_buffer("weight_scale", scale)
     module.bits = int(module.quantization_scheme.weights.num_bits)
-    rows, columns = module.weight_shape.tolist()
-    module.sizes = rows, columns
+    module.sizes = _sizes(module)
     for name in QUANTISER:
         module.__dict__.pop(name, None)
     module.__class__ = globals()[KINDS[type(module)]]
