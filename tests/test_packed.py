@@ -157,8 +157,9 @@ def test_parts_that_do_not_fit_together_are_refused(part: str, tmp_path: Path) -
     name = f"model.layers.1.mlp.up_proj.{part}"
     found[name] = found[name] * 2 if part == "weight_shape" else found[name][:, :-1].contiguous()
     save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(HeadwiseError, match="the packed matrix model.layers.1.mlp.up_proj does not have the sizes"):
-        headwise.load(folder, packed=True)
+    for packed_too in (False, True):
+        with pytest.raises(HeadwiseError, match="model.layers.1.mlp.up_proj does not have the sizes"):
+            headwise.load(folder, packed=packed_too)
 
 
 def test_an_adapter_on_packed_weights_learns(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from headwise.families._family import Family
 from headwise.families._known import auto_class, family_of, register
 from headwise.files.json import shortened
 from headwise.registry import find
+from headwise.runtime.packed_headwise import Packed
 
 IN_A_LAYER = re.compile(r"\.\d+\.")
 log = logging.getLogger("headwise")
@@ -99,11 +100,10 @@ def load(
         if torch.device(device).type == "cuda" and not (gguf or family.package) and find_spec("accelerate"):
             how["device_map"] = {"": device}
         few = family.kind(config) != config.model_type and getattr(config, "quantization_config", None) is not None
-        unpacking = _unpacking() if few and not packed else {}
         how |= {"dtype": stored if dtype == "auto" else dtype or torch.float32, "output_loading_info": True}
         with _silence() if few else contextlib.nullcontext(), without_threads(device):
-            found, info = family.stock_loader(config, auto).from_pretrained(where, **options, **how, **unpacking)
-        found = _unpacked(family, found) if unpacking else found
+            found, info = family.stock_loader(config, auto).from_pretrained(where, **options, **how)
+        found = _unpacked(family, found) if few and not packed else found
         special = family.images or family.audio
         reader = _processor(family, where, options) if special else tokenizer_of(model, trust_remote_code)
         folder.check_tokenizer(reader, model)
@@ -122,13 +122,6 @@ def load(
     return found.eval().to(device), reader
 
 
-def _unpacking() -> dict[str, Any]:
-    """How a model of ours with weights in few bits is loaded: with all of them in full."""
-    from transformers import CompressedTensorsConfig
-
-    return {"quantization_config": CompressedTensorsConfig(dequantize=True)}
-
-
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Without the bars and notices of a quantiser."""
@@ -138,12 +131,14 @@ def _silence() -> Iterator[None]:
 
 
 def _unpacked(family: Family, model: Any) -> nn.Module:
-    """The model without what its packed form left behind: scales, sizes, and modules that a quantiser changed."""
-    ends = (".weight_scale", ".weight_shape", ".weight_packed")
-    found = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(ends)}
-    if model.config.tie_word_embeddings:  # each of the two was unpacked
-        head = model.get_output_embeddings()
-        found.pop(next(f"{name}.weight" for name, module in model.named_modules() if module is head))
+    """The model with all weights in full."""
+    held = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
+    inside = tuple(f"{name}." for name in held)
+    found = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(inside)}
+    for name, module in held.items():
+        if not model.config.tie_word_embeddings or module is not model.get_output_embeddings():
+            own = {"weight": module.rows(slice(None)), "bias": getattr(module, "bias", None)}
+            found |= {f"{name}.{part}": tensor for part, tensor in own.items() if tensor is not None}
     return family.build(model, family.shape_of(model.config).layers, found)
 
 
