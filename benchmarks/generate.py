@@ -248,11 +248,11 @@ def _texts_told(rows: list[dict[str, Any]]) -> list[str]:
     best: dict[Any, float] = {}  # of stock code, compiled where that was measured
     for row in rows:
         if row["rival"] in STOCK:
-            size = (row["model"], row.get("batch", 1), row["prompt"])
+            size = (row["model"], row.get("batch", 1), row["prompt"], row["tokens"])
             best[size] = min(row["s"], best.get(size, row["s"]))
     lines = []
     for row in rows:
-        size = (row["model"], row.get("batch", 1), row["prompt"])
+        size = (row["model"], row.get("batch", 1), row["prompt"], row["tokens"])
         over = f"{best[size] / row['s']:.2f}" if size in best else ""
         lines.append(
             f"| {row['model']} | {size[1]} x {row['prompt'] // 1024}k | {row['tokens']} | {row['rival']} | "
