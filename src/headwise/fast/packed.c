@@ -6,8 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#define LANES 16
-#define BLOCK 32
+#define LANES 8
+#define EACH 16  // numbers, at least, that share a scale
 #define MOST 4  // rows that are multiplied together: `FEW` of products.py
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -21,16 +21,6 @@ typedef struct {
     int32_t bits;
 } Packed;
 
-#if defined(__clang__)
-static inline vu picked(vu from, vu at) {
-    vu found;
-    for (int i = 0; i < LANES; i++) found[i] = from[at[i]];
-    return found;
-}
-#else
-#define picked __builtin_shuffle
-#endif
-
 static inline float number(uint16_t scale) {
     uint32_t bits = (uint32_t)scale << 16;
     float found;
@@ -38,40 +28,39 @@ static inline float number(uint16_t scale) {
     return found;
 }
 
-// Half of a block: LANES whole numbers.
-static inline vf half_block(const int bits, vu words, const int half) {
-    vu first, shift;
-    for (int i = 0; i < LANES; i++) first[i] = (half * LANES + i) * bits;
-    shift = first & 31, first >>= 5;
-    vu low = picked(words, first) >> shift, high = (picked(words, (first + 1) & (LANES - 1)) << 1) << (31 - shift);
-    return __builtin_convertvector((vi)((low | high) & ((1u << bits) - 1)) - (1 << (bits - 1)), vf);
+// Eight bytes, of which those behind the end of a matrix are zeros.
+static inline uint64_t bytes_at(const uint8_t *bytes, const uint8_t *end) {
+    uint64_t found = 0;
+    if (bytes + 8 <= end) memcpy(&found, bytes, 8);
+    else if (bytes < end) memcpy(&found, bytes, end - bytes);
+    return found;
 }
 
-// Words from a place on, of which the first of every block are its own. Behind the last one of the matrix are zeros.
-static inline vu words_at(const uint32_t *words, int64_t left) {
-    vu found = {0};
-    if (left >= LANES) memcpy(&found, words, sizeof found);
-    else memcpy(&found, words, 4 * left);
-    return found;
+// LANES whole numbers, which begin with a byte and lie within eight.
+static inline __attribute__((always_inline)) vf numbers(const int bits, const uint8_t *bytes, const uint8_t *end) {
+    uint64_t all = bytes_at(bytes, end);
+    uint32_t low = all, high = all >> (4 * bits);
+    vu both = {low, low, low, low, high, high, high, high};
+    both >>= (vu){0, bits, 2 * bits, 3 * bits, 0, bits, 2 * bits, 3 * bits};
+    return __builtin_convertvector((vi)(both & ((1u << bits) - 1)) - (1 << (bits - 1)), vf);
 }
 
 // Rows of x lie apart by `padded` numbers; those behind the last column are zeros.
 static inline __attribute__((always_inline)) void row_product(
     const int bits, const int count, const Packed *m, int64_t row, const float *x, int64_t padded, float *y
 ) {
-    int64_t words = (m->columns * bits + 31) / 32, each = m->columns / m->groups, blocks = padded / BLOCK, left = 0;
-    const uint32_t *line = m->words + row * words;
+    int64_t words = (m->columns * bits + 31) / 32, each = m->columns / m->groups, left = 0;
+    const uint8_t *bytes = (const uint8_t *)(m->words + row * words), *end = (const uint8_t *)(m->words + m->rows * words);
     const uint16_t *scales = m->scale + row * m->groups, *last = scales + m->groups;
     vf all[2][MOST] = {0};
     float scale = 0;
-    for (int64_t block = 0; block < blocks; block++) {
-        vu here = words_at(line + block * bits, m->rows * words - row * words - block * bits);
-        for (int half = 0; half < 2; half++) {
-            if (left <= 0 && scales < last) scale = number(*scales++), left = each;
-            left -= LANES;
-            vf some = half_block(bits, here, half) * scale, own;
-            const float *column = x + block * BLOCK + half * LANES;
-            for (int t = 0; t < count; t++) memcpy(&own, column + t * padded, sizeof own), all[half][t] += some * own;
+    for (int64_t column = 0; column < padded; column += EACH, bytes += EACH * bits / 8) {
+        if (left <= 0 && scales < last) scale = number(*scales++), left = each;
+        left -= EACH;
+        for (int part = 0; part < 2; part++) {
+            vf some = numbers(bits, bytes + part * bits, end) * scale, own;
+            const float *from = x + column + part * LANES;
+            for (int t = 0; t < count; t++) memcpy(&own, from + t * padded, sizeof own), all[part][t] += some * own;
         }
     }
     for (int t = 0; t < count; t++) {
@@ -91,7 +80,7 @@ static inline __attribute__((always_inline)) void row_product(
         default: call(8) break; \
     }
 
-// Up to MOST rows of x, padded, times a matrix. Groups are of a multiple of LANES columns, or one is a whole row.
+// Up to MOST rows of x, padded, times a matrix. Groups are of a multiple of EACH columns, or one is a whole row.
 void headwise_packed(const Packed *m, const float *x, float *y, int64_t count, int64_t padded, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && m->rows * m->columns >= 1 << 16)
     for (int64_t row = 0; row < m->rows; row++) {
@@ -102,19 +91,17 @@ void headwise_packed(const Packed *m, const float *x, float *y, int64_t count, i
 }
 
 static inline __attribute__((always_inline)) void row_numbers(const int bits, const Packed *m, int64_t row, float *out) {
-    int64_t words = (m->columns * bits + 31) / 32, each = m->columns / m->groups, left = 0, at = row * words;
+    int64_t words = (m->columns * bits + 31) / 32, each = m->columns / m->groups, left = 0;
+    const uint8_t *bytes = (const uint8_t *)(m->words + row * words), *end = (const uint8_t *)(m->words + m->rows * words);
     const uint16_t *scales = m->scale + row * m->groups, *last = scales + m->groups;
     float scale = 0;
-    for (int64_t block = 0; block * BLOCK < m->columns; block++) {
-        vu here = words_at(m->words + at + block * bits, m->rows * words - at - block * bits);
-        for (int half = 0; half < 2; half++) {
-            if (left <= 0 && scales < last) scale = number(*scales++), left = each;
-            left -= LANES;
-            vf some = half_block(bits, here, half) * scale;
-            int64_t column = block * BLOCK + half * LANES, rest = m->columns - column;
-            if (rest >= LANES) memcpy(out + column, &some, sizeof some);
-            else if (rest > 0) memcpy(out + column, &some, 4 * rest);
-        }
+    for (int64_t column = 0; column < m->columns; column += LANES, bytes += bits) {
+        if (left <= 0 && scales < last) scale = number(*scales++), left = each;
+        left -= LANES;
+        vf some = numbers(bits, bytes, end) * scale;
+        int64_t rest = m->columns - column;
+        if (rest >= LANES) memcpy(out + column, &some, sizeof some);
+        else memcpy(out + column, &some, 4 * rest);
     }
 }
 

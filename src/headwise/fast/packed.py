@@ -17,7 +17,7 @@ from headwise.fast.native_build import N, P, library
 from headwise.fast.products import FEW
 from headwise.runtime.packed_headwise import PackedLinear
 
-LANES, BLOCK = 16, 32  # numbers that it takes at once
+EACH, BLOCK = 16, 32  # numbers that share a scale, at least; numbers that fill whole words
 
 
 class NativePacked(ctypes.Structure):
@@ -38,7 +38,7 @@ def _matrix(part: Any) -> NativePacked | None:
     (rows, columns), groups = part.sizes, scale.shape[1]
     if not here or scale.dtype != torch.bfloat16 or part.like.dtype != torch.float32:
         return None
-    if groups > 1 and columns // groups % LANES:
+    if groups > 1 and columns // groups % EACH:
         return None
     return NativePacked(words.data_ptr(), scale.data_ptr(), rows, columns, groups, part.bits)
 
