@@ -153,9 +153,8 @@ def _by_later_code(names: dict[str, str], sizes: set[tuple[int, int]]) -> list[s
         if parts := [f"{names[name]} {found[name]['ms']:.1f} ms" for name in names if name in found]:
             told.append(f"{size[0]} x {size[1] // 1024}k: {', '.join(parts)}")
     made = "; ".join(sorted({f"{row['date']}, commit {row['commit']}" for row in rows}))
-    return (
-        [f"- Our kernels changed after that; rivals were not timed again ({made}): {'; '.join(told)}."] if told else []
-    )
+    said = f"- Our kernels changed after that; rivals were not timed again ({made}): {'; '.join(told)}."
+    return [said] if told else []
 
 
 PAGES = {  # page -> its blocks

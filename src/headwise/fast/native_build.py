@@ -21,6 +21,7 @@ from headwise.fast.table import cache_folder
 from headwise.files.disk import write_atomically
 
 SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("native", "packed"))
+FILES = " and ".join(source.name for source in SOURCES)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
 WAYS = (
@@ -49,7 +50,7 @@ def library() -> ctypes.CDLL | str:
         with tempfile.TemporaryDirectory() as scratch:
             return _kept(compiler) or _built(compiler, Path(scratch))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return f"{SOURCES[0].name} could not be compiled by {compiler}: {error}"
+        return f"{FILES} could not be compiled by {compiler}: {error}"
 
 
 def runs() -> bool:
@@ -96,7 +97,7 @@ def _built(compiler: str, scratch: Path) -> ctypes.CDLL | str:
             break
         told = done.stderr.strip()[-400:]
     else:
-        return f"{compiler} could not compile {SOURCES[0].name}: {told}"
+        return f"{compiler} could not compile {FILES}: {told}"
     with contextlib.suppress(OSError, RuntimeError):
         content = made.read_bytes()
         file = cache_folder() / f"native-{_key(compiler)}-{_digest(content)}.so"

@@ -50,16 +50,19 @@ def compiles(model: Any) -> bool:
 
 def fast_twin(model: Any) -> Any:
     """An optimised copy of a tailored decoder. Only weights that it joins are copied; the model is not changed."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    return optimise(copy.deepcopy(model, shared))
+    return optimise(_sharing(model))
 
 
 def compiled_twin(model: Any) -> Any:
     """A copy of a decoder that computes in C on a CPU, as with `optimise=True`; all weights are the model's own."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-    twin = copy.deepcopy(model, shared)
+    twin = _sharing(model)
     native.attach(twin)
     return twin
+
+
+def _sharing(model: Any) -> Any:
+    """A copy of a model that has the same weights."""
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
 
 
 @torch.no_grad()

@@ -96,7 +96,7 @@ def in_words(plan: Plan) -> str:
         f"{budget.text} limits the weights as they are stored{cache}; the source is counted at 16 bits per number. The "
         "dark line is the limit. Weights keep these bits in memory where headwise.load(folder, packed=True) or "
         "transformers with trust_remote_code=True loads the model: every product unpacks what it needs, which takes "
-        "time. Without packed=True, headwise.load unpacks all weights."
+        "time. headwise.load(folder) alone unpacks all weights."
     )
 
 

@@ -13,7 +13,6 @@ from torch import nn
 from torch.nn import functional
 
 AT_ONCE = 1 << 22  # numbers of a matrix that are unpacked at once
-KINDS = {nn.Linear: "PackedLinear", nn.Embedding: "PackedEmbedding"}  # what can stay packed, and as what
 QUANTISER = ("forward", "quantization_scheme", "quantization_status", "quantization_enabled")  # what it left on modules
 
 
@@ -98,6 +97,9 @@ class PackedEmbedding(Packed, nn.Embedding):  # type: ignore[override]
         return self.rows(ids.flatten()).view(*ids.shape, -1)
 
 
+KINDS: dict[type, type] = {nn.Linear: PackedLinear, nn.Embedding: PackedEmbedding}  # what can stay packed, as what
+
+
 def keep_packed(model: Any) -> Any:
     """Let a model that transformers just loaded keep its weights in few bits; returns the model.
 
@@ -140,11 +142,11 @@ def _as_stored(scale: torch.Tensor) -> torch.Tensor:
 
 def _check(name: str, module: Any) -> None:
     """Refuse parts that do not fit together: what multiplies with them reads as far as they say."""
-    bits, (rows, columns) = int(module.quantization_scheme.weights.num_bits), module.weight_shape.tolist()
-    asked = module.weight_shape.numel() == 2 and (rows, columns) == _sizes(module)
-    words, (lines, groups) = module.weight_packed, module.weight_scale.shape
+    bits, (rows, columns) = int(module.quantization_scheme.weights.num_bits), _sizes(module)
+    words, scale = module.weight_packed, module.weight_scale
     whole = words.dtype == torch.int32 and tuple(words.shape) == (rows, -(-columns * bits // 32))
-    if not asked or not whole or lines != rows or groups < 1 or columns % groups or not 1 <= bits <= 8:
+    shared = scale.dim() == 2 and len(scale) == rows and scale.shape[1] > 0 and columns % scale.shape[1] == 0
+    if module.weight_shape.tolist() != [rows, columns] or not whole or not shared or not 1 <= bits <= 8:
         raise ValueError(f"the packed matrix {name} does not have the sizes that it says; fetch the model again")
 
 
@@ -162,4 +164,4 @@ def _hold(module: Any, scale: torch.Tensor) -> None:
     module.sizes = _sizes(module)
     for name in QUANTISER:
         module.__dict__.pop(name, None)
-    module.__class__ = globals()[KINDS[type(module)]]
+    module.__class__ = KINDS[type(module)]
