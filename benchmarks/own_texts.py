@@ -1,9 +1,11 @@
 """Text that a model writes, in a file: several processes write side by side, and several runs read what they wrote.
 
     python benchmarks/own_texts.py MODEL --tokens 1000000 --seed 1 --out texts/own-1.txt
-    python benchmarks/own_texts.py MODEL --tokens 10000000 --beside texts/heal-other.txt --out texts/mixed.txt
+    python benchmarks/own_texts.py MODEL --start "<|endoftext|>" --beside texts/heal-other.txt --out texts/mixed.txt
 
-With `--beside`, documents of other files stand between those of the model, all in random order.
+With `--beside`, documents of other files stand between those of the model, all in random order. `--start` is the token
+that texts begin after, if not the model's own: some chat models begin with the mark of a turn, while their training
+texts stood after another token.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--tokens", type=int, default=1 << 20)
     parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--start", help="a token of the vocabulary; if not given, the model's own first token")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--beside", type=Path, nargs="*", default=[], help="files whose documents are mixed in")
     parser.add_argument("--out", type=Path, required=True)
@@ -35,6 +38,10 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     model = headwise.load(asked.model, "cuda" if cuda else "cpu", optimise=cuda)
     tokenizer = families.tokenizer_of(asked.model)
+    if asked.start is not None:
+        if asked.start not in tokenizer.get_vocab():
+            parser.error(f"{asked.start} is no token of this model")
+        model.config.bos_token_id = tokenizer.get_vocab()[asked.start]
     rows = own_text.written_by(model, max(1, asked.tokens // asked.length), asked.length, asked.seed)
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     texts += [text for file in asked.beside for text in texts_of(file)]
