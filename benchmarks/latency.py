@@ -2,10 +2,11 @@
 
 On a CPU: the embedded model, probed and cut. On CUDA: a random model of Llama 3.2 1B's shape in bf16 with invented
 damages, as only time is looked at, and sizes in large steps (`latency_models`). Heads are cut one by one ("each"),
-share rows of the cache that are cut ("pooled"), or share rows that are coded in bits ("coded"); shares are of the time
-before heads were pooled. Models run as with `headwise.load(..., optimise=True)`. Layers are timed afresh; nothing but
-the choice of kernels comes from the user's cache. Results are written after every row; those of other devices and
-cases in `benchmarks/results/latency.json` are kept.
+share rows of the cache that are cut ("pooled"), or share rows that are coded in bits ("coded"); "any" takes, of the
+plans of these three that keep the limit, the one with the least damage. Shares are of the time before heads were
+pooled. Models run as with `headwise.load(..., optimise=True)`. Layers are timed afresh; nothing but the choice of
+kernels comes from the user's cache. Results are written after every row; those of other devices and cases in
+`benchmarks/results/latency.json` are kept.
 
     python benchmarks/latency.py --device cpu
     python benchmarks/latency.py --device cuda
@@ -19,7 +20,7 @@ import json
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -35,10 +36,12 @@ from headwise.errors import HeadwiseError
 from headwise.latency import lattice as latency
 from headwise.latency import measured, measuring
 from headwise.latency.stacks import Stacks
+from headwise.stages import sharing
 from headwise.types import PHASES, LatencyTable, LayerShape, Plan, Workload, write_atomically
 
 RESULT = Path(__file__).parent / "results" / "latency.json"
 SHARED = {"decode,32k,b16": (80, 60, 40), "decode,8k,b8": (80, 60, 40), "prefill,8k,b4": (80, 60, 40)}
+ANY = "any"
 TINY = {"decode,1k,b8": (90,), "prefill,64,b8": (95,)}
 ASKED = {  # by device and case
     "cpu": {"each": {"decode,1k,b8": (80, 60), "prefill,256,b1": (80,)}},
@@ -46,10 +49,20 @@ ASKED = {  # by device and case
         "each": {"decode,32k,b16": (80, 60), "decode,32k,b8": (80, 60), "prefill,8k,b4": (80, 60)},
         "pooled": SHARED,
         "coded": SHARED,
+        ANY: SHARED,
     },
 }
-WORDS = {"each": "of each head, cut", "pooled": "of all heads, cut", "coded": "of all heads, in bits"}
+WORDS = {"each": "of each head, cut", "pooled": "of all heads, cut", "coded": "of all heads, in bits", ANY: "any"}
 Wanted = Callable[[str, str], bool]  # by case and budget
+
+
+@dataclass(frozen=True)
+class Timed:
+    """A model with the times of its layers, and how many seconds these took."""
+
+    model: Model
+    table: LatencyTable
+    seconds: float
 
 
 def table_of(model: Model, work: Workload, known: LatencyTable | None) -> tuple[LatencyTable, float]:
@@ -65,46 +78,63 @@ def rows_of(device: str, asked: dict[str, dict[str, tuple[int, ...]]], wanted: W
     """One row per case, workload and limit that is wanted; a limit out of reach has none."""
     ours = device == "cpu" and not tiny
     random_model = None if ours else stock(device, tiny)
-    models = {case: embedded() if ours else invented_model(random_model, case, tiny) for case in asked}
-    tables: dict[tuple[str, int], LatencyTable] = {}  # by workload and heads to a row: cases share what was timed
+    needed = CASES if ANY in asked else asked
+    models = {case: embedded() if ours else invented_model(random_model, case, tiny) for case in needed}
+    known: dict[tuple[str, int], LatencyTable] = {}  # by workload and heads to a row: cases share what was timed
     for text in dict.fromkeys(text for works in asked.values() for text in works):
+        shares = {
+            case: [s for s in asked[case].get(text, ()) if wanted(case, f"latency={s}%@{text}")] for case in asked
+        }
+        timed: dict[str, Timed] = {}
         for case, model in models.items():
-            shares = [s for s in asked[case].get(text, ()) if wanted(case, f"latency={s}%@{text}")]
-            if not shares:
+            if not shares.get(case) and not shares.get(ANY):
                 continue
             try:
                 place = (text, CASES[case][1])
-                tables[place], seconds = table_of(model, Workload.parse(text), tables.get(place))
-                yield from _rows(model, case, tables[place], seconds, shares, wanted)
+                known[place], seconds = table_of(model, Workload.parse(text), known.get(place))
+                timed[case] = Timed(model, known[place], seconds)
+                _tell(case, timed[case])
             except (HeadwiseError, torch.cuda.OutOfMemoryError) as error:
                 print(f"{case}, {text}: {error}", flush=True)
+        for case, some in shares.items():
+            ways = timed if case == ANY else {name: way for name, way in timed.items() if name == case}
+            for share in some:
+                yield from _row_of(case, ways, share, wanted)
 
 
-def _rows(
-    model: Model, case: str, table: LatencyTable, seconds: float, shares: list[int], wanted: Wanted
-) -> Iterator[dict[str, Any]]:
-    shape, work = model.readings.source, table.workload
+def _tell(case: str, timed: Timed) -> None:
+    """How long timing took, and what the smallest layers would take."""
+    table, shape = timed.table, timed.model.readings.source
     least = sum(min(table.layer_ms(part) for part in _smallest(table)) for _ in shape.layers) + table.rest_ms
     whole = table.model_ms(shape.apart)
     print(
-        f"{case}, {work}: {len(table.times)} layers timed in {seconds:.0f} s, off by up to {table.error:.1%}, "
-        f"captured: {table.captured}; of the source's time {table.model_ms(shape) / whole:.1%} with such rows uncut, "
-        f"{least / whole:.1%} at the smallest",
+        f"{case}, {table.workload}: {len(table.times)} layers timed in {timed.seconds:.0f} s, off by up to "
+        f"{table.error:.1%}, captured: {table.captured}; of the source's time {table.model_ms(shape) / whole:.1%} with "
+        f"such rows uncut, {least / whole:.1%} at the smallest",
         flush=True,
     )
-    for share in shares:
-        start, limit = time.perf_counter(), budgets.parse(f"latency={share}%@{work}", shape, (table,))
+
+
+def _row_of(case: str, ways: dict[str, Timed], share: int, wanted: Wanted) -> Iterator[dict[str, Any]]:
+    """The row of one limit, measured with the plan of least damage among those that keep it."""
+    start, plans = time.perf_counter(), dict[str, Plan]()
+    for name, way in ways.items():
+        limit = budgets.parse(f"latency={share}%@{way.table.workload}", way.model.readings.source, (way.table,))
         if not wanted(case, limit.text):
             return
         try:
-            plan = _planned(model, limit)
+            plans[name] = _planned(way.model, limit)
         except HeadwiseError as error:
-            print(error, flush=True)
-            continue
-        took = speed.side_by_side(model.source, model.build(plan), work)
-        check = speed.kept(limit, took, table.runtime)
-        yield _row(plan, table, took, seconds, check.passed) | {"case": case}
-        print(f"  planned, built and measured in {time.perf_counter() - start:.0f} s", flush=True)
+            print(f"{name}: {error}", flush=True)
+    if not plans:
+        return
+    chosen = sharing.least(plans)
+    way, plan = ways[chosen], plans[chosen]
+    took = speed.side_by_side(way.model.source, way.model.build(plan), way.table.workload)
+    check = speed.kept(plan.budgets[0], took, way.table.runtime)
+    found = {name: round(one.predicted_damage, 6) for name, one in plans.items()}
+    yield _row(plan, way, took, check.passed) | {"case": case, "chosen": chosen, "damages": found}
+    print(f"  planned, built and measured in {time.perf_counter() - start:.0f} s", flush=True)
 
 
 def _planned(model: Model, limit: Any) -> Plan:
@@ -124,8 +154,8 @@ def _smallest(table: LatencyTable) -> list[LayerShape]:
     return [replace(layer, mlp_width=table.mlp[0]) for layer in small]
 
 
-def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float, met: bool) -> dict[str, Any]:
-    limit = plan.budgets[0]
+def _row(plan: Plan, timed: Timed, took: dict[str, float], met: bool) -> dict[str, Any]:
+    limit, table = plan.budgets[0], timed.table
     predicted = {"before": table.model_ms(plan.source.apart), "after": plan.spent[limit.key]}
     return {
         "model": plan.model,
@@ -138,7 +168,7 @@ def _row(plan: Plan, table: LatencyTable, took: dict[str, float], seconds: float
         "runtime": table.runtime,
         "captured": table.captured,
         "layers_timed": len(table.times),
-        "timing_seconds": round(seconds, 1),
+        "timing_seconds": round(timed.seconds, 1),
         "held_out_error": round(table.error, 4),
         "different_layers": len(set(plan.target.layers)),
         "unequal_dims": sum(layer.qk_dim != layer.v_dim for layer in plan.target.layers),
@@ -173,7 +203,13 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     run = "optimise=True" if row.get("runtime") == measuring.FAST else "as it is"
     guess = f"{predicted['before']:.3g} → {predicted['after']:.3g}"
     both = f"{row['predicted_ratio']:.1%}, {row['measured_ratio']:.1%}"
-    return row["budget"], WORDS[row.get("case", "each")], run, guess, measured, both, "yes" if row["met"] else "no"
+    return row["budget"], _words(row), run, guess, measured, both, "yes" if row["met"] else "no"
+
+
+def _words(row: dict[str, Any]) -> str:
+    """Which rows of the cache a plan has."""
+    case = row.get("case", "each")
+    return f"any: {WORDS[row['chosen']]}" if case == ANY else WORDS[case]
 
 
 def main() -> None:
@@ -182,12 +218,14 @@ def main() -> None:
     parser.add_argument("--device", choices=sorted(ASKED), default="cpu")
     parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--only", choices=PHASES, help="this phase alone; rows of the other are kept")
-    parser.add_argument("--cases", nargs="*", choices=sorted(CASES), help="these alone; if not given, each")
+    parser.add_argument(
+        "--cases", nargs="*", choices=sorted({**CASES, ANY: ()}), help="these alone; if not given, each"
+    )
     parser.add_argument("--missing", action="store_true", help="only rows that the result does not have")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no more rows are begun")
     parser.add_argument("--tiny", action="store_true", help="a tiny random model, to see that all of it runs")
     options, start = parser.parse_args(), time.perf_counter()
-    asked = dict.fromkeys(CASES, TINY) if options.tiny else ASKED[options.device]
+    asked = dict.fromkeys([*CASES, ANY], TINY) if options.tiny else ASKED[options.device]
     asked = {case: works for case, works in asked.items() if case in (options.cases or ["each"])}
     asked = {
         case: {text: shares for text, shares in works.items() if options.only in (None, text.partition(",")[0])}
@@ -230,7 +268,7 @@ def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
     old = json.loads(out.read_text())["devices"] if out.exists() else []
     rows = [{"date": found["date"], **r} for found in old if found["device"] == name for r in found["rows"]]
     rows = [r for r in rows if _key(r) != _key(row)] + [row | {"date": here["date"]}]
-    here["rows"] = sorted(rows, key=lambda row: (row["budget"].partition("@")[2], list(CASES).index(_key(row)[0])))
+    here["rows"] = sorted(rows, key=lambda row: (row["budget"].partition("@")[2], [*CASES, ANY].index(_key(row)[0])))
     devices = [*(found for found in old if found["device"] != name), here]
     result = {"benchmark": "plans under a limit on time, predicted and measured", "devices": devices}
     write_atomically(out, json.dumps(result, indent=1) + "\n")

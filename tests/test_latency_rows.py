@@ -14,7 +14,7 @@ from test_latency import GRAIN, LAYER, MODEL, WORK, FakeClock, own_cache, table_
 from test_latency_devices import TINY, here  # noqa: F401  # a fixture
 from test_pipeline import SMALL, call, folder, refused  # noqa: F401  # a fixture
 
-from headwise import budgets, strategies
+from headwise import budgets, pipeline, strategies
 from headwise.checks import exactness, speed
 from headwise.errors import BudgetError, PlanError
 from headwise.families.llama import FAMILY as llama
@@ -23,7 +23,7 @@ from headwise.latency import lattice, measured, measuring
 from headwise.latency.stacks import Stacks, as_it_came
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages import frontier
+from headwise.stages import frontier, sharing
 from headwise.types import (
     BITS,
     Check,
@@ -312,3 +312,60 @@ def test_a_run_with_bits_of_the_cache_under_a_limit_on_time(quick, folder, tmp_p
     assert "was not yet" in refused(capsys, "allocate", cached, *both)
     assert call("probe", folder, "--latency", TINY, "--allow", "bits", "--device", "cpu", "--out", cached) == 0
     assert call("allocate", cached, *both) == 0
+
+
+# How many heads share rows, where the run chooses.
+
+
+@pytest.fixture
+def choosing(quick, here, folder, tmp_path, monkeypatch):  # noqa: F811
+    """Runs the tiny model under a limit on time; pooled rows take so many times as long. Also counts trials."""
+    trials = []
+    real = sharing.probe
+    monkeypatch.setattr(sharing, "probe", lambda *given, **more: trials.append(1) or real(*given, **more))
+
+    def run(pooled: float, *more, share: int = 70) -> int:
+        ms = lambda layer: 100 * rows_ms(replace(layer, pooled=1)) * (pooled if layer.pooled > 1 else 1)  # noqa: E731
+        monkeypatch.setattr(here[1], "ms", ms)
+        given = ["--budget", f"latency={share}%@{TINY}", "--allow", "qk,v", "--data", "stdlib", *SMALL, *more]
+        return call("run", folder, *given, "--out", tmp_path / "run")
+
+    return run, trials, RunFolder(tmp_path / "run")
+
+
+@pytest.mark.parametrize(("pooled", "heads", "told"), [(0.8, 2, "2 key/value heads share"), (9.0, 1, "no heads share")])
+def test_a_run_under_a_limit_on_time_chooses_how_many_heads_share_rows(choosing, caplog, pooled, heads, told):
+    run, trials, out = choosing
+    assert run(pooled) == 0
+    assert {layer.pooled for layer in out.read_plan().source.layers} == {heads} and len(trials) == 2
+    note = next(line for line in caplog.messages if line.startswith("note: latency"))
+    assert told in note and "--pool sets it" in note
+
+
+def test_the_choice_outlives_a_kill_and_later_commands_find_it(choosing, monkeypatch):
+    run, trials, out = choosing
+    real = pipeline.build
+
+    def killed(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "build", killed)
+    assert run(0.8) != 0 and len(trials) == 2 and not out.finished("probe")
+    monkeypatch.setattr(pipeline, "build", real)
+    assert run(0.8) == 0 and len(trials) == 2, "ways are not tried again"
+    limit = ["--budget", f"latency=90%@{TINY}", "--allow", "qk,v"]
+    assert call("allocate", out.path, *limit) == 0
+    assert call("reshape", out.path) == 0 and call("verify", out.path) == 0
+    assert all(layer.pooled == 2 for layer in out.read_plan().target.layers)
+
+
+def test_with_pool_given_nothing_is_tried(choosing):
+    run, trials, out = choosing
+    assert run(0.8, "--pool", "none") == 0 and not trials
+    assert all(layer.pooled == 1 for layer in out.read_plan().source.layers)
+
+
+def test_a_limit_that_no_way_meets_is_refused_before_the_model_is_probed(choosing, capsys):
+    run, trials, out = choosing
+    assert run(0.8, share=1) != 0 and len(trials) == 2
+    assert "13.9% remains" in capsys.readouterr().err and not out.finished("probe")

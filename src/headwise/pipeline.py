@@ -18,7 +18,7 @@ from headwise.progress import Track, silently, stage
 from headwise.runs.dossier import Dossier
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
-from headwise.stages import rounds
+from headwise.stages import rounds, sharing
 from headwise.stages.allocate import plan_for
 from headwise.stages.in_memory import InMemory as InMemory
 from headwise.stages.in_memory import load_source as load_source
@@ -41,6 +41,7 @@ def run(settings: Settings, out: Path | str, track: Track = silently, overwrite:
         if processes.agrees(folder.finished("model", settings)):
             processes.by_first(partial(source.clear, settings, folder))
         else:
+            source = sharing.chosen(settings, source, folder, _timed, track)
             build(settings, folder, source, track)
         if not processes.agrees(folder.finished("verdict")):
             processes.by_first(partial(verify, folder, source, track))
@@ -55,6 +56,11 @@ def build(settings: Settings, folder: RunFolder, source: Source, track: Track = 
     with stage(track, "saving the model"):
         processes.by_first(partial(folder.write_plan, fitted.plan, settings))
         processes.by_first(partial(source.save, settings, folder, fitted))
+
+
+def _timed(settings: Settings, source: Source, readings: Readings) -> Plan:
+    """A plan that was timed."""
+    return allocate(settings, source, readings, budgets_of(settings, source), timed=True)
 
 
 def carry_out(settings: Settings, folder: RunFolder, source: Source, plan: Plan, track: Track = silently) -> None:
@@ -161,7 +167,9 @@ def measure(settings: Settings, folder: RunFolder, latency: tuple[str, ...], tra
 
 def source_of(settings: Settings, folder: RunFolder, track: Track = silently) -> Source:
     """The model that is cut, in memory or streamed, with its rows."""
-    return load_streaming(settings, track) if is_streamed(settings, folder) else load_source(settings, track)
+    if is_streamed(settings, folder):
+        return load_streaming(settings, track)
+    return sharing.settled(settings, load_source(settings, track), folder)
 
 
 @contextmanager
