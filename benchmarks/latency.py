@@ -28,6 +28,7 @@ from typing import Any
 import torch
 import transformers
 from latency_models import CASES, Model, embedded, invented_model, stock
+from provenance import commit
 
 from headwise import budgets, strategies
 from headwise.checks import speed
@@ -267,7 +268,7 @@ def written(out: Path, device: str, row: dict[str, Any]) -> dict[str, Any]:
     }
     old = json.loads(out.read_text())["devices"] if out.exists() else []
     rows = [{"date": found["date"], **r} for found in old if found["device"] == name for r in found["rows"]]
-    rows = [r for r in rows if _key(r) != _key(row)] + [row | {"date": here["date"]}]
+    rows = [r for r in rows if _key(r) != _key(row)] + [row | {"date": here["date"], "commit": commit()}]
     here["rows"] = sorted(rows, key=lambda row: (row["budget"].partition("@")[2], [*CASES, ANY].index(_key(row)[0])))
     devices = [*(found for found in old if found["device"] != name), here]
     result = {"benchmark": "plans under a limit on time, predicted and measured", "devices": devices}
