@@ -249,6 +249,7 @@ def test_stacks_of_rows_that_heads_share_and_of_rows_in_bits_run_on_a_cpu(phase)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:the fast cache takes")  # of tiny models
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
 def test_stacks_of_such_rows_are_replayed_on_cuda(phase):
     stock = llama.tiny(head_dim=64).to("cuda", torch.bfloat16)
