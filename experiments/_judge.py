@@ -179,7 +179,7 @@ def settled_by(contests: Sequence[Contest], *more: str) -> str:
     checks = " ".join(check for contest in contests for check in contest.failed)
     missing = "; ".join(contest.what for contest in contests if contest.failed and not math.isfinite(contest.error))
     steps = [f"train what is missing ({missing})"] if missing else []
-    steps += ["go on with learning rates until the best has worse ones on both sides"] * ("learning rate" in checks)
+    steps += ["try more learning rates until the best has worse ones on both sides"] * ("learning rate" in checks)
     steps += ["train on more tokens than a model has parameters"] * ("tokens per parameter" in checks and not more)
     steps += list(more)
     if needed := seeds_needed(contests):

@@ -31,7 +31,7 @@ def value(operator: int, arguments: list[int]) -> int:
 
 
 class TooLongError(Exception):
-    """A list that has outgrown what is wanted; there is no use in going on."""
+    """A list that has outgrown what is wanted; more of it is of no use."""
 
 
 def tree(rng: random.Random, longest: int, depth: int = 0) -> tuple[list[int], int]:

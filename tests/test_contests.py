@@ -76,7 +76,7 @@ class TestContests:
         few = _judge.sampled("it", [0.03, -0.01, 0.02], 0.01, failed=["a: best learning rate 1 at the edge of 1 to 3"])
         gone = _judge.Contest("another", 0.0, math.inf, 1, 0.1, failed=("not trained",))
         words = _judge.settled_by([few, gone], "measure in float64")
-        assert words.startswith("train what is missing (another), go on with learning rates until")
+        assert words.startswith("train what is missing (another), try more learning rates until")
         assert "measure in float64, take about" in words and words.endswith("seeds instead of 3")
         models = {"a": {"step_seconds": 0.5, "steps": 3600}}
         assert _judge.hours(models, ("a", "b"), 4, 2.0) == "about 4 H200 hours at the pace of this run"

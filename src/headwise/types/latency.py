@@ -298,7 +298,7 @@ def bracket(sizes: Sequence[int], size: int) -> tuple[tuple[int, float], ...] | 
 def along(ticks: Sequence[int], place: int) -> tuple[tuple[int, float], ...]:
     """The numbers of the rising ticks around a place, and what each counts.
 
-    Above the last, the line goes on; below the first, that counts alone: less is not taken to be faster.
+    Above the last, the line continues; below the first, that counts alone: less is not taken to be faster.
 
     >>> along((16, 32, 64), 40), along((16, 32, 64), 96), along((16, 32, 64), 8)
     (((1, 0.75), (2, 0.25)), ((1, -1.0), (2, 2.0)), ((0, 1.0),))
