@@ -184,7 +184,7 @@ def section(result: dict[str, Any]) -> str:
         "## Latency as a budget",
         "",
         "`benchmarks/latency.py`: layers are timed on the device, a plan is made under the limit, built, and measured "
-        "beside its source. Met: within 5% of the limit.",
+        "beside its source. Met: within 5% of the limit. A limit out of reach has no row.",
     ]
     for device in result["devices"]:
         versions = ", ".join(f"{name} {version}" for name, version in device["versions"].items())

@@ -133,7 +133,7 @@ class Settings(Record):
     pool: str = option(
         "auto",
         "Key/value heads that share a row of the cache: none, all, a number such as 2, or auto: all, up to 1,024 "
-        "numbers, where the cache is coded in bits.",
+        "numbers, where the cache is coded in bits; what loses least, where time is limited.",
         "run probe",
         CUT,
         "HEADS",
