@@ -14,7 +14,7 @@ import torch
 
 from headwise.fast import native, native_build, products
 from headwise.fast.model import optimise
-from headwise.runtime.coder_headwise import _scale
+from headwise.runtime.coder_headwise import RowCoder, _scale
 
 needs_compiler = pytest.mark.skipif(isinstance(native_build.library(), str), reason="this machine has no C compiler")
 LOAD = "from headwise.fast.native_build import library as b; print(b() if isinstance(b(), str) else 'ok')"
@@ -93,6 +93,26 @@ def test_a_prompt_is_read_the_same(kind, pool):
     ids = coded.drawn(2, 200)
     want, got = (coded.said(one, ids, coded.fresh(one)) for one in (model, fast))
     assert (got - want).norm() < 1e-3 * want.norm(), "a code on the edge of a step may differ"
+
+
+@needs_compiler
+@pytest.mark.parametrize("tokens", [1, 16, 203])
+@pytest.mark.parametrize("counts", [({"8": 5, "6": 7, "3": 20, "1": 9}, {"12": 3, "5": 30, "2": 60}), ({"8": 64}, {})])
+def test_many_rows_are_coded_as_torch_codes_them(tokens, counts):
+    keys, values = (RowCoder(count, size) for count, size in zip(counts, (64, 130), strict=True))
+    plain = keys.beside(values)
+    k, v = (
+        torch.randn(2, 3, tokens, size, generator=torch.Generator().manual_seed(size)) * torch.logspace(2, -3, size)
+        for size in (64, 130)
+    )
+    k[0, 1, 0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    (want, numbers), (rows, found) = plain.encode(k, v), native.NativeJoint(plain.coders, plain.firsts).encode(k, v)
+    assert len(rows) == len(found) == 4
+    for one, other in zip(rows, want, strict=True):
+        assert one.shape == other.shape and (one != other).float().mean() < 1e-3, "a number on the edge of a step"
+    for one, other in zip(found, numbers, strict=True):
+        one, other = (x.clamp(-1e6, 1e6).nan_to_num() for x in (one, other))
+        assert (one - other).norm() <= 1e-3 * other.norm()
 
 
 def test_scales_are_those_of_torch_beside_every_edge():

@@ -5,33 +5,20 @@
 // Functions with `omp for` are called by all threads at once, which share their work and wait for each other.
 // Chunks read up to 15 places behind their last one: newer tokens always lie there.
 
-#include <float.h>
 #include <math.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16
+#include "coder.h"
+
 #define HEADS 8    // that are read together
 #define CHUNK 512  // tokens, at most
 #define BLOCKS (CHUNK / LANES)
 #define TILE 4     // rows of a matrix that are multiplied together
 #define PIECES 4   // of a matrix that is shared by heads, for threads
 
-typedef float vf __attribute__((vector_size(4 * LANES)));
 typedef float vf8 __attribute__((vector_size(32)));
 typedef float vf4 __attribute__((vector_size(16)));
-typedef int32_t vi __attribute__((vector_size(4 * LANES)));
-typedef uint8_t vb __attribute__((vector_size(LANES)));
-
-typedef struct {  // fields of bytes, coefficient by coefficient: those of k begin at first[k]
-    int32_t kept, size, groups, each, codes, bytes;
-    const int32_t *first, *byte, *mask, *below, *up;
-    const uint8_t *those;  // of a byte's bits
-    const float *power;    // what a field is times in a code
-    const float *most, *slope, *half, *step, *middle;  // of every coefficient
-    const float *edges, *factors;  // largest numbers of the first 255 scales; all 256 scales
-} Coder;
 
 typedef struct {  // strides are in elements
     const Coder *coder, *fine;
@@ -43,35 +30,18 @@ typedef struct {  // strides are in elements
     int64_t row_text, row_group, row_byte, old_text, old_group, old_byte, old_token;
 } Side;
 
-static float limited(float x) { return isnan(x) ? 0 : fminf(fmaxf(x, -FLT_MAX), FLT_MAX); }
-
-static void encode(const Coder *c, const float *x, const float *gain, uint8_t *out, int64_t stride) {
-    for (int n = 0; n < c->codes; n++) out[n * stride] = 0;
-    for (int g = 0; g < c->groups; g++) {
-        int begin = g * c->each, end = begin + c->each < c->kept ? begin + c->each : c->kept, scale = 0;
-        float most = begin < end ? 0 : fabsf(limited(gain ? x[0] * gain[0] : x[0]));  // an empty group has a scale too
-        for (int k = begin; k < end; k++) most = fmaxf(most, fabsf(limited(gain ? x[k] * gain[k] : x[k])));
-        for (int half = 128; half; half /= 2) scale += most > c->edges[scale + half - 1] ? half : 0;
-        out[(c->codes + g) * stride] = scale;
-        for (int k = begin; k < end; k++) {
-            volatile float up = limited(gain ? x[k] * gain[k] : x[k]) / c->factors[scale] * c->slope[k];
-            int code = fminf(fmaxf(c->half[k] + up, 0), c->most[k]);  // rounded twice, as torch does
-            for (int f = c->first[k]; f < c->first[k + 1]; f++)
-                out[c->byte[f] * stride] |= ((code >> c->below[f]) & c->mask[f]) << c->up[f];
-        }
-    }
-}
-
 static void write(const Side *s, const float *x, int64_t text, int64_t groups, int64_t group, int64_t place, int64_t near) {
     const float *gain = s->gain ? s->gain + group * s->coder->size : 0;
     const uint8_t *old = s->old + text * s->old_text + group * s->old_group;
     uint8_t *new = s->near + (text * groups + group) * s->fine->bytes * near;
     x += (text * groups + group) * s->coder->size;
-    encode(s->coder, x, gain, s->rows + text * s->row_text + group * s->row_group + place, s->row_byte);
+    vf tile[s->coder->size];
+    headwise_tile(x, 0, 1, s->coder->size, gain, tile);
+    headwise_encode(s->coder, tile, 1, s->rows + text * s->row_text + group * s->row_group + place, s->row_byte, 0);
     for (int n = 0; n < s->fine->bytes; n++)
         if (s->old_token == 1) memcpy(new + n * near, old + n * s->old_byte, near - 1);
         else for (int64_t t = 0; t < near - 1; t++) new[n * near + t] = old[n * s->old_byte + t * s->old_token];
-    encode(s->fine, x, gain, new + near - 1, near);
+    headwise_encode(s->fine, tile, 1, new + near - 1, near, 0);
 }
 
 // Codes of a coefficient less their middle, of some tokens.

@@ -20,7 +20,7 @@ from headwise.fast.joined import subclass
 from headwise.fast.native_build import N, P, library
 from headwise.fast.products import FEW, MANY, Linear, is_plain, times
 from headwise.runtime import cache_headwise as caches
-from headwise.runtime.coder_headwise import RowCoder, _factor, _scale
+from headwise.runtime.coder_headwise import JointCoder, RowCoder, _factor, _scale
 from headwise.runtime.modeling_headwise import TailoredAttention
 from headwise.runtime.step_headwise import grown
 
@@ -105,11 +105,35 @@ def _table(coder: RowCoder) -> int:
     return ctypes.addressof(found)
 
 
+class NativeJoint(JointCoder):
+    """Codes rows of several coders in C."""
+
+    def encode(self, *given: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """As its base class, of whose numbers these are."""
+        if torch.compiler.is_compiling() or not all(x.is_cpu and x.dtype == torch.float32 for x in given):
+            return super().encode(*given)
+        given, (texts, groups, tokens, _) = tuple(x.contiguous() for x in given), given[0].shape
+        sizes, number = [coder.bytes for coder in self.coders], len(self.coders)
+        rows = given[0].new_empty(texts, groups, sum(sizes), tokens, dtype=torch.uint8)
+        found = tuple(rows.new_empty(texts, groups, tokens, c.size, dtype=torch.float32) for c in self.coders)
+        coders, firsts = (P * number)(*map(_table, self.coders)), (N * number)(*self.firsts)
+        parts, columns = (
+            (P * len(given))(*(x.data_ptr() for x in given)),
+            (N * len(given))(*(x.shape[3] for x in given)),
+        )
+        numbers = (P * number)(*(x.data_ptr() for x in found))
+        asked = coders, firsts, number, parts, columns, len(given), texts * groups, tokens, rows.data_ptr(), numbers
+        library().headwise_rows(*asked, torch.get_num_threads())
+        return tuple(part.mT for part in rows.split(sizes, 2)), found
+
+
 def _grouped(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """Rows (B, G, T, W) times the matrices of their groups (G, W, K)."""
     parts = [times(x[:, g].contiguous(), one.mT.contiguous(), None) for g, one in enumerate(matrices)]
     found = [part for part in parts if part is not None]
-    return torch.stack(found, 1) if len(found) == len(matrices) else x @ matrices
+    if len(found) < len(matrices):
+        return x @ matrices
+    return found[0].unsqueeze(1) if len(found) == 1 else torch.stack(found, 1)
 
 
 def _plain(part: Any) -> bool:
@@ -260,5 +284,6 @@ def attach(model: Any) -> None:
     for module in model.modules():
         if isinstance(module, TailoredAttention) and module.coders:
             module.__class__ = _native(type(module))
+            module.coders[0].beside(module.coders[1]).__class__ = NativeJoint
         elif type(module) is nn.Linear:
             module.__class__ = Linear

@@ -1,4 +1,4 @@
-"""Compiles native.c and packed.c with the compiler of this machine, once, and loads them. Needs no torch.
+"""Compiles coder.c, native.c and packed.c with the compiler of this machine, once, and loads them. Needs no torch.
 
 The library lies in the user's cache folder. Its name tells what it was made from and for, and what it contains: a home
 folder may be shared by unlike machines, and a damaged file is made again.
@@ -20,8 +20,9 @@ from pathlib import Path
 from headwise.fast.table import cache_folder
 from headwise.files.disk import write_atomically
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("native", "packed"))
-FILES = " and ".join(source.name for source in SOURCES)
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("coder", "native", "packed"))
+HEADER = Path(__file__).with_name("coder.h")
+FILES = ", ".join(source.name for source in SOURCES)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
 WAYS = (
@@ -33,6 +34,7 @@ WAYS = (
 P, N = ctypes.c_void_p, ctypes.c_int64
 CALLS = {  # arguments, and whether they return a number
     "headwise_token": ([P, P, ctypes.c_int], ctypes.c_int),
+    "headwise_rows": ([P, P, N, P, P, N, N, N, P, P, ctypes.c_int], None),
     "headwise_linear": ([P, P, P, P, N, N, N, ctypes.c_int], None),
     "headwise_packed": ([P, P, P, N, N, ctypes.c_int], None),
     "headwise_unpacked": ([P, N, N, P, ctypes.c_int], None),
@@ -71,7 +73,7 @@ def _key(compiler: str) -> str:
     names = ("model name", "flags", "Features", "CPU part")  # on x86, and on Arm
     processor = sorted({line for line in lines if line.startswith(names)} or lines[:1])
     parts = [
-        *(source.read_bytes() for source in SOURCES),
+        *(file.read_bytes() for file in (*SOURCES, HEADER)),
         told,
         repr((FLAGS, _ways(), platform.platform(), processor)).encode(),
     ]

@@ -297,7 +297,7 @@ def _from_bytes(
     if whole and type(cache.layers[index]) is DynamicLayer and not cache.layers[index].is_initialized:
         cache.layers[index] = CodedLayer()
     layer: Any = cache.layers[index]
-    coded, numbers = coders[0].beside(coders[1]).encode(torch.cat((k, v), -1).detach())
+    coded, numbers = coders[0].beside(coders[1]).encode(k.detach(), v.detach())
     fine: tuple[torch.Tensor, ...] = ()
     if type(layer) is CodedLayer:
         layer.keep(k, v, mask)

@@ -205,11 +205,12 @@ class JointCoder:
         table = torch.cat((table, (table[:1] + 1) / 2, torch.zeros_like(table[:1])))
         return _kept(self._made, device, (taken, table, *made, torch.tensor(slots, device=device)))
 
-    def encode(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-        """Rows of every coder (B, G, T, N) as bytes, codes before scales, of coefficients side by side (B, G, T, K).
+    def encode(self, *given: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+        """Rows of every coder (B, G, T, N) as bytes, codes before scales, of coefficients (B, G, T, K) side by side.
 
         And the coefficients that each of them stands for, in single precision.
         """
+        x = torch.cat(given, -1) if len(given) > 1 else given[0]
         some = x.shape[2] if torch.compiler.is_compiling() else TOKENS  # one graph for any number of tokens
         parts = [self._encode(part.mT.contiguous()) for part in x.split(some, 2)] if x.shape[2] > some else ()
         rows, found = (torch.cat(part, 3) for part in zip(*parts, strict=True)) if parts else self._encode(x.mT)

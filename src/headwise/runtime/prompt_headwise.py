@@ -33,15 +33,15 @@ def read_prompt(
     wide = max(q.shape[3], values)  # the fused kernel takes equal widths; zeros change nothing
     rows = [nn.functional.pad(x, (0, wide - x.shape[3], block - 1, 0)) for x in near]
     q = nn.functional.pad(q, (0, wide - q.shape[3])).view(texts, groups, -1, tokens, wide)
-    seen, most, before, z = _seen(tokens, reach, block, q.dtype), (tokens - 1) // block * block, 0, []
+    seen = [mask.repeat(q.shape[2], 1, 1) for mask in _seen(tokens, reach, block, q.dtype)]
+    most, before, z = (tokens - 1) // block * block, 0, []
     for first in range(0, tokens, block):
         last, far = min(first + block, tokens), first + block - reach
         for row, x in zip(rows, coded, strict=True):
             new = x[:, :, before:far]
             row[:, :, before : before + new.shape[2], : x.shape[3]] = new
         before, own = far, q[:, :, :, first:last]
-        mask = seen[int(first > 0)][: last - first, most - first : most + last + block - 1 - first]
-        mask = mask.repeat(own.shape[2], 1)
+        mask = seen[int(first > 0)][:, : last - first, most - first : most + last + block - 1 - first].flatten(0, 1)
         asked = own.reshape(texts, groups, -1, wide)
         k, v = (row[:, :, : last + block - 1] for row in rows)
         found = nn.functional.scaled_dot_product_attention(asked, k, v, attn_mask=mask, scale=scaling)
