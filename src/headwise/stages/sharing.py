@@ -76,6 +76,8 @@ def _best(settings: Settings, source: Source, ways: tuple[int, ...], planner: Pl
     quick = replace(settings, tokens=min(settings.tokens, TOKENS), swap_tokens=0)
     rows = max(1, quick.tokens // source.calibration.shape[1])
     few = replace(source, calibration=source.calibration[:rows])
+    tried = " and ".join((", ".join(map(str, ways[:-1])), str(ways[-1])))
+    note(f"{tried} heads to a cached row are each priced on few tokens and timed first; --pool none leaves that out.")
     plans: dict[int, Plan] = {}
     refused: list[BudgetError] = []
     for heads in ways:
