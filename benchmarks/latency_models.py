@@ -19,11 +19,12 @@ from headwise.types import ModelShape, Plan, Reading, Readings, Workload
 
 SIZES = ("qk", "v", "mlp")
 CASES = {  # what may be cut, and how many heads share a row
-    "each": (SIZES, 1),
-    "pooled": (SIZES, 8),
-    "coded": (("mlp", "bits"), 8),
+    "each": ((*SIZES, "depth"), 1),
+    "pooled": ((*SIZES, "depth"), 8),
+    "coded": (("mlp", "bits", "depth"), 8),
 }
 STEPS = {1: (16, 1024), 8: (192, 2048)}  # of rows and of MLPs, by heads to a row
+LAYERS = 0.3  # what a whole layer's removal costs
 CODES = (8, 6, 4, 3, 2, 1)  # mean bits of the codes that are offered: kernels are built for each
 SPREAD = 1e4  # of the prices of a row's coefficients
 LLAMA_1B = dict(
@@ -106,7 +107,10 @@ def invented(shape: ModelShape, coded: bool, seed: int = 0) -> Readings:
             worth = [10 ** draw.gauss(0.0, 0.4) for _ in range(count)]
             curves.append(_curve(name, (2 * size, *codes), [[w * damage for damage in damages] for w in worth]))
             order[name] = tuple(code for code, _ in codes.values())
-    return Readings("random", shape, tuple(curves), (order,) * count, tokens=0, seed=seed)
+    gone = draw.sample(range(count), count // 2)
+    steps = range(len(gone) + 1)
+    curves.append(_curve("depth", steps, [[LAYERS * step**1.5 for step in steps]]))
+    return Readings("random", shape, tuple(curves), (order,) * count, tokens=0, seed=seed, depth=tuple(gone))
 
 
 def _codes(size: int) -> dict[int, tuple[tuple[int, ...], float]]:
