@@ -15,7 +15,6 @@ from torch import nn
 
 from headwise import families, pipeline, processes
 from headwise.engines.process import require
-from headwise.errors import ModelError
 from headwise.exports import export as export
 from headwise.fast import native_build
 from headwise.heal import check as check_options
@@ -184,13 +183,12 @@ def load(
 
     `dtype` is what it computes in, "auto" for that of the file. Without one: float32, but an optimised model on CUDA
     computes in that of the file. With `packed`, weights in few bits stay so in memory, and every product unpacks what
-    it needs. That is slower, but on a CPU with `optimise` faster, as fewer bytes are read: there it is the default.
+    it needs. That is slower. With `optimise`, few rows are multiplied with what is packed, so that fewer bytes are
+    read: on a CPU that is the default, on CUDA (where it takes Triton) it must be asked for.
     """
     cuda = torch.device(device).type == "cuda"
     if packed is None:
         packed = optimise and not cuda and dtype in (None, torch.float32) and _multiplies_packed(str(folder))
-    if packed and optimise and cuda:
-        raise ModelError("weights in few bits have no fast kernels on CUDA; leave out packed=True or optimise=True.")
     if not optimise:
         return families.load(str(folder), device, dtype=dtype, packed=packed)[0]
     from headwise.fast.model import optimise as make_fast

@@ -24,6 +24,7 @@ from headwise.fast.paths import Seen
 from headwise.fast.products import is_plain, linear
 from headwise.runtime.cache_headwise import NEAR, WHOLE
 from headwise.runtime.modeling_headwise import SoftmaxAttention, TailoredAttention, _signed, _turned
+from headwise.runtime.packed_headwise import PackedLinear
 
 
 class Before(NamedTuple):
@@ -76,6 +77,7 @@ class FusedAttention(TailoredAttention):
 
     switch: Switch
     small: bool
+    apart: bool  # some weights are packed: products one by one
     gains: Any
     decode: Any
 
@@ -84,7 +86,7 @@ class FusedAttention(TailoredAttention):
         parts = [self.q_proj, self.k_proj, self.v_proj]
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts)
-        self.switch, self.small = switch, small
+        self.switch, self.small, self.apart = switch, small, any(isinstance(part, PackedLinear) for part in parts)
         self.joint, self.joint_bias = joined(parts) if plain else None, None
         if plain and any(bias is not None for bias in biases):  # values in bits have one, also where queries have none
             both = zip(parts, biases, strict=True)
@@ -105,13 +107,16 @@ class FusedAttention(TailoredAttention):
 
     def _whole(self) -> bool:
         """Whether the joined weights are still the parts' own, and no adapter was put around them."""
-        own = all(map(is_plain, (self.q_proj, self.k_proj, self.v_proj)))
+        parts = self.q_proj, self.k_proj, self.v_proj
+        if self.apart:
+            return all(is_plain(part) or isinstance(part, PackedLinear) for part in parts)
+        own = all(map(is_plain, parts))
         return own and self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
 
     def heads(self, hidden: torch.Tensor, position_embeddings: Any = None, memory: Any = None) -> Any:
         """Queries, keys and values; queries and keys are turned together."""
         ordinary = self.switch.cache is None or memory is not None or self.q_norm is not None or self.pooled > 1
-        if ordinary or not self._whole():
+        if ordinary or self.apart or not self._whole():
             return super().heads(hidden, position_embeddings, memory)
         H, G = self.query_heads, self.kv_heads
         both, v = linear(hidden, self.joint, self.joint_bias).split([(H + G) * self.qk_width, G * self.v_dim], -1)
@@ -251,7 +256,13 @@ class FusedAttention(TailoredAttention):
         pairs = self.pairs_GP if turning and self.head_width < self.head_dim else None
         turned = 0 if not turning else cos.shape[-1] if pairs is None else 2 * pairs.shape[1]
         eps, plus = _norm_kind(self.q_norm)
-        if before is None:
+        if self.apart:
+            if before is not None:
+                from headwise.fast.small import rms_norm
+
+                hidden = rms_norm(hidden, *before)
+            qkv = torch.cat([part(hidden) for part in (self.q_proj, self.k_proj, self.v_proj)], -1)
+        elif before is None:
             qkv = linear(hidden, self.joint, self.joint_bias)
         else:
             from headwise.fast.thin import heads_of_row, thin
@@ -311,7 +322,7 @@ def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
 
 def fuse(model: Any, switch: Switch) -> None:
     """Make every module of a known kind fast, in place."""
-    some = next(model.parameters())
+    some = next(x for x in model.parameters() if x.is_floating_point())  # packed weights are whole numbers
     small = some.is_cuda and small_kernels_run(some.device, some.dtype)
     modules: list[Any] = list(model.modules())
     for module in modules:

@@ -15,7 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from headwise.devices import free_bytes
 from headwise.errors import ModelError
-from headwise.fast import native
+from headwise.fast import native, packed_cuda
 from headwise.fast.cache import STEP, FastCache, FastLayer
 from headwise.fast.coded import KERNEL_DEVICES, CodedFastLayer, layouts_of, supported
 from headwise.fast.fused import Switch, fuse
@@ -123,6 +123,7 @@ def optimise(model: Any) -> Any:
         raise ModelError(f"{type(model).__name__} cannot be optimised: that is for decoders that generate text.")
     if hasattr(model, "headwise_fast"):
         return model
+    packed_cuda.attach(model)
     if not covers(model):
         native.attach(model)
         return model

@@ -1,0 +1,75 @@
+"""Products with weights in few bits on CUDA: of few rows with the packed numbers, of many after unpacking.
+
+A decode step waits for weights to be read, and reads what is packed. Many rows are multiplied by torch, with parts of a
+matrix that are unpacked one after the other, so that memory never holds all of it in 16 bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from headwise.fast.fused import small_kernels_run
+from headwise.fast.joined import subclass
+from headwise.runtime.packed_headwise import PackedEmbedding, PackedLinear
+
+AT_ONCE = 1 << 24  # numbers of a matrix that are unpacked at once: enough for a product that fills a large GPU
+
+
+def _rows(part: Any, those: Any) -> torch.Tensor | None:
+    """Some rows of a matrix, if our kernel unpacks them."""
+    words, scale = part.weight_packed, part.weight_scale
+    if not words.is_cuda or torch.compiler.is_compiling():
+        return None
+    which = those if isinstance(those, torch.Tensor) and those.dtype == torch.long and those.dim() == 1 else None
+    if which is None:
+        words, scale = words[those], scale[those]
+    if not words.is_contiguous() or not scale.is_contiguous():
+        return None
+    from headwise.fast.packed_rows import unpacked_rows
+
+    return unpacked_rows(words, scale, part.bits, part.sizes[1], part.like.dtype, which)
+
+
+def _product(part: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """Rows times a matrix, if that is made here."""
+    words, scale, columns = part.weight_packed, part.weight_scale, part.sizes[1]
+    if not x.is_cuda or not words.is_cuda or x.shape[-1] != columns or torch.compiler.is_compiling():
+        return None
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or not x.numel():
+        return None
+    from headwise.fast.packed_rows import MOST, few_times
+
+    flat = x.reshape(-1, columns)
+    if len(flat) <= MOST and words.is_contiguous() and scale.is_contiguous():
+        return few_times(flat, words, scale, part.bits, part.bias).view(*x.shape[:-1], -1)
+    each = max(1, AT_ONCE // columns)
+    parts = (part.rows(slice(low, low + each)).to(x.dtype) for low in range(0, part.sizes[0], each))
+    found = torch.cat([functional.linear(x, matrix) for matrix in parts], -1)
+    return found if part.bias is None else found + part.bias
+
+
+@functools.cache
+def _kind(base: type) -> type:
+    inner: Any = base
+
+    def forward(self: Any, x: torch.Tensor) -> Any:
+        found = _product(self, x) if base is PackedLinear else None
+        return inner.forward(self, x) if found is None else found
+
+    def rows(self: Any, those: Any) -> torch.Tensor:
+        found = _rows(self, those)
+        return inner.rows(self, those) if found is None else found
+
+    return subclass(base, forward=forward, rows=rows)
+
+
+def attach(model: Any) -> None:
+    """Let a model on CUDA multiply with matrices in few bits as they are, where Triton runs."""
+    packed = [module for module in model.modules() if type(module) in (PackedLinear, PackedEmbedding)]
+    if packed and model.device.type == "cuda" and small_kernels_run(model.device, model.dtype):
+        for module in packed:
+            module.__class__ = _kind(type(module))

@@ -1,0 +1,227 @@
+"""Products of few rows with matrices in few bits, and parts of such matrices in 16 bits, on CUDA.
+
+A decode step is as quick as weights can be read, and those in 4 bits are a quarter of those in 16. Numbers fill words
+of 32 bits without gaps, so that a few words hold whole numbers: a period (of 3 bits, 3 words with 32 numbers). The
+numbers that lie at the same place of all periods are multiplied at once, with every so manieth column of the rows: no
+number moves before it is multiplied. Numbers are rounded as the module's own code rounds them, products are summed in
+float32. Imported only where Triton is.
+Shape suffixes: S slices of a row, of which every warp has one; N rows of the matrix; P periods; M rows to multiply.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-any-return, assignment"
+# ruff: noqa: SIM108  # branches of kernels are taken when they are built
+from __future__ import annotations
+
+from math import gcd
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+MOST = 16  # rows that are multiplied with packed numbers: of more, torch's product with 16 bits is quicker
+STAGES = tl.constexpr(4)  # blocks of words under way, of one row
+SPREAD = 256  # programs for one row, about: there are 132 multiprocessors on an H200
+SLICE = 16  # periods: the fewest columns that tensor cores take
+NUMBERS = 1024  # of a part of a matrix that one program unpacks
+
+
+class Layout(NamedTuple):
+    """How the numbers of a matrix lie in its words, as kernels take it."""
+
+    BITS: int
+    EACH: int  # numbers of a period
+    WORDS: int  # words of a period
+    GROUP: int  # numbers that share a scale
+
+
+def layout_of(bits: int, columns: int, groups: int) -> Layout:
+    """The layout of a matrix. A single scale for a row is one for all its periods, also where the last is not full."""
+    words = bits // gcd(bits, 32)
+    each = 32 * words // bits
+    return Layout(bits, each, words, columns // groups if groups > 1 else triton.cdiv(columns, each) * each)
+
+
+@triton.jit
+def _load(cells, there, EVEN: tl.constexpr):
+    """What lies at cells; zeros beyond a row, whose end is looked at only where rows do not fill whole blocks."""
+    if EVEN:
+        found = tl.load(cells)
+    else:
+        found = tl.load(cells, mask=there, other=0)
+    return found
+
+
+@triton.jit
+def _number(low, high, shift, BITS: tl.constexpr):
+    """1 + n / 2^bits in float32 of numbers n that begin at a bit of a word, and may end in the next one.
+
+    The field of a number becomes the highest bits of a mantissa: nothing is converted.
+    """
+    field = (low.to(tl.uint32, bitcast=True) >> shift) | (high.to(tl.uint32, bitcast=True) << 1 << (31 - shift))
+    field = (field << (23 - BITS)) & (((1 << BITS) - 1) << (23 - BITS))
+    return (field | 0x3F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _numbers(words, left, j: tl.constexpr, BITS: tl.constexpr, EVEN: tl.constexpr):
+    """Those at place j of periods that begin at `words`. Words that several places ask for are loaded once."""
+    WORD: tl.constexpr = j * BITS // 32
+    SHIFT: tl.constexpr = j * BITS % 32
+    low = _load(words + WORD, left > WORD, EVEN)
+    if SHIFT + BITS > 32:
+        high = _load(words + WORD + 1, left > WORD + 1, EVEN)
+    else:
+        high = low * 0
+    return _number(low, high, SHIFT, BITS)
+
+
+@triton.jit
+def _scaled(number, scale, BITS: tl.constexpr):
+    """Numbers of a matrix from those of `_number`: less half of their range, times scales. This is exact."""
+    whole = scale.to(tl.float32) * (1 << BITS)
+    return tl.fma(number, whole, -1.5 * whole)
+
+
+@triton.jit
+def _input(x, p, j: tl.constexpr, columns, EACH: tl.constexpr, EVEN: tl.constexpr, dtype: tl.constexpr):
+    """Numbers j of periods of a row, in float32. Of 16 bits four are loaded at once, as a whole number."""
+    if x.dtype.element_ty == tl.int64:
+        four = tl.load(x + p * (EACH // 4) + j // 4)
+        found = (four >> (j % 4 * 16)).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        found = _load(x + p * EACH + j, p * EACH + j < columns, EVEN)
+    return found.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["row_words"])  # a thread takes one word of a row, its neighbour the next
+def _one(
+    x, words, scale, bias, out, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BIASED: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    sums = tl.zeros([BN, BP], tl.float32)
+    for at in tl.range(0, tl.cdiv(columns, EACH), BP, num_stages=STAGES):
+        p = at + tl.arange(0, BP)
+        first = words + row * row_words + (p * WORDS)[None, :]
+        left = (row_words - p * WORDS)[None, :]
+        by = scale + row * groups
+        if GROUP % EACH == 0:  # the numbers of a period share a scale
+            gain = _load(by + (p * EACH // GROUP)[None, :], left > 0, EVEN).to(tl.float32)
+        part = tl.zeros([BN, BP], tl.float32)
+        total = tl.zeros([BP], tl.float32)
+        for j in tl.static_range(EACH):
+            number = _numbers(first, left, j, BITS, EVEN)
+            column = p * EACH + j
+            h = _input(x, p, j, columns, EACH, EVEN, out.dtype.element_ty)
+            if GROUP % EACH == 0:
+                total += h
+            else:
+                gain = _load(by + (column // GROUP)[None, :], (column < columns)[None, :], EVEN)
+                number = _scaled(number, gain, BITS)
+            part += number * h[None, :]
+        if GROUP % EACH == 0:
+            part = (part - 1.5 * total[None, :]) * (gain * (1 << BITS))
+        sums += part
+    y = tl.sum(sums, 1)
+    if BIASED:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _several(
+    x, words, scale, bias, out, M, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr,
+    BIASED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    dtype: tl.constexpr = x.dtype.element_ty
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    row = tl.minimum(n, N - 1).to(tl.int64)[None, :, None]
+    m = tl.arange(0, ROWS)
+    period_SP = tl.arange(0, S)[:, None] * BP + tl.arange(0, BP)[None, :]
+    sums = tl.zeros([S, BN, ROWS], tl.float32)
+    for at in range(0, tl.cdiv(columns, EACH), S * BP):
+        p = at + period_SP
+        first = words + row * row_words + (p * WORDS)[:, None, :]
+        left = (row_words - p * WORDS)[:, None, :]
+        by = scale + row * groups
+        if GROUP % EACH == 0:
+            gain = _load(by + (p * EACH // GROUP)[:, None, :], left > 0, EVEN)
+        for j in tl.static_range(EACH):
+            number = _numbers(first, left, j, BITS, EVEN)
+            column = p * EACH + j
+            if GROUP % EACH != 0:
+                gain = _load(by + (column // GROUP)[:, None, :], (column < columns)[:, None, :], EVEN)
+            there = (column < columns)[:, :, None] & (m < M)[None, None, :]
+            x_SPM = tl.load(x + column[:, :, None] + (m * columns)[None, None, :], mask=there, other=0.0)
+            sums = tl.dot(_scaled(number, gain, BITS).to(dtype), x_SPM, sums, input_precision=PRECISION)
+    y = tl.sum(sums, 0)
+    if BIASED:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
+    target = out + m[None, :].to(tl.int64) * N + n[:, None]
+    tl.store(target, y.to(dtype), mask=(n < N)[:, None] & (m < M)[None, :])
+
+
+def few_times(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, bits: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Up to 16 rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `Packed` has them."""
+    x, (M, columns), N = x.contiguous(), x.shape, len(words)
+    out, layout = x.new_empty(M, N), layout_of(bits, columns, scale.shape[1])
+    given = x, words, scale, x if bias is None else bias, out
+    sizes, how = (N, columns, words.shape[1], scale.shape[1]), dict(layout._asdict(), BIASED=bias is not None)
+    if M == 1:
+        BN = min(16, max(4, triton.next_power_of_2(N // SPREAD)))
+        BP = 64 if layout.EACH == 32 else 128  # fewer than threads: so the compiler moves nothing between them
+        even = columns % (layout.EACH * BP) == 0
+        if even and x.element_size() == 2:
+            given = x.view(torch.int64), *given[1:]
+        _one[(triton.cdiv(N, BN),)](*given, *sizes, **how, BN=BN, BP=BP, EVEN=even, num_warps=8)
+        return out
+    BN, S = (32 if M > 4 else 16), (4 if layout.EACH == 32 else 8)
+    even = columns % (layout.EACH * S * SLICE) == 0
+    _several[(triton.cdiv(N, BN),)](
+        *given, M, *sizes, **how, S=S, BN=BN, BP=SLICE, ROWS=triton.next_power_of_2(M), EVEN=even,
+        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=S,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _unpacked(
+    words, scale, which, out, columns, row_words, groups, CHOSEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    BK: tl.constexpr,
+):  # fmt: skip
+    r = tl.program_id(0).to(tl.int64)
+    row = r
+    if CHOSEN:
+        row = tl.load(which + r).to(tl.int64)
+    k = tl.program_id(1) * BK + tl.arange(0, BK)
+    there = k < columns
+    word, shift = k * BITS // 32, k * BITS % 32
+    first = words + row * row_words + word
+    low = tl.load(first, mask=there, other=0)
+    high = tl.load(first + 1, mask=there & (shift + BITS > 32), other=0)
+    gain = tl.load(scale + row * groups + k // GROUP, mask=there, other=0.0)
+    number = _scaled(_number(low, high, shift, BITS), gain, BITS)
+    tl.store(out + r * columns + k, number.to(out.dtype.element_ty), mask=there)
+
+
+def unpacked_rows(
+    words: torch.Tensor, scale: torch.Tensor, bits: int, columns: int, dtype: torch.dtype,
+    which: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Rows of a packed matrix as numbers: all of them, or those that `which` (rows) names."""
+    rows, groups = len(words if which is None else which), scale.shape[1]
+    out = torch.empty(rows, columns, dtype=dtype, device=words.device)
+    group = layout_of(bits, columns, groups).GROUP
+    block = min(NUMBERS, triton.next_power_of_2(columns))
+    if rows:
+        _unpacked[(rows, triton.cdiv(columns, block))](
+            words, scale, words if which is None else which, out, columns, words.shape[1], groups,
+            CHOSEN=which is not None, BITS=bits, GROUP=group, BK=block,
+        )  # fmt: skip
+    return out
