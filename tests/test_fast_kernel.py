@@ -9,7 +9,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import tempfile
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -248,6 +250,53 @@ def check_other_versions():
     del sys.modules["headwise.fast.code_ahead"]
 
 
+def check_packed():
+    """Products with few bits are those with the unpacked matrix, of any bits, groups, columns and count of rows."""
+    from test_packed import matrix
+
+    from headwise.fast.packed_rows import MOST, few_times, unpacked_rows
+
+    one = [(1, torch.float32), (1, torch.float16), (1, torch.bfloat16)]
+    more = [(3, torch.float16), (MOST, torch.float32)]
+    sizes = [((columns, groups), one + more) for columns, groups in ((20, 1), (96, 6), (172, 1))]
+    sizes += [((2048, 32), [one[2], more[1]]), ((2304, 36), [one[1], more[0]])]  # whole blocks, and not
+    off = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+    which = torch.tensor([3, 8, 0, 3])
+    for bits, (size, kinds) in product((2, 3, 4, 5, 6, 8), sizes):
+        part, made = matrix(*size, bits)
+        words, scale, dense = part.weight_packed.detach()[:9], part.weight_scale[:9], made.dense()[:9]
+        assert torch.equal(unpacked_rows(words, scale, bits, size[0], torch.float32), dense)
+        assert torch.equal(unpacked_rows(words, scale, bits, size[0], torch.float32, which), dense[which])
+        for (rows, dtype), bias in zip(kinds, (None, part.bias.detach()[:9]) * 3, strict=False):
+            x, bias = torch.randn(rows, size[0]).to(dtype), bias if bias is None else bias.to(dtype)
+            want = torch.nn.functional.linear(x.float(), dense, bias if bias is None else bias.float())
+            got = few_times(x, words, scale, bits, bias)
+            assert got.dtype == dtype and (got - want).norm() < off[dtype] * want.norm(), (bits, size, rows, dtype)
+
+
+def check_packed_steps():
+    """A decode step of a model whose projections are packed says what its ordinary code does."""
+    from test_weights import ROWS, packed_folder
+
+    import headwise
+    from headwise.fast.model import decode_step
+
+    with tempfile.TemporaryDirectory() as folder:
+        packed_folder(Path(folder, "model"), True)
+        plain, fast = (headwise.load(Path(folder, "model"), packed=True, optimise=fast) for fast in (False, True))
+    for layer in fast.model.layers:
+        layer.self_attn.fuse(fast.headwise_fast.switch, True)
+    cache, before = fast.headwise_fast.new_cache(32), ROWS[:2, :20]
+    with torch.no_grad():
+        fast(before, past_key_values=cache, use_cache=True)
+        assert fast.model.layers[0].self_attn.apart
+        step = decode_step(fast, cache)
+        step.capture, fast.headwise_fast.switch.cache = False, cache
+        step.set(ROWS[:2, 20:21], torch.full((2, 1), 20))
+        got, want = step.run(), plain(ROWS[:2, :21]).logits[:, -1:]
+    assert torch.allclose(got, want, atol=1e-4), (got - want).abs().max()
+
+
 def nothing(*size):
     return torch.full(size, float("nan"))
 
@@ -319,3 +368,6 @@ if __name__ == "__main__":
     check_heads_of_row()
     check_projections()
     check_likeliest()
+    if importlib.util.find_spec("compressed_tensors"):
+        check_packed()
+        check_packed_steps()
