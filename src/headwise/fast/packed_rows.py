@@ -96,26 +96,30 @@ def _input(x, p, j: tl.constexpr, columns, EACH: tl.constexpr, EVEN: tl.constexp
 
 @triton.jit(do_not_specialize=["row_words"])  # a thread takes one word of a row, its neighbour the next
 def _one(
-    x, words, scale, bias, out, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
-    WORDS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, BIASED: tl.constexpr,
-    EVEN: tl.constexpr,
+    x, words, scale, bias, add, out, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
+    WORDS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, GATED: tl.constexpr,
+    BIASED: tl.constexpr, ADDED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * BN + tl.arange(0, BN)
-    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    sums = tl.zeros([BN, BP], tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if GATED:  # rows of the gate, then those of what it opens
+        i = tl.arange(0, 2 * BN)
+        row = tl.minimum(tl.program_id(0) * BN + i % BN, N - 1) + i // BN * N
+    else:
+        row = tl.minimum(tl.program_id(0) * BN + tl.arange(0, BN), N - 1)
+    begin = words + row.to(tl.int64)[:, None] * row_words
+    by = scale + row.to(tl.int64)[:, None] * groups
+    sums = tl.zeros([BN * (1 + GATED), BP], tl.float32)
     for at in tl.range(0, tl.cdiv(columns, EACH), BP, num_stages=STAGES):
         p = at + tl.arange(0, BP)
-        first = words + row * row_words + (p * WORDS)[None, :]
         left = (row_words - p * WORDS)[None, :]
-        by = scale + row * groups
         if GROUP % EACH == 0:  # the numbers of a period share a scale
             gain = _load(by + (p * EACH // GROUP)[None, :], left > 0, EVEN).to(tl.float32)
-        part = tl.zeros([BN, BP], tl.float32)
+        part = tl.zeros([BN * (1 + GATED), BP], tl.float32)
         total = tl.zeros([BP], tl.float32)
         for j in tl.static_range(EACH):
-            number = _numbers(first, left, j, BITS, EVEN)
+            number = _numbers(begin + (p * WORDS)[None, :], left, j, BITS, EVEN)
             column = p * EACH + j
-            h = _input(x, p, j, columns, EACH, EVEN, out.dtype.element_ty)
+            h = _input(x, p, j, columns, EACH, EVEN, dtype)
             if GROUP % EACH == 0:
                 total += h
             else:
@@ -127,8 +131,17 @@ def _one(
         sums += part
     y = tl.sum(sums, 1)
     if BIASED:
-        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+        y += tl.load(bias + row).to(tl.float32)
+    y = y.to(dtype).to(tl.float32)
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    if GATED:
+        both = tl.reshape(y, [2, BN])
+        gate = tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, both, 0.0), 0)
+        opened = tl.sum(tl.where(tl.arange(0, 2)[:, None] == 1, both, 0.0), 0)
+        y = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * opened
+    if ADDED:
+        y = tl.load(add + n, mask=n < N, other=0.0).to(tl.float32) + y
+    tl.store(out + n, y.to(dtype), mask=n < N)
 
 
 @triton.jit
@@ -170,22 +183,35 @@ def few_times(
 ) -> torch.Tensor:
     """Up to 16 rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `Packed` has them."""
     x, (M, columns), N = x.contiguous(), x.shape, len(words)
-    out, layout = x.new_empty(M, N), layout_of(bits, columns, scale.shape[1])
-    given = x, words, scale, x if bias is None else bias, out
-    sizes, how = (N, columns, words.shape[1], scale.shape[1]), dict(layout._asdict(), BIASED=bias is not None)
     if M == 1:
-        BN = min(16, max(4, triton.next_power_of_2(N // SPREAD)))
-        BP = 64 if layout.EACH == 32 else 128  # fewer than threads: so the compiler moves nothing between them
-        even = columns % (layout.EACH * BP) == 0
-        if even and x.element_size() == 2:
-            given = x.view(torch.int64), *given[1:]
-        _one[(triton.cdiv(N, BN),)](*given, *sizes, **how, BN=BN, BP=BP, EVEN=even, num_warps=8)
-        return out
+        return one_times(x, words, scale, bits, bias)
+    out, layout = x.new_empty(M, N), layout_of(bits, columns, scale.shape[1])
     BN, S = (32 if M > 4 else 16), (4 if layout.EACH == 32 else 8)
-    even = columns % (layout.EACH * S * SLICE) == 0
     _several[(triton.cdiv(N, BN),)](
-        *given, M, *sizes, **how, S=S, BN=BN, BP=SLICE, ROWS=triton.next_power_of_2(M), EVEN=even,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32", num_warps=S,
+        x, words, scale, x if bias is None else bias, out, M, N, columns, words.shape[1], scale.shape[1],
+        **layout._asdict(), S=S, BN=BN, BP=SLICE, ROWS=triton.next_power_of_2(M), BIASED=bias is not None,
+        EVEN=columns % (layout.EACH * S * SLICE) == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        num_warps=S,
+    )  # fmt: skip
+    return out
+
+
+def one_times(
+    x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, bits: int, bias: torch.Tensor | None = None, *,
+    gated: bool = False, add: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """A single row (..., columns) times a packed matrix: silu of the first half times the second if `gated`; added to
+    `add`."""
+    x, columns, groups, N = x.contiguous(), x.shape[-1], scale.shape[1], len(words) // (1 + gated)
+    out, layout = x.new_empty(*x.shape[:-1], N), layout_of(bits, columns, groups)
+    BN = min(16, max(4, triton.next_power_of_2(N // SPREAD))) // (1 + gated)
+    BP = 64 if layout.EACH == 32 else 128  # fewer than threads: so the compiler moves nothing between them
+    even = columns % (layout.EACH * BP) == 0
+    row = x.view(torch.int64) if even and x.element_size() == 2 else x
+    _one[(triton.cdiv(N, BN),)](
+        row, words, scale, x if bias is None else bias, x if add is None else add, out, N, columns, words.shape[1],
+        groups, **layout._asdict(), BN=BN, BP=BP, GATED=gated, BIASED=bias is not None, ADDED=add is not None,
+        EVEN=even, num_warps=8,
     )  # fmt: skip
     return out
 
