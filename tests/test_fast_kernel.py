@@ -254,10 +254,11 @@ def check_packed():
     """Products with few bits are those with the unpacked matrix, of any bits, groups, columns and count of rows."""
     from test_packed import matrix
 
-    from headwise.fast.packed_rows import MOST, few_times, unpacked_rows
+    from headwise.fast.joined import FEW
+    from headwise.fast.packed_rows import few_times, unpacked_rows
 
     one = [(1, torch.float32), (1, torch.float16), (1, torch.bfloat16)]
-    more = [(3, torch.float16), (MOST, torch.float32)]
+    more = [(3, torch.float16), (FEW, torch.float32)]
     sizes = [((columns, groups), one + more) for columns, groups in ((20, 1), (96, 6), (172, 1))]
     sizes += [((2048, 32), [one[2], more[1]]), ((2304, 36), [one[1], more[0]])]  # whole blocks, and not
     off = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}

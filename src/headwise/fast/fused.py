@@ -19,7 +19,7 @@ from torch import nn
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import case_of, quickest
 from headwise.fast.coded import padding_mask, write_prompt
-from headwise.fast.joined import fused_mlp, joined, subclass
+from headwise.fast.joined import FEW, Packed, fused_mlp, is_known, joined, joined_packed, packed_times, subclass
 from headwise.fast.paths import Seen
 from headwise.fast.products import is_plain, linear
 from headwise.runtime.cache_headwise import NEAR, WHOLE
@@ -77,7 +77,8 @@ class FusedAttention(TailoredAttention):
 
     switch: Switch
     small: bool
-    apart: bool  # some weights are packed: products one by one
+    apart: bool  # some weights are packed: products one by one, where these are not joined
+    packed: Packed | None
     gains: Any
     decode: Any
 
@@ -87,6 +88,7 @@ class FusedAttention(TailoredAttention):
         biases = [part.bias for part in parts]
         plain = all(type(part) is nn.Linear for part in parts)
         self.switch, self.small, self.apart = switch, small, any(isinstance(part, PackedLinear) for part in parts)
+        self.packed = joined_packed(parts) if small else None
         self.joint, self.joint_bias = joined(parts) if plain else None, None
         if plain and any(bias is not None for bias in biases):  # values in bits have one, also where queries have none
             both = zip(parts, biases, strict=True)
@@ -109,7 +111,7 @@ class FusedAttention(TailoredAttention):
         """Whether the joined weights are still the parts' own, and no adapter was put around them."""
         parts = self.q_proj, self.k_proj, self.v_proj
         if self.apart:
-            return all(is_plain(part) or isinstance(part, PackedLinear) for part in parts)
+            return all(map(is_known, parts))
         own = all(map(is_plain, parts))
         return own and self.joint is not None and self.joint.data_ptr() == self.q_proj.weight.data_ptr()
 
@@ -244,6 +246,13 @@ class FusedAttention(TailoredAttention):
             q, _ = self._rows(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width), layer.keys)
         return q, layer.keys, layer.values
 
+    def _one_by_one(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Heads of one new token of every text, side by side, where some projections are packed: joined if possible."""
+        parts = [self.q_proj, self.k_proj, self.v_proj]
+        if self.packed is not None and len(hidden) <= FEW and self.packed.belongs_to(parts):
+            return packed_times(hidden, self.packed)
+        return torch.cat([part(hidden) for part in parts], -1)
+
     def _placed_heads(
         self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool,
         before: Before | None,
@@ -261,7 +270,7 @@ class FusedAttention(TailoredAttention):
                 from headwise.fast.small import rms_norm
 
                 hidden = rms_norm(hidden, *before)
-            qkv = torch.cat([part(hidden) for part in (self.q_proj, self.k_proj, self.v_proj)], -1)
+            qkv = self._one_by_one(hidden)
         elif before is None:
             qkv = linear(hidden, self.joint, self.joint_bias)
         else:
@@ -334,8 +343,9 @@ def fuse(model: Any, switch: Switch) -> None:
             module.fuse(switch, small)
         elif name.endswith("MLP") and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "act_fn")):
             parts = [module.gate_proj, module.up_proj]
-            odd = any(type(part) is not nn.Linear or part.bias is not None for part in parts)
-            if not odd and (joint := joined(parts)) is not None:
+            plain = all(type(part) is nn.Linear for part in parts)
+            join: Any = joined if plain else joined_packed if small else lambda parts: None
+            if all(part.bias is None for part in parts) and (joint := join(parts)) is not None:
                 module.switch, module.joint, module.silu = switch, joint, "silu" in type(module.act_fn).__name__.lower()
                 module.silu = small and (module.silu or module.act_fn is nn.functional.silu)
                 module.__class__ = fused_mlp(type(module))

@@ -1,17 +1,21 @@
 """Weights of several projections side by side, so that one product computes all of them.
 
-Joined weights are no copies: the projections' own weights become views of them.
+Joined weights are no copies: the projections' own weights become views of them. Weights in few bits are
+joined as they are.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from headwise.fast.products import is_plain, linear
+from headwise.runtime.packed_headwise import PackedLinear
+
+FEW = 16  # rows that our kernels multiply with packed numbers, at most: of more, torch's product is quicker
 
 
 def subclass(base: type, **methods: Any) -> type:
@@ -41,10 +45,55 @@ def joined(parts: list[Any]) -> torch.Tensor | None:
     return whole
 
 
+class Packed(NamedTuple):
+    """Several matrices in few bits, one below the other."""
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    bits: int
+    bias: torch.Tensor | None
+
+    def belongs_to(self, parts: list[Any]) -> bool:
+        """Whether these are still the parts' own numbers, and no adapter was put around them."""
+        own = all(isinstance(part, PackedLinear) for part in parts)
+        return own and self.words.data_ptr() == parts[0].weight_packed.data_ptr()
+
+
+@torch.no_grad()
+def joined_packed(parts: list[Any]) -> Packed | None:
+    """Some packed matrices, concatenated if they are of one kind; from then on they are views of this memory."""
+    if not all(isinstance(part, PackedLinear) for part in parts):
+        return None
+    kinds = {(part.bits, part.sizes[1], part.weight_scale.shape[1], part.bias is None) for part in parts}
+    if len(kinds) > 1 or len({(part.weight_scale.dtype, part.weight_scale.device) for part in parts}) > 1:
+        return None
+    bias = None if parts[0].bias is None else torch.cat([part.bias.detach() for part in parts])
+    words, scale = (torch.cat([getattr(part, name) for part in parts]) for name in ("weight_packed", "weight_scale"))
+    low = 0
+    for part in parts:
+        here = slice(low, low := low + part.sizes[0])
+        part.weight_packed, part.weight_scale = nn.Parameter(words[here], requires_grad=False), scale[here]
+    return Packed(words, scale, parts[0].bits, bias)
+
+
+def is_known(part: Any) -> bool:
+    """Whether a module is a product, packed or not, and nothing else."""
+    return is_plain(part) or isinstance(part, PackedLinear)
+
+
 def still_joined(mlp: Any) -> bool:
     """Whether the joined weights of an MLP are still the parts' own, and no adapter was put around them."""
+    if isinstance(mlp.joint, Packed):
+        return mlp.joint.belongs_to([mlp.gate_proj, mlp.up_proj])
     own = is_plain(mlp.gate_proj) and is_plain(mlp.up_proj)
     return own and bool(mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr())
+
+
+def packed_times(x: torch.Tensor, joint: Packed) -> torch.Tensor:
+    """Few rows (..., columns) times joined matrices, where Triton runs."""
+    from headwise.fast.packed_rows import few_times
+
+    return few_times(x.reshape(-1, x.shape[-1]), *joint).view(*x.shape[:-1], -1)
 
 
 @functools.cache
@@ -55,7 +104,12 @@ def fused_mlp(base: type) -> type:
     def forward(self: Any, x: torch.Tensor) -> Any:
         if self.switch.cache is None or not still_joined(self):
             return inner.forward(self, x)
-        both = linear(x, self.joint)
+        if not isinstance(self.joint, Packed):
+            both = linear(x, self.joint)
+        elif self.switch.cache.place is not None and x.numel() <= FEW * x.shape[-1]:
+            both = packed_times(x, self.joint)
+        else:
+            return inner.forward(self, x)
         if self.silu and x.is_cuda and x.shape[1] == 1:
             from headwise.fast.small import silu_gate
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from headwise.fast.fused import Before, FusedAttention, Switch, small_kernels_run
-from headwise.fast.joined import still_joined, subclass
+from headwise.fast.joined import Packed, is_known, still_joined, subclass
+from headwise.runtime.packed_headwise import PackedLinear
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
 
@@ -35,8 +36,8 @@ def _known(layer: Any) -> bool:
     """Whether a layer's modules are fast and it joins them as Llama does."""
     attention, mlp, norms = layer.self_attn, layer.mlp, (layer.input_layernorm, layer.post_attention_layernorm)
     fast = isinstance(attention, FusedAttention) and attention.placed and attention.resid_dropout is None
-    fast = fast and type(getattr(attention, "o_proj", None)) is nn.Linear
-    gated = getattr(mlp, "silu", False) and type(getattr(mlp, "down_proj", None)) is nn.Linear
+    fast = fast and is_known(getattr(attention, "o_proj", None))
+    gated = getattr(mlp, "silu", False) and is_known(getattr(mlp, "down_proj", None))
     return bool(fast and gated and all(hasattr(norm, "kind") for norm in norms) and joins_as_llama(type(layer)))
 
 
@@ -82,17 +83,36 @@ def _thin_layer(base: type) -> type:
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         attention, mlp = self.self_attn, self.mlp
-        plain = type(attention.o_proj) is type(mlp.down_proj) is nn.Linear and still_joined(mlp)
-        if args or not plain or not _alone(self.switch, hidden_states) or not attention.direct():
+        known = is_known(attention.o_proj) and is_known(mlp.down_proj) and still_joined(mlp)
+        if args or not known or not _alone(self.switch, hidden_states) or not attention.direct():
             return inner.forward(self, hidden_states, *args, **kwargs)
-        from headwise.fast.thin import thin
-
         norms = self.input_layernorm, self.post_attention_layernorm
         first, second = (Before(norm.weight, *norm.kind) for norm in norms)
-        out, down = attention.o_proj, mlp.down_proj
         z = attention.outputs(hidden_states, kwargs.get("position_embeddings"), first)
-        h = thin(z, out.weight, out.bias, add=hidden_states)
-        gated = thin(h, mlp.joint, before=second, gated=True)
-        return thin(gated, down.weight, down.bias, add=h)
+        h = _plus(hidden_states, attention.o_proj, z)
+        return _plus(h, mlp.down_proj, _gated(mlp.joint, h, second))
 
     return subclass(base, forward=forward)
+
+
+def _plus(add: torch.Tensor, part: Any, x: torch.Tensor) -> torch.Tensor:
+    """The product of a row, added to the stream."""
+    if isinstance(part, PackedLinear):
+        from headwise.fast.packed_rows import one_times
+
+        return one_times(x, part.weight_packed, part.weight_scale, part.bits, part.bias, add=add)
+    from headwise.fast.thin import thin
+
+    return thin(x, part.weight, part.bias, add=add)
+
+
+def _gated(joint: Any, x: torch.Tensor, before: Before) -> torch.Tensor:
+    """The products of a normed row with gate and up, one opening the other."""
+    if isinstance(joint, Packed):
+        from headwise.fast.packed_rows import one_times
+        from headwise.fast.small import rms_norm
+
+        return one_times(rms_norm(x, *before), *joint, gated=True)
+    from headwise.fast.thin import thin
+
+    return thin(x, joint, before=before, gated=True)

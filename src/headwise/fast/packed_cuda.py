@@ -13,7 +13,7 @@ import torch
 from torch.nn import functional
 
 from headwise.fast.fused import small_kernels_run
-from headwise.fast.joined import subclass
+from headwise.fast.joined import FEW, subclass
 from headwise.runtime.packed_headwise import PackedEmbedding, PackedLinear
 
 AT_ONCE = 1 << 24  # numbers of a matrix that are unpacked at once: enough for a product that fills a large GPU
@@ -41,10 +41,10 @@ def _product(part: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or not x.numel():
         return None
-    from headwise.fast.packed_rows import MOST, few_times
+    from headwise.fast.packed_rows import few_times
 
     flat = x.reshape(-1, columns)
-    if len(flat) <= MOST and words.is_contiguous() and scale.is_contiguous():
+    if len(flat) <= FEW and words.is_contiguous() and scale.is_contiguous():
         return few_times(flat, words, scale, part.bits, part.bias).view(*x.shape[:-1], -1)
     each = max(1, AT_ONCE // columns)
     parts = (part.rows(slice(low, low + each)).to(x.dtype) for low in range(0, part.sizes[0], each))

@@ -19,7 +19,6 @@ import torch
 import triton
 import triton.language as tl
 
-MOST = 16  # rows that are multiplied with packed numbers: of more, torch's product with 16 bits is quicker
 STAGES = tl.constexpr(4)  # blocks of words under way, of one row
 SPREAD = 256  # programs for one row, about: there are 132 multiprocessors on an H200
 SLICE = 16  # periods: the fewest columns that tensor cores take
