@@ -276,26 +276,40 @@ def check_packed():
 
 
 def check_packed_steps():
-    """A decode step of a model whose projections are packed says what its ordinary code does."""
-    from test_weights import ROWS, packed_folder
+    """Decode steps of models with packed weights, joined or not, say what their ordinary code does."""
+    from test_weights import packed_folder
 
+    kinds = {"mixed": ((8, 6, 5, 4, 3, 2, 8), (3,)), "same": ((4,) * 7, (1, 3)), "one": ((3,) + (16,) * 6, (1,))}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, (widths, texts) in kinds.items():
+            packed_folder(Path(folder, name), True, widths)
+            check_packed_step(Path(folder, name), name == "same", texts)
+
+
+def check_packed_step(folder, joins, texts):
     import headwise
+    from headwise.fast import packed_cuda
+    from headwise.fast.joined import Packed
     from headwise.fast.model import decode_step
 
-    with tempfile.TemporaryDirectory() as folder:
-        packed_folder(Path(folder, "model"), True)
-        plain, fast = (headwise.load(Path(folder, "model"), packed=True, optimise=fast) for fast in (False, True))
-    for layer in fast.model.layers:
-        layer.self_attn.fuse(fast.headwise_fast.switch, True)
-    cache, before = fast.headwise_fast.new_cache(32), ROWS[:2, :20]
-    with torch.no_grad():
-        fast(before, past_key_values=cache, use_cache=True)
-        assert fast.model.layers[0].self_attn.apart
-        step = decode_step(fast, cache)
-        step.capture, fast.headwise_fast.switch.cache = False, cache
-        step.set(ROWS[:2, 20:21], torch.full((2, 1), 20))
-        got, want = step.run(), plain(ROWS[:2, :21]).logits[:, -1:]
-    assert torch.allclose(got, want, atol=1e-4), (got - want).abs().max()
+    plain, is_cuda = headwise.load(folder, packed=True), torch.Tensor.is_cuda
+    torch.Tensor.is_cuda = property(lambda self: True)  # for all that asks where to compute
+    try:
+        fast = headwise.load(folder, packed=True, optimise=True)
+        assert type(fast.lm_head) is packed_cuda._kind(type(plain.lm_head))
+        layer = fast.model.layers[0]
+        assert layer.self_attn.apart and isinstance(getattr(layer.mlp, "joint", None), Packed) == joins
+        for rows in texts:
+            ids, cache = torch.randint(3, 90, (rows, 9)), fast.headwise_fast.new_cache(32)
+            with torch.no_grad():
+                fast(ids[:, :8], past_key_values=cache, use_cache=True)
+                step = decode_step(fast, cache)
+                step.capture, fast.headwise_fast.switch.cache = False, cache
+                step.set(ids[:, 8:], torch.full((rows, 1), 8))
+                got, want = step.run(), plain(ids).logits[:, -1:]
+            assert torch.allclose(got, want, atol=1e-4), (folder, rows, (got - want).abs().max())
+    finally:
+        torch.Tensor.is_cuda = is_cuda
 
 
 def nothing(*size):

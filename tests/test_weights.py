@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -134,13 +135,13 @@ def test_what_was_not_priced_is_said() -> None:
 # Saving.
 
 
-def packed_folder(path: Path, tied: bool) -> tuple[Any, Any, ModelShape]:
-    """A tiny model, all of whose matrices are rounded to different widths, saved; and the target."""
+def packed_folder(path: Path, tied: bool, widths: Sequence[int] = (8, 6, 5, 4, 3, 2, 8)) -> tuple[Any, Any, ModelShape]:
+    """A tiny model, all of whose matrices are rounded to different widths, or those given; saved; and the target."""
     pytest.importorskip("compressed_tensors")
     stock = llama.tiny(tie_word_embeddings=tied, intermediate_size=48)
     model = llama.tailor(stock)
     shape = llama.shape_of(model.config)
-    bits = dict(zip(FIELDS, (8, 6, 5, 4, 3, 2, 8), strict=True))
+    bits = dict(zip(FIELDS, widths, strict=True))
     ends = dict(zip(ENDS, (5, 16 if tied else 6), strict=True))
     target = replace(shape.with_layers(tuple(replace(layer, **bits) for layer in shape.layers)), **ends)
     frame = llama.build(model, target.layers, llama.state_of(model))

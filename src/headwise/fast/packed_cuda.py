@@ -70,6 +70,6 @@ def _kind(base: type) -> type:
 def attach(model: Any) -> None:
     """Let a model on CUDA multiply with matrices in few bits as they are, where Triton runs."""
     packed = [module for module in model.modules() if type(module) in (PackedLinear, PackedEmbedding)]
-    if packed and model.device.type == "cuda" and small_kernels_run(model.device, model.dtype):
+    if packed and packed[0].weight_packed.is_cuda and small_kernels_run(model.device, model.dtype):
         for module in packed:
             module.__class__ = _kind(type(module))
