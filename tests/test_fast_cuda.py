@@ -11,9 +11,12 @@ import coded_models
 import pytest
 import torch
 from test_fast import DECODERS, prepared, prompts
+from test_packed import held, matrix
 from test_pooled import cut_of, pooled_of
+from test_weights import ROWS, packed_folder
 
-from headwise.fast import paths
+import headwise
+from headwise.fast import packed_cuda, paths
 from headwise.fast.model import optimise
 from headwise.fast.paths import TILES, Seen, decode_paths, eager, prefill_paths, side_by_side
 
@@ -190,3 +193,43 @@ def test_a_text_after_a_longer_one_replays_the_same_step():
         step = fast.headwise_fast.pool.captured
         assert step.graph is not None and step is getattr(fast, "first_step", step)
         fast.first_step = step
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("dtype", OFF, ids=str)
+def test_products_with_few_bits_are_those_with_the_unpacked_matrix(bits, dtype):
+    for columns, groups in ((20, 1), (96, 6), (172, 1), (2048, 32), (2304, 36)):
+        part = matrix(columns, groups, bits)[0].to("cuda")
+        part.like = part.like.to(dtype)
+        part.bias.data = part.bias.data.to(dtype)
+        ours = copy.deepcopy(part)
+        ours.__class__ = packed_cuda._kind(type(part))
+        with torch.no_grad():
+            assert torch.allclose(ours.weight, part.weight, rtol=0, atol=1e-5)  # scales may be tiny for float16
+            for rows in (1, 2, 5, 16, 40):
+                x = torch.randn(rows, columns, device="cuda").to(dtype)
+                want = torch.nn.functional.linear(x.double(), part.weight.double(), part.bias.double())
+                assert (ours(x) - want).norm() < OFF[dtype] * want.norm(), (columns, rows)
+
+
+@pytest.mark.parametrize("widths", [(8, 6, 5, 4, 3, 2, 8), (4,) * 7, (3,) + (16,) * 6], ids=["mixed", "same", "one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_models_write_the_same_text_and_stay_small(widths, dtype, tmp_path):
+    packed_folder(tmp_path / "model", True, widths)
+    plain = headwise.load(tmp_path / "model", "cuda", packed=True, dtype=dtype)
+    fast = headwise.load(tmp_path / "model", "cuda", packed=True, optimise=True, dtype=dtype)
+    plain.generation_config.eos_token_id = fast.generation_config.eos_token_id = None
+    size = held(fast)
+    for rows in (1, 3):
+        ids = ROWS[:rows, :12].cuda()
+        how = dict(max_new_tokens=12, do_sample=False, pad_token_id=0)
+        want, got = (model.generate(ids, **how) for model in (plain, fast))
+        if dtype == torch.float32:
+            assert (got == want).float().mean() > 0.95, "the same but where two tokens are as likely"
+        cache = fast.headwise_fast.new_cache(16)
+        with torch.no_grad():
+            fast(ids[:, :11], past_key_values=cache, use_cache=True)
+            found, wanted = fast(ids[:, 11:], past_key_values=cache, use_cache=True).logits, plain(ids).logits[:, -1:]
+        assert cache.captured.graph is not None
+        assert (found - wanted).norm() < OFF[dtype] * wanted.norm()
+    assert held(fast) == size < 1.05 * held(plain), "nothing stays unpacked"

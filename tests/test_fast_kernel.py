@@ -258,7 +258,7 @@ def check_packed():
     from headwise.fast.packed_rows import few_times, unpacked_rows
 
     one = [(1, torch.float32), (1, torch.float16), (1, torch.bfloat16)]
-    more = [(3, torch.float16), (FEW, torch.float32)]
+    more = [(3, torch.float16), (FEW, torch.float16)]
     sizes = [((columns, groups), one + more) for columns, groups in ((20, 1), (96, 6), (172, 1))]
     sizes += [((2048, 32), [one[2], more[1]]), ((2304, 36), [one[1], more[0]])]  # whole blocks, and not
     off = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}

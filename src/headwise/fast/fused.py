@@ -19,7 +19,7 @@ from torch import nn
 from headwise.fast.cache import FastCache
 from headwise.fast.choice import case_of, quickest
 from headwise.fast.coded import padding_mask, write_prompt
-from headwise.fast.joined import FEW, Packed, fused_mlp, is_known, joined, joined_packed, packed_times, subclass
+from headwise.fast.joined import Packed, are_few, fused_mlp, is_known, joined, joined_packed, packed_times, subclass
 from headwise.fast.paths import Seen
 from headwise.fast.products import is_plain, linear
 from headwise.runtime.cache_headwise import NEAR, WHOLE
@@ -249,7 +249,7 @@ class FusedAttention(TailoredAttention):
     def _one_by_one(self, hidden: torch.Tensor) -> torch.Tensor:
         """Heads of one new token of every text, side by side, where some projections are packed: joined if possible."""
         parts = [self.q_proj, self.k_proj, self.v_proj]
-        if self.packed is not None and len(hidden) <= FEW and self.packed.belongs_to(parts):
+        if self.packed is not None and are_few(hidden) and self.packed.belongs_to(parts):
             return packed_times(hidden, self.packed)
         return torch.cat([part(hidden) for part in parts], -1)
 

@@ -89,6 +89,11 @@ def still_joined(mlp: Any) -> bool:
     return own and bool(mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr())
 
 
+def are_few(x: torch.Tensor) -> bool:
+    """Whether our kernels multiply rows (..., columns) with packed numbers: several only where tensor cores do."""
+    return 0 < x.numel() <= x.shape[-1] * (FEW if x.element_size() == 2 else 1)
+
+
 def packed_times(x: torch.Tensor, joint: Packed) -> torch.Tensor:
     """Few rows (..., columns) times joined matrices, where Triton runs."""
     from headwise.fast.packed_rows import few_times
@@ -106,7 +111,7 @@ def fused_mlp(base: type) -> type:
             return inner.forward(self, x)
         if not isinstance(self.joint, Packed):
             both = linear(x, self.joint)
-        elif self.switch.cache.place is not None and x.numel() <= FEW * x.shape[-1]:
+        elif self.switch.cache.place is not None and are_few(x):
             both = packed_times(x, self.joint)
         else:
             return inner.forward(self, x)

@@ -1,6 +1,7 @@
 """Products with weights in few bits on CUDA: of few rows with the packed numbers, of many after unpacking.
 
-A decode step waits for weights to be read, and reads what is packed. Many rows are multiplied by torch, with parts of a
+A decode step waits for weights to be read, and reads what is packed: in 16 bits for up to 16 texts, in float32 for one.
+Many rows are multiplied by torch, with parts of a
 matrix that are unpacked one after the other, so that memory never holds all of it in 16 bits.
 """
 
@@ -13,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from headwise.fast.fused import small_kernels_run
-from headwise.fast.joined import FEW, subclass
+from headwise.fast.joined import are_few, subclass
 from headwise.runtime.packed_headwise import PackedEmbedding, PackedLinear
 
 AT_ONCE = 1 << 24  # numbers of a matrix that are unpacked at once: enough for a product that fills a large GPU
@@ -41,11 +42,10 @@ def _product(part: Any, x: torch.Tensor) -> torch.Tensor | None:
         return None
     if torch.is_grad_enabled() or torch.is_autocast_enabled("cuda") or not x.numel():
         return None
-    from headwise.fast.packed_rows import few_times
+    if are_few(x) and words.is_contiguous() and scale.is_contiguous():
+        from headwise.fast.packed_rows import few_times
 
-    flat = x.reshape(-1, columns)
-    if len(flat) <= FEW and words.is_contiguous() and scale.is_contiguous():
-        return few_times(flat, words, scale, part.bits, part.bias).view(*x.shape[:-1], -1)
+        return few_times(x.reshape(-1, columns), words, scale, part.bits, part.bias).view(*x.shape[:-1], -1)
     each = max(1, AT_ONCE // columns)
     parts = (part.rows(slice(low, low + each)).to(x.dtype) for low in range(0, part.sizes[0], each))
     found = torch.cat([functional.linear(x, matrix) for matrix in parts], -1)

@@ -147,7 +147,7 @@ def _one(
 def _several(
     x, words, scale, bias, out, M, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
     WORDS: tl.constexpr, GROUP: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, ROWS: tl.constexpr,
-    BIASED: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BIASED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = x.dtype.element_ty
     n = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -169,7 +169,7 @@ def _several(
                 gain = _load(by + (column // GROUP)[:, None, :], (column < columns)[:, None, :], EVEN)
             there = (column < columns)[:, :, None] & (m < M)[None, None, :]
             x_SPM = tl.load(x + column[:, :, None] + (m * columns)[None, None, :], mask=there, other=0.0)
-            sums = tl.dot(_scaled(number, gain, BITS).to(dtype), x_SPM, sums, input_precision=PRECISION)
+            sums = tl.dot(_scaled(number, gain, BITS).to(dtype), x_SPM, sums)
     y = tl.sum(sums, 0)
     if BIASED:
         y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)[:, None]
@@ -180,7 +180,10 @@ def _several(
 def few_times(
     x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, bits: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Up to 16 rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `Packed` has them."""
+    """Rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `Packed` has them.
+
+    One row, or up to 16 of numbers in 16 bits.
+    """
     x, (M, columns), N = x.contiguous(), x.shape, len(words)
     if M == 1:
         return one_times(x, words, scale, bits, bias)
@@ -189,8 +192,7 @@ def few_times(
     _several[(triton.cdiv(N, BN),)](
         x, words, scale, x if bias is None else bias, out, M, N, columns, words.shape[1], scale.shape[1],
         **layout._asdict(), S=S, BN=BN, BP=SLICE, ROWS=triton.next_power_of_2(M), BIASED=bias is not None,
-        EVEN=columns % (layout.EACH * S * SLICE) == 0, PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-        num_warps=S,
+        EVEN=columns % (layout.EACH * S * SLICE) == 0, num_warps=S, num_stages=3 if layout.WORDS == 1 else 2,
     )  # fmt: skip
     return out
 
