@@ -262,12 +262,10 @@ def check_packed():
     sizes = [((columns, groups), one + more) for columns, groups in ((20, 1), (96, 6), (172, 1))]
     sizes += [((2048, 32), [one[2], more[1]]), ((2304, 36), [one[1], more[0]])]  # whole blocks, and not
     off = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-    which = torch.tensor([3, 8, 0, 3])
     for bits, (size, kinds) in product((2, 3, 4, 5, 6, 8), sizes):
         part, made = matrix(*size, bits)
         words, scale, dense = part.weight_packed.detach()[:9], part.weight_scale[:9], made.dense()[:9]
         assert torch.equal(unpacked_rows(words, scale, bits, size[0], torch.float32), dense)
-        assert torch.equal(unpacked_rows(words, scale, bits, size[0], torch.float32, which), dense[which])
         for (rows, dtype), bias in zip(kinds, (None, part.bias.detach()[:9]) * 3, strict=False):
             x, bias = torch.randn(rows, size[0]).to(dtype), bias if bias is None else bias.to(dtype)
             want = torch.nn.functional.linear(x.float(), dense, bias if bias is None else bias.float())

@@ -22,17 +22,12 @@ AT_ONCE = 1 << 24  # numbers of a matrix that are unpacked at once: enough for a
 
 def _rows(part: Any, those: Any) -> torch.Tensor | None:
     """Some rows of a matrix, if our kernel unpacks them."""
-    words, scale = part.weight_packed, part.weight_scale
-    if not words.is_cuda or torch.compiler.is_compiling():
-        return None
-    which = those if isinstance(those, torch.Tensor) and those.dtype == torch.long and those.dim() == 1 else None
-    if which is None:
-        words, scale = words[those], scale[those]
-    if not words.is_contiguous() or not scale.is_contiguous():
+    words, scale = part.weight_packed[those], part.weight_scale[those]
+    if not words.is_cuda or words.dim() != 2 or torch.compiler.is_compiling():
         return None
     from headwise.fast.packed_rows import unpacked_rows
 
-    return unpacked_rows(words, scale, part.bits, part.sizes[1], part.like.dtype, which)
+    return unpacked_rows(words.contiguous(), scale.contiguous(), part.bits, part.sizes[1], part.like.dtype)
 
 
 def _product(part: Any, x: torch.Tensor) -> torch.Tensor | None:

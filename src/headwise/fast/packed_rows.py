@@ -1,10 +1,10 @@
 """Products of few rows with matrices in few bits, and parts of such matrices in 16 bits, on CUDA.
 
 A decode step is as quick as weights can be read, and those in 4 bits are a quarter of those in 16. Numbers fill words
-of 32 bits without gaps, so that a few words hold whole numbers: a period (of 3 bits, 3 words with 32 numbers). The
-numbers that lie at the same place of all periods are multiplied at once, with every so manieth column of the rows: no
-number moves before it is multiplied. Numbers are rounded as the module's own code rounds them, products are summed in
-float32. Imported only where Triton is.
+of 32 bits without gaps, so that a few words hold whole numbers: a period (of 3 bits, 3 words with 32 numbers). What
+lies at the same place of all periods is multiplied at once, with the columns of the rows that belong to it, so that no
+number moves before it is multiplied. A single row takes no tensor cores, and numbers that are not rounded; several take
+both, and numbers rounded as the module's own code rounds them. All sums are in float32. Imported only where Triton is.
 Shape suffixes: S slices of a row, of which every warp has one; N rows of the matrix; P periods; M rows to multiply.
 """
 
@@ -208,7 +208,8 @@ def one_times(
     BN = min(16, max(4, triton.next_power_of_2(N // SPREAD))) // (1 + gated)
     BP = 64 if layout.EACH == 32 else 128  # fewer than threads: so the compiler moves nothing between them
     even = columns % (layout.EACH * BP) == 0
-    row = x.view(torch.int64) if even and x.element_size() == 2 else x
+    fours = even and x.element_size() == 2 and x.storage_offset() % 4 == 0
+    row = x.view(torch.int64) if fours else x
     _one[(triton.cdiv(N, BN),)](
         row, words, scale, x if bias is None else bias, x if add is None else add, out, N, columns, words.shape[1],
         groups, **layout._asdict(), BN=BN, BP=BP, GATED=gated, BIASED=bias is not None, ADDED=add is not None,
@@ -219,13 +220,9 @@ def one_times(
 
 @triton.jit
 def _unpacked(
-    words, scale, which, out, columns, row_words, groups, CHOSEN: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    BK: tl.constexpr,
+    words, scale, out, columns, row_words, groups, BITS: tl.constexpr, GROUP: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
-    r = tl.program_id(0).to(tl.int64)
-    row = r
-    if CHOSEN:
-        row = tl.load(which + r).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BK + tl.arange(0, BK)
     there = k < columns
     word, shift = k * BITS // 32, k * BITS % 32
@@ -234,21 +231,19 @@ def _unpacked(
     high = tl.load(first + 1, mask=there & (shift + BITS > 32), other=0)
     gain = tl.load(scale + row * groups + k // GROUP, mask=there, other=0.0)
     number = _scaled(_number(low, high, shift, BITS), gain, BITS)
-    tl.store(out + r * columns + k, number.to(out.dtype.element_ty), mask=there)
+    tl.store(out + row * columns + k, number.to(out.dtype.element_ty), mask=there)
 
 
 def unpacked_rows(
-    words: torch.Tensor, scale: torch.Tensor, bits: int, columns: int, dtype: torch.dtype,
-    which: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """Rows of a packed matrix as numbers: all of them, or those that `which` (rows) names."""
-    rows, groups = len(words if which is None else which), scale.shape[1]
+    words: torch.Tensor, scale: torch.Tensor, bits: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows of a packed matrix (rows, words) as numbers."""
+    rows, groups = scale.shape
     out = torch.empty(rows, columns, dtype=dtype, device=words.device)
-    group = layout_of(bits, columns, groups).GROUP
     block = min(NUMBERS, triton.next_power_of_2(columns))
     if rows:
         _unpacked[(rows, triton.cdiv(columns, block))](
-            words, scale, words if which is None else which, out, columns, words.shape[1], groups,
-            CHOSEN=which is not None, BITS=bits, GROUP=group, BK=block,
+            words, scale, out, columns, words.shape[1], groups, BITS=bits,
+            GROUP=layout_of(bits, columns, groups).GROUP, BK=block,
         )  # fmt: skip
     return out
