@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import warnings
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -282,6 +283,7 @@ def check_packed_steps():
         for name, (widths, texts) in kinds.items():
             packed_folder(Path(folder, name), True, widths)
             check_packed_step(Path(folder, name), name == "same", texts)
+        check_wrong_packed(Path(folder, "same"))
 
 
 def check_packed_step(folder, joins, texts):
@@ -308,6 +310,25 @@ def check_packed_step(folder, joins, texts):
             assert torch.allclose(got, want, atol=1e-4), (folder, rows, (got - want).abs().max())
     finally:
         torch.Tensor.is_cuda = is_cuda
+
+
+def check_wrong_packed(folder):
+    """Kernels that compute something else are told of, and not used."""
+    import headwise
+    from headwise.fast import packed_cuda, packed_rows
+    from headwise.runtime.packed_headwise import PackedLinear
+
+    model, right = headwise.load(folder, packed=True), packed_rows.few_times
+    is_cuda = torch.Tensor.is_cuda
+    torch.Tensor.is_cuda = property(lambda self: True)
+    packed_rows.few_times = lambda *given: 2 * right(*given)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            packed_cuda.attach(model)
+    finally:
+        torch.Tensor.is_cuda, packed_rows.few_times = is_cuda, right
+    assert any("plain code is used" in str(one.message) for one in told)
+    assert type(model.model.layers[0].self_attn.q_proj) is PackedLinear
 
 
 def nothing(*size):

@@ -1,7 +1,7 @@
 """Weights of several projections side by side, so that one product computes all of them.
 
-Joined weights are no copies: the projections' own weights become views of them. Weights in few bits are
-joined as they are.
+Joined weights are no copies: the projections' own weights become views of them. Weights in few bits are joined as
+they are.
 """
 
 from __future__ import annotations
@@ -55,14 +55,13 @@ class Packed(NamedTuple):
 
     def belongs_to(self, parts: list[Any]) -> bool:
         """Whether these are still the parts' own numbers, and no adapter was put around them."""
-        own = all(isinstance(part, PackedLinear) for part in parts)
-        return own and self.words.data_ptr() == parts[0].weight_packed.data_ptr()
+        return all(map(has_kernels, parts)) and self.words.data_ptr() == parts[0].weight_packed.data_ptr()
 
 
 @torch.no_grad()
 def joined_packed(parts: list[Any]) -> Packed | None:
     """Some packed matrices, concatenated if they are of one kind; from then on they are views of this memory."""
-    if not all(isinstance(part, PackedLinear) for part in parts):
+    if not all(map(has_kernels, parts)):
         return None
     kinds = {(part.bits, part.sizes[1], part.weight_scale.shape[1], part.bias is None) for part in parts}
     if len(kinds) > 1 or len({(part.weight_scale.dtype, part.weight_scale.device) for part in parts}) > 1:
@@ -76,9 +75,14 @@ def joined_packed(parts: list[Any]) -> Packed | None:
     return Packed(words, scale, parts[0].bits, bias)
 
 
+def has_kernels(part: Any) -> bool:
+    """Whether a module is a product with a packed matrix that our kernels multiply with."""
+    return isinstance(part, PackedLinear) and getattr(part, "kernels", False)
+
+
 def is_known(part: Any) -> bool:
     """Whether a module is a product, packed or not, and nothing else."""
-    return is_plain(part) or isinstance(part, PackedLinear)
+    return is_plain(part) or has_kernels(part)
 
 
 def still_joined(mlp: Any) -> bool:
