@@ -30,29 +30,31 @@ def read_prompt(
     every block of queries reads coded places and then near ones as they lie, without a copy.
     """
     (texts, heads, tokens), groups, values = q.shape[:3], coded[0].shape[1], coded[1].shape[3]
-    wide = max(q.shape[3], values)  # the fused kernel takes equal widths; zeros change nothing
-    rows = [nn.functional.pad(x, (0, wide - x.shape[3], block - 1, 0)) for x in near]
-    q = nn.functional.pad(q, (0, wide - q.shape[3])).view(texts, groups, -1, tokens, wide)
-    seen = [mask.repeat(q.shape[2], 1, 1) for mask in _seen(tokens, reach, block, q.dtype)]
-    most, before, z = (tokens - 1) // block * block, 0, []
-    for first in range(0, tokens, block):
-        last, far = min(first + block, tokens), first + block - reach
+    wide, blocks = max(q.shape[3], values), -(-tokens // block)  # the fused kernel takes equal widths
+    rows = [nn.functional.pad(x, (0, wide - x.shape[3], block - 1, blocks * block - tokens)) for x in near]
+    q = nn.functional.pad(q, (0, wide - q.shape[3], 0, blocks * block - tokens))
+    q = q.view(texts, groups, -1, blocks, block, wide).movedim(3, 0).flatten(3, 4)  # by block, queries of all heads
+    seen = [mask.repeat(q.shape[3] // block, 1) for mask in _seen(blocks, reach, block, q.dtype)]
+    before, z = 0, []
+    for number, own in enumerate(q):
+        first, last, far = number * block, (number + 1) * block, (number + 1) * block - reach
         for row, x in zip(rows, coded, strict=True):
             new = x[:, :, before:far]
             row[:, :, before : before + new.shape[2], : x.shape[3]] = new
-        before, own = far, q[:, :, :, first:last]
-        mask = seen[int(first > 0)][:, : last - first, most - first : most + last + block - 1 - first].flatten(0, 1)
-        asked = own.reshape(texts, groups, -1, wide)
+        mask, before = seen[int(number > 0)][:, (blocks - 1) * block - first :], far
         k, v = (row[:, :, : last + block - 1] for row in rows)
-        found = nn.functional.scaled_dot_product_attention(asked, k, v, attn_mask=mask, scale=scaling)
-        z.append(found.view(texts, heads, last - first, wide)[..., :values].transpose(1, 2))
-    return torch.cat(z, 1)
+        z.append(nn.functional.scaled_dot_product_attention(own, k, v, attn_mask=mask, scale=scaling))
+    found = torch.stack(z).view(blocks, texts, heads, block, wide)[..., :values]
+    return found.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :tokens]
 
 
-def _seen(tokens: int, reach: int, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Masks that are added: of the first block, which has no rows before its own, and of the others."""
-    query, most = torch.arange(block).unsqueeze(1), (tokens - 1) // block * block
-    place = torch.arange(most + 2 * block) - most - block + reach
+def _seen(blocks: int, reach: int, block: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Masks that are added: of the first block, which has no rows before its own, and of the others.
+
+    Their columns end with those that the last block reads.
+    """
+    query = torch.arange(block).unsqueeze(1)
+    place = torch.arange((blocks + 1) * block - 1) - blocks * block + reach
     seen = (place <= query - block) | ((place >= query) & (place < query + reach))
     both = (seen & ((place < 0) | (place >= reach - 1)), seen)
     first, others = (torch.zeros(x.shape, dtype=dtype).masked_fill_(~x, float("-inf")) for x in both)
