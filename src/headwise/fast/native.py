@@ -37,7 +37,7 @@ COUNTS = ("texts", "groups", "heads", "tokens", "near", "whole", "mask_text", "t
 
 
 class NativeCoder(ctypes.Structure):
-    """`Coder` of native.c."""
+    """`Coder` of coder.h."""
 
     _fields_ = [*((name, ctypes.c_int32) for name in SIZES), *((name, P) for name in (*FIELDS, *NUMBERS))]
 
