@@ -163,8 +163,8 @@ def _slowest(rows: list[dict[str, Any]]) -> str:
         " rows of pooled heads need more products than heads that are apart. With `headwise.load(..., optimise=True)`"
         f" it takes {told[3]}: one library, compiled on this machine, computes a layer's attention, and multiplies few"
         f" rows with matrices. Reading the prompt takes {told[0]} the source's time, {told[1]} with `optimise=True`,"
-        " which codes rows in C and has oneDNN multiply; heads rebuild their keys and values from pooled rows twice, as coded and as near"
-        " ones."
+        " which codes rows in C and has oneDNN multiply; heads rebuild their keys and values from pooled rows twice,"
+        " as coded and as near ones."
     )
 
 
