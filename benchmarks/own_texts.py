@@ -38,11 +38,10 @@ def main() -> None:
     cuda = torch.cuda.is_available()
     model = headwise.load(asked.model, "cuda" if cuda else "cpu", optimise=cuda)
     tokenizer = families.tokenizer_of(asked.model)
-    if asked.start is not None:
-        if asked.start not in tokenizer.get_vocab():
-            parser.error(f"{asked.start} is no token of this model")
-        model.config.bos_token_id = tokenizer.get_vocab()[asked.start]
-    rows = own_text.written_by(model, max(1, asked.tokens // asked.length), asked.length, asked.seed)
+    if asked.start is not None and asked.start not in tokenizer.get_vocab():
+        parser.error(f"{asked.start} is no token of this model")
+    count, start = max(1, asked.tokens // asked.length), tokenizer.get_vocab().get(asked.start)
+    rows = own_text.written_by(model, count, asked.length, asked.seed, start=start)
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     texts += [text for file in asked.beside for text in texts_of(file)]
     random.Random(asked.seed).shuffle(texts)

@@ -44,8 +44,9 @@ def written_by(
     seed: int = 0,
     batch: int | None = None,
     track: Callable[[Sequence[int], str], Iterable[int]] = lambda items, label: items,
+    start: int | None = None,
 ) -> torch.Tensor:
-    """Text sampled from the model at temperature 1.
+    """Text sampled from the model at temperature 1, after a token; the model's own first one if none is given.
 
     Every row has random numbers of its own, so it does not depend on how many rows are written at once, except for
     rounding: another batch size may round logits differently, which changes one token in about a hundred thousand and
@@ -54,7 +55,7 @@ def written_by(
     refuse_to_write(
         type(model).__name__, model.config, model.main_input_name == "input_features", bool(model.can_generate())
     )
-    start = model.config.bos_token_id
+    start = model.config.bos_token_id if start is None else start
     start = start if isinstance(start, int) else 0
     drawn = _drawn(count, length, seed)
     batch = batch or _rows_at_once(model, length)
