@@ -4,7 +4,7 @@
 
 Reading a prompt (prefill) and writing token by token (decode), in float32, by the plain runtime that lies
 beside every saved model and by that of `headwise.load(..., optimise=True)`, against the stock model in transformers.
-They take turns; a ratio is a time over that of the source run next to it, told as the median of all repeats with the
+They take turns; a ratio is a time over that of the source run next to it, given as the median of all repeats with the
 quartiles, since single repeats on a machine that does other things mean little. Writes
 `benchmarks/results/cpu_decode.json`.
 """
@@ -36,7 +36,7 @@ from headwise.types import write_atomically
 
 RESULT = Path(__file__).parent / "results" / "cpu_decode.json"
 ALONE: dict[str, Any] = {"pool": "none", "allow": ("qk", "v", "mlp")}
-WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # what is told -> budget, and settings that differ
+WAYS: dict[str, tuple[str, dict[str, Any]]] = {  # name -> budget, and settings that differ
     "kv=75%, every head by itself": ("kv=75%", ALONE),
     "kv=25%, every head by itself": ("kv=25%", ALONE),
     "params=80%": ("params=80%", ALONE),

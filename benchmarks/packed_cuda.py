@@ -6,7 +6,7 @@ Matrices have the shapes of an 8B model and random numbers, groups of 64 share a
 CUDA graph with several copies of its matrix, used in turn, so that none is read from the device's cache. Both ways take
 turns. A ratio is PyTorch's time over ours next to it. The step is that of a random model of Llama 3.2 1B's shape after
 1,024 tokens, all of whose matrices have 4 bits, beside the same model in bfloat16, both with `optimise=True`.
-Told are medians with the lowest and the highest. `--tiny` only tries that it runs, also without a GPU.
+Results are medians with the lowest and the highest. `--tiny` only tries that it runs, also without a GPU.
 """
 
 from __future__ import annotations

@@ -194,7 +194,7 @@ def tasks() -> list[tuple[str, dict[str, Any]]]:
 def warm(folder: Path, part: int, first: int) -> None:
     """Build kernels for some ways, which leaves them in Triton's cache, and run them once.
 
-    What fails is told in a file. A kernel that broke the device's state is behind us in a fresh process.
+    What fails is written into a file. A kernel that broke the device's state is behind us in a fresh process.
     """
     held: dict[str, Any] = {}
     own = tasks()[part::WORKERS]
