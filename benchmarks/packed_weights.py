@@ -5,8 +5,8 @@
 Every matrix and the table of words get the same number of bits; nothing else is cut, and the cache has 16 bits or more.
 Ways to load the folder: transformers with all weights unpacked (`dequantize=True`) in bfloat16 and in float32, and
 packed in bfloat16; headwise.load with packed=True, and with optimise=True too, in float32. They take turns; a ratio is
-a time over that of unpacked float32 next to it, given as the median with the quartiles. Memory is that of all tensors of
-the model, after it has run.
+a time over that of unpacked float32 next to it, given as the median with the quartiles. Memory is that of all tensors
+of the model, after it has run.
 """
 
 from __future__ import annotations

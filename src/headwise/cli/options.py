@@ -29,7 +29,7 @@ class ShowsExamples(TyperGroup):
     """Commands that answer a missing word with an example of the whole command."""
 
     def invoke(self, ctx: Any) -> Any:
-        """Call the command; what is missing is told as every other mistake is."""
+        """Call the command; a missing argument is reported as every other mistake is."""
         try:
             return super().invoke(ctx)
         except typer.BadParameter as error:

@@ -73,7 +73,7 @@ def compared(model: Any, run: Any, names: list[str]) -> dict[str, Any]:
     `run` gives logits, then keys and values of all layers. A cache in bits rounds: a difference in the last digit of a
     number can become one step of a code, and then an answer differs by far more. So ours is also run on the engine's
     own keys and values, whose codes are the same in both: there nothing but rounding may be left. How often codes
-    differ is told.
+    differ is reported.
     """
     graph, family = decoder(model)
     coded = any(layer.coded for layer in family.shape_of(model.config).layers)
