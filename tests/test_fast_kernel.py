@@ -289,7 +289,7 @@ def check_packed_steps():
 def check_packed_step(folder, joins, texts):
     import headwise
     from headwise.fast import packed_cuda
-    from headwise.fast.joined import Packed
+    from headwise.fast.joined import PackedJoint
     from headwise.fast.model import decode_step
 
     plain, is_cuda = headwise.load(folder, packed=True), torch.Tensor.is_cuda
@@ -298,7 +298,7 @@ def check_packed_step(folder, joins, texts):
         fast = headwise.load(folder, packed=True, optimise=True)
         assert type(fast.lm_head) is packed_cuda._kind(type(plain.lm_head))
         layer = fast.model.layers[0]
-        assert layer.self_attn.apart and isinstance(getattr(layer.mlp, "joint", None), Packed) == joins
+        assert layer.self_attn.apart and isinstance(getattr(layer.mlp, "joint", None), PackedJoint) == joins
         for rows in texts:
             ids, cache = torch.randint(3, 90, (rows, 9)), fast.headwise_fast.new_cache(32)
             with torch.no_grad():

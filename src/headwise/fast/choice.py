@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from importlib.util import find_spec
 
 import torch
 
@@ -205,3 +206,23 @@ def clock(work: Callable[[], object], case: Case, least: float = 4e-3, hopeless:
         return once / together
     calls = max(1, min(50, int(least / 4 / max(once, 1e-7))))
     return min(timed(work, case.device, calls)[1] for _ in range(3)) / calls / together
+
+
+@cache
+def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether our small kernels can be built on a device; without them models are slower."""
+    if find_spec("triton") is None:
+        return False
+    x = torch.zeros(1, 1, 48, device=device, dtype=dtype)
+    keys, values = x.new_zeros(2, 1, 1, 1, 16)
+    try:
+        from headwise.fast.small import place_heads, rms_norm, silu_gate
+
+        rms_norm(x, x[0, 0], 1e-6, False)
+        silu_gate(x)
+        place = torch.zeros(1, dtype=torch.long, device=device)
+        place_heads(x, x, x, None, None, keys, values, place, 0.0, False, 16, False, 1, 16)
+    except Exception as error:  # what compiling may raise is not listed anywhere
+        warnings.warn(f"small kernels cannot be built here ({error}); models are slower without.", stacklevel=2)
+        return False
+    return True

@@ -8,18 +8,16 @@ the ordinary code runs.
 from __future__ import annotations
 
 import functools
-import warnings
 from dataclasses import replace
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from headwise.fast.cache import FastCache
-from headwise.fast.choice import case_of, quickest
+from headwise.fast.choice import case_of, quickest, small_kernels_run
 from headwise.fast.coded import padding_mask, write_prompt
-from headwise.fast.joined import Packed, are_few, fused_mlp, is_known, joined, joined_packed, packed_times, subclass
+from headwise.fast.joined import PackedJoint, fused_mlp, is_known, joined, joined_packed, subclass, together
 from headwise.fast.paths import Seen
 from headwise.fast.products import is_plain, linear
 from headwise.runtime.cache_headwise import NEAR, WHOLE
@@ -78,7 +76,7 @@ class FusedAttention(TailoredAttention):
     switch: Switch
     small: bool
     apart: bool  # some weights are packed: products one by one, where these are not joined
-    packed: Packed | None
+    packed: PackedJoint | None
     gains: Any
     decode: Any
 
@@ -246,13 +244,6 @@ class FusedAttention(TailoredAttention):
             q, _ = self._rows(q, keys.view(len(hidden), self.kv_heads, 1, self.qk_width), layer.keys)
         return q, layer.keys, layer.values
 
-    def _one_by_one(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Heads of one new token of every text, side by side, where some projections are packed: joined if possible."""
-        parts = [self.q_proj, self.k_proj, self.v_proj]
-        if self.packed is not None and are_few(hidden) and self.packed.belongs_to(parts):
-            return packed_times(hidden, self.packed)
-        return torch.cat([part(hidden) for part in parts], -1)
-
     def _placed_heads(
         self, hidden: torch.Tensor, positions: Any, keys: torch.Tensor, values: torch.Tensor, aside: bool,
         before: Before | None,
@@ -270,7 +261,7 @@ class FusedAttention(TailoredAttention):
                 from headwise.fast.small import rms_norm
 
                 hidden = rms_norm(hidden, *before)
-            qkv = self._one_by_one(hidden)
+            qkv = together([self.q_proj, self.k_proj, self.v_proj], self.packed, hidden)
         elif before is None:
             qkv = linear(hidden, self.joint, self.joint_bias)
         else:
@@ -307,26 +298,6 @@ def _fused_norm(base: type) -> type:
         return rms_norm(x, self.weight, *self.kind)
 
     return subclass(base, forward=forward)
-
-
-@functools.cache
-def small_kernels_run(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether our small kernels can be built on a device; without them models are slower."""
-    if find_spec("triton") is None:
-        return False
-    x = torch.zeros(1, 1, 48, device=device, dtype=dtype)
-    keys, values = x.new_zeros(2, 1, 1, 1, 16)
-    try:
-        from headwise.fast.small import place_heads, rms_norm, silu_gate
-
-        rms_norm(x, x[0, 0], 1e-6, False)
-        silu_gate(x)
-        place = torch.zeros(1, dtype=torch.long, device=device)
-        place_heads(x, x, x, None, None, keys, values, place, 0.0, False, 16, False, 1, 16)
-    except Exception as error:  # what compiling may raise is not listed anywhere
-        warnings.warn(f"small kernels cannot be built here ({error}); models are slower without.", stacklevel=2)
-        return False
-    return True
 
 
 def fuse(model: Any, switch: Switch) -> None:

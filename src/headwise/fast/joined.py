@@ -45,7 +45,7 @@ def joined(parts: list[Any]) -> torch.Tensor | None:
     return whole
 
 
-class Packed(NamedTuple):
+class PackedJoint(NamedTuple):
     """Several matrices in few bits, one below the other."""
 
     words: torch.Tensor
@@ -59,7 +59,7 @@ class Packed(NamedTuple):
 
 
 @torch.no_grad()
-def joined_packed(parts: list[Any]) -> Packed | None:
+def joined_packed(parts: list[Any]) -> PackedJoint | None:
     """Some packed matrices, concatenated if they are of one kind; from then on they are views of this memory."""
     if not all(map(has_kernels, parts)):
         return None
@@ -72,7 +72,7 @@ def joined_packed(parts: list[Any]) -> Packed | None:
     for part in parts:
         here = slice(low, low := low + part.sizes[0])
         part.weight_packed, part.weight_scale = nn.Parameter(words[here], requires_grad=False), scale[here]
-    return Packed(words, scale, parts[0].bits, bias)
+    return PackedJoint(words, scale, parts[0].bits, bias)
 
 
 def has_kernels(part: Any) -> bool:
@@ -87,7 +87,7 @@ def is_known(part: Any) -> bool:
 
 def still_joined(mlp: Any) -> bool:
     """Whether the joined weights of an MLP are still the parts' own, and no adapter was put around them."""
-    if isinstance(mlp.joint, Packed):
+    if isinstance(mlp.joint, PackedJoint):
         return mlp.joint.belongs_to([mlp.gate_proj, mlp.up_proj])
     own = is_plain(mlp.gate_proj) and is_plain(mlp.up_proj)
     return own and bool(mlp.joint.data_ptr() == mlp.gate_proj.weight.data_ptr())
@@ -98,11 +98,18 @@ def are_few(x: torch.Tensor) -> bool:
     return 0 < x.numel() <= x.shape[-1] * (FEW if x.element_size() == 2 else 1)
 
 
-def packed_times(x: torch.Tensor, joint: Packed) -> torch.Tensor:
+def packed_times(x: torch.Tensor, joint: PackedJoint) -> torch.Tensor:
     """Few rows (..., columns) times joined matrices, where Triton runs."""
     from headwise.fast.packed_rows import few_times
 
     return few_times(x.reshape(-1, x.shape[-1]), *joint).view(*x.shape[:-1], -1)
+
+
+def together(parts: list[Any], joint: PackedJoint | None, x: torch.Tensor) -> torch.Tensor:
+    """Products of one row of every text side by side, some of them packed: joined where that is possible."""
+    if joint is not None and are_few(x) and joint.belongs_to(parts):
+        return packed_times(x, joint)
+    return torch.cat([part(x) for part in parts], -1)
 
 
 @functools.cache
@@ -113,7 +120,7 @@ def fused_mlp(base: type) -> type:
     def forward(self: Any, x: torch.Tensor) -> Any:
         if self.switch.cache is None or not still_joined(self):
             return inner.forward(self, x)
-        if not isinstance(self.joint, Packed):
+        if not isinstance(self.joint, PackedJoint):
             both = linear(x, self.joint)
         elif self.switch.cache.place is not None and are_few(x):
             both = packed_times(x, self.joint)

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from headwise.fast.fused import Before, FusedAttention, Switch, small_kernels_run
-from headwise.fast.joined import Packed, is_known, still_joined, subclass
+from headwise.fast.choice import small_kernels_run
+from headwise.fast.fused import Before, FusedAttention, Switch
+from headwise.fast.joined import PackedJoint, is_known, still_joined, subclass
 from headwise.runtime.packed_headwise import PackedLinear
 
 PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -108,7 +109,7 @@ def _plus(add: torch.Tensor, part: Any, x: torch.Tensor) -> torch.Tensor:
 
 def _gated(joint: Any, x: torch.Tensor, before: Before) -> torch.Tensor:
     """The products of a normed row with gate and up, one opening the other."""
-    if isinstance(joint, Packed):
+    if isinstance(joint, PackedJoint):
         from headwise.fast.packed_rows import one_times
         from headwise.fast.small import rms_norm
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from headwise.fast.fused import small_kernels_run
+from headwise.fast.choice import small_kernels_run
 from headwise.fast.joined import are_few, subclass
 from headwise.runtime.packed_headwise import PackedEmbedding, PackedLinear
 

@@ -25,7 +25,7 @@ SLICE = 16  # periods: the fewest columns that tensor cores take
 NUMBERS = 1024  # of a part of a matrix that one program unpacks
 
 
-class Layout(NamedTuple):
+class Periods(NamedTuple):
     """How the numbers of a matrix lie in its words, as kernels take it."""
 
     BITS: int
@@ -34,11 +34,11 @@ class Layout(NamedTuple):
     GROUP: int  # numbers that share a scale
 
 
-def layout_of(bits: int, columns: int, groups: int) -> Layout:
+def layout_of(bits: int, columns: int, groups: int) -> Periods:
     """The layout of a matrix. A single scale for a row is one for all its periods, also where the last is not full."""
     words = bits // gcd(bits, 32)
     each = 32 * words // bits
-    return Layout(bits, each, words, columns // groups if groups > 1 else triton.cdiv(columns, each) * each)
+    return Periods(bits, each, words, columns // groups if groups > 1 else triton.cdiv(columns, each) * each)
 
 
 @triton.jit
@@ -180,7 +180,7 @@ def _several(
 def few_times(
     x: torch.Tensor, words: torch.Tensor, scale: torch.Tensor, bits: int, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `Packed` has them.
+    """Rows (M, columns) times a packed matrix: words (N, ...) and scales (N, groups), as `PackedLinear` has them.
 
     One row, or up to 16 of numbers in 16 bits.
     """

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headwise.fast.cache import FastCache
-from headwise.fast.fused import small_kernels_run
+from headwise.fast.choice import small_kernels_run
 from headwise.fast.paths import Seen
 
 Logits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of ids and positions (B, 1)

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from headwise import processes
 from headwise.errors import BudgetError
-from headwise.latency.measured import CLOSE
 from headwise.progress import Track, note, silently
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
@@ -23,6 +22,7 @@ from headwise.types.unit import SIZED
 
 TOKENS = 16_384  # of the calibration text, on which a way is priced
 FEW = (1, 2, 4)  # heads that share a row; all of a layer are tried too
+CLOSE = 0.01  # by which a plan that was timed may take longer than its limit
 S = TypeVar("S", bound=Source)
 K = TypeVar("K")
 Planner = Callable[[Settings, Source, Readings], Plan]  # makes a plan and times it
