@@ -27,7 +27,7 @@ WHOLE = 4  # tokens at the beginning of a text that are kept as they are
 NEAR = 32  # tokens, the reading one among them, that are read in more bits
 BACK = 32  # tokens that can be taken back, at most, with as many still read so
 BLOCK = 256  # queries that read together
-SMALL = 32  # as many on a CPU, of a prompt that is read at once: fewer places are read in vain
+SMALL = 32  # as many on a CPU, of a prompt that is read at once, and at least NEAR: fewer places are read in vain
 
 
 @functools.cache
