@@ -22,11 +22,11 @@ from typing import Any
 
 import torch
 import transformers
+from latency_models import stock
 from provenance import commit
 from torch import nn
 
 from headwise import families
-from headwise.families import CAUSAL
 from headwise.fast.model import optimise
 from headwise.fast.packed_cuda import attach
 from headwise.files.disk import write_atomically
@@ -38,11 +38,6 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (128256, 4096))  # rows an
 COUNTS, BITS, GROUP = (1, 4, 16), (2, 3, 4, 8), 64
 CALLS, ROUNDS = 8, 9
 CACHED = 2**27  # bytes: more than the cache of a GPU holds
-LLAMA_1B: dict[str, Any] = dict(
-    hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
-    head_dim=64, vocab_size=128256, max_position_embeddings=4096, tie_word_embeddings=True,
-)  # fmt: skip
-SMALL = dict(LLAMA_1B, hidden_size=128, intermediate_size=192, num_hidden_layers=2, vocab_size=200, head_dim=4)
 LENGTH = 1024
 
 
@@ -139,17 +134,10 @@ def copies(size: int) -> int:
     return max(1, min(CALLS, -(-CACHED // size)))
 
 
-def decoder(sizes: dict[str, Any], bits: int | None, device: torch.device) -> Any:
+def decoder(bits: int | None, device: torch.device, tiny: bool) -> Any:
     """A random, optimised model, packed if it has bits."""
-    made = families.family_of_type("llama").kinds["llama"].stock_classes()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with device:
-            stock = made[CAUSAL](made["AutoConfig"](**sizes, dtype="bfloat16", attn_implementation="sdpa"))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    family = families.family_of(stock.config)
-    model: Any = family.tailor(stock)
+    made = stock(device.type, tiny)
+    model: Any = families.family_of(made.config).tailor(made)
     if bits is not None:
         for module in list(model.modules()):
             if type(module) in KINDS and module is not model.lm_head:
@@ -161,9 +149,9 @@ def decoder(sizes: dict[str, Any], bits: int | None, device: torch.device) -> An
 
 
 @torch.no_grad()
-def steps(sizes: dict[str, Any], counts: tuple[int, ...], length: int, device: torch.device) -> list[Any]:
+def steps(counts: tuple[int, ...], length: int, device: torch.device, tiny: bool) -> list[Any]:
     """Rows of the result for decode steps of several texts."""
-    models = {name: decoder(sizes, bits, device) for name, bits in (("ours", 4), ("bfloat16", None))}
+    models = {name: decoder(bits, device, tiny) for name, bits in (("ours", 4), ("bfloat16", None))}
     made = []
     for count in counts:
         token = torch.full((count, 1), 5, device=device)
@@ -219,8 +207,7 @@ def main() -> None:
         with torch.no_grad():
             rows += products(shape, COUNTS, BITS, torch.empty(0, device=device, dtype=torch.bfloat16))
         record(result, asked)
-    sizes, length = (SMALL, 32) if asked.tiny else (LLAMA_1B, LENGTH)
-    result["steps"] = steps(sizes, (1, 4), length, device)
+    result["steps"] = steps((1, 4), 32 if asked.tiny else LENGTH, device, asked.tiny)
     record(result, asked)
 
 

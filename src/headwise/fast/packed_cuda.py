@@ -2,7 +2,7 @@
 
 A decode step waits for weights to be read, and reads what is packed: in 16 bits for up to 16 texts, in float32 for one.
 Many rows are multiplied by torch, with parts of a matrix that are unpacked one after the other, so that memory never
-holds all of it in 16 bits. At first use the kernels are compared with plain code, which is used where they fail.
+holds all of it in 16 bits. When a model is made fast, kernels are compared with plain code, which is used if they fail.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ AT_ONCE = 1 << 24  # numbers of a matrix that are unpacked at once: enough for a
 
 
 def _rows(part: Any, those: Any) -> torch.Tensor | None:
-    """Some rows of a matrix, if our kernel unpacks them."""
-    words, scale = part.weight_packed[those], part.weight_scale[those]
-    if not words.is_cuda or words.dim() != 2 or torch.compiler.is_compiling():
+    """Neighbouring rows of a matrix, if our kernel unpacks them."""
+    if not isinstance(those, slice) or not part.weight_packed.is_cuda or torch.compiler.is_compiling():
         return None
     from headwise.fast.packed_rows import unpacked_rows
 
+    words, scale = part.weight_packed[those], part.weight_scale[those]
     return unpacked_rows(words.contiguous(), scale.contiguous(), part.bits, part.sizes[1], part.like.dtype)
 
 

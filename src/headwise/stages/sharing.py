@@ -72,7 +72,7 @@ def chosen(settings: Settings, source: S, folder: RunFolder, planner: Planner, t
 
 
 def _best(settings: Settings, source: Source, ways: tuple[int, ...], planner: Planner, track: Track) -> int:
-    """The number of heads with the least expected damage, told in one line."""
+    """The number of heads with the least expected damage, reported in one line."""
     quick = replace(settings, tokens=min(settings.tokens, TOKENS), swap_tokens=0)
     rows = max(1, quick.tokens // source.calibration.shape[1])
     few = replace(source, calibration=source.calibration[:rows])
