@@ -151,3 +151,17 @@ def test_where_layers_do_not_add_up_the_limit_is_tightened():
 
     plan, share, asked, _ = confirm(4, mixed)
     assert asked[-1] < asked[0] and share <= 0.85 * 1.01
+
+
+def test_if_no_plan_keeps_its_limit_the_nearest_comes_out_with_a_warning():
+    source, found = invent(4).source.layers, dict[tuple, float]()
+    whole = honest(source)
+
+    def never(stack):  # every plan that is timed is further off than the one before
+        if len(set(stack)) == 1:
+            return honest(stack)
+        return found.setdefault(tuple(stack), 0.85 * whole * (1.03 + 0.01 * len(found)))
+
+    with pytest.warns(UserWarning, match="no plan keeps latency=85%.* 3.0% longer"):
+        plan, share, asked, _ = confirm(4, never)
+    assert len(asked) > 1 and share == pytest.approx(0.85 * 1.03) and tuple(plan.target.layers) == next(iter(found))
