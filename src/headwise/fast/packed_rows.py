@@ -27,7 +27,7 @@ import triton.language as tl
 NUMBERS = 1024  # of a part of a matrix that one program unpacks
 LEAST = tl.constexpr(-149)  # exponent of the smallest number in float32
 LIFT = tl.constexpr(80)  # by which exponents of a row are higher while it is multiplied with such numbers
-RAISED = tl.constexpr(22)  # by which exponents of scales are, for several rows
+RAISED = tl.constexpr(22)  # by which those of scales are, where several rows are multiplied with them
 
 
 class Periods(NamedTuple):
@@ -56,17 +56,24 @@ def layout_of(bits: int, columns: int, groups: int) -> Periods:
     return Periods(bits, each, words, columns // groups if groups > 1 else triton.cdiv(columns, each) * each)
 
 
+CUTS = {  # by bits and the most rows: the quickest on an H200
+    (2, 1): Cut(0, 8, 128, 4, 2),
+}
+
+
 def cut_of(layout: Periods, count: int, rows: int, columns: int, exact: bool) -> Cut:
     """How `count` rows times a matrix are cut; `exact` is for float32, of which there is a single row.
 
     Blocks that fill a row whole are read without looking at its end.
     """
-    if exact or count == 1:
-        return Cut(0, 8 if rows > 4096 else 4, 64 if layout.EACH == 32 else 128, 4, 2)
-    BP = {4: 64, 8: 32, 16: 16, 32: 16}[layout.EACH]
-    while BP > 16 and columns % (layout.EACH * BP * 4):
-        BP //= 2
-    return Cut(4, 32 if count > 4 else 16, BP, 4, 3 if layout.WORDS == 1 else 2)
+    most = next(n for n in (1, 4, 16) if count <= n)
+    if exact or (count == 1 and (layout.BITS, 1) not in CUTS):
+        return Cut(0, 8, 64, 2, 1) if layout.EACH == 32 else Cut(0, 8 if rows > 4096 else 4, 128, 4, 2)
+    usual = Cut(4, 32 if count > 4 else 16, {4: 64, 8: 32, 16: 16, 32: 16}[layout.EACH], 4, 2)
+    cut = CUTS.get((layout.BITS, most), usual)
+    while cut.S and cut.BP > 16 and columns % (layout.EACH * cut.BP * cut.S):
+        cut = cut._replace(BP=cut.BP // 2)
+    return cut
 
 
 @triton.jit
@@ -147,7 +154,9 @@ def _finish(
     tl.store(out + cells, y.to(dtype), mask=there)
 
 
-@triton.jit(do_not_specialize=["row_words"])  # a thread takes one word of a row, its neighbour the next
+# A thread takes one word of a row, its neighbour the next, and the scales and columns that belong to it: so nothing
+# moves between threads. For this the length of a row is no multiple of anything, and all is loaded with periods first.
+@triton.jit(do_not_specialize=["row_words"])
 def _one(
     x, words, scale, bias, add, out, M, N, columns, row_words, groups, BITS: tl.constexpr, EACH: tl.constexpr,
     WORDS: tl.constexpr, GROUP: tl.constexpr, BN: tl.constexpr, BP: tl.constexpr, STAGES: tl.constexpr,
@@ -156,18 +165,18 @@ def _one(
     dtype: tl.constexpr = out.dtype.element_ty
     HALF: tl.constexpr = 2.0 ** (BITS - 1 + LIFT + LEAST)
     row = _rows(N, BN, GATED)
-    begin, by = words + row[:, None] * row_words, scale + row[None, :] * groups
+    begin, by = words + row[None, :] * row_words, scale + row[None, :] * groups
     sums = tl.zeros([BN * (1 + GATED), BP], tl.float32)
     for at in tl.range(0, tl.cdiv(columns, EACH), BP, num_stages=1, loop_unroll_factor=STAGES):
         p = at + tl.arange(0, BP)
-        held = _words(begin + (p * WORDS)[None, :], (row_words - p * WORDS)[None, :], WORDS, EVEN)
-        if GROUP % EACH == 0:  # the numbers of a period share a scale; turned, scales lie in threads as words do
+        turned = _words(begin + (p * WORDS)[:, None], (row_words - p * WORDS)[:, None], WORDS, EVEN)
+        if GROUP % EACH == 0:  # the numbers of a period share a scale
             gain = tl.trans(_load(by + (p * EACH // GROUP)[:, None], (p * EACH < columns)[:, None], EVEN))
         part = tl.zeros([BN * (1 + GATED), BP], tl.float32)
         total = tl.zeros([BP], tl.float32)
         for j in tl.static_range(EACH):
             h = _input(x, p, j, columns, EACH, EVEN, dtype)
-            number = _field(held, j * BITS, BITS) * (h * 2.0 ** (LIFT - _at(j * BITS % 32, BITS)))[None, :]
+            number = tl.trans(_field(turned, j * BITS, BITS)) * (h * 2.0 ** (LIFT - _at(j * BITS % 32, BITS)))[None, :]
             if GROUP % EACH == 0:
                 total += h
                 part += number
@@ -201,13 +210,16 @@ def _whole(bits, gain, UP: tl.constexpr, HALF: tl.constexpr):
 
 
 @triton.jit
-def _pair(words, gain, j: tl.constexpr, BITS: tl.constexpr):
-    """Numbers j of both halves of words, side by side, times scales, of which gain is a multiple: see `_gains`."""
+def _pair(words, gain, j: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr):
+    """Numbers j of both halves of words, side by side, times scales. The highest power of two is not enough to make
+    them whole: scales are as much larger."""
     AT: tl.constexpr = j * BITS % 8
-    UP: tl.constexpr = 2.0 ** ((127 if gain.dtype == tl.bfloat16 else 15) - AT)
-    HALF: tl.constexpr = 2.0 ** (BITS - 1 - (6 if gain.dtype == tl.bfloat16 else 9))
+    TOP: tl.constexpr = 127 if dtype == tl.bfloat16 else 15
+    DOWN: tl.constexpr = 6 if dtype == tl.bfloat16 else 9
     both = (words >> (j * BITS - AT)) & ((((1 << BITS) - 1) << AT) * 0x10001)
-    low, high = _whole(both, gain, UP, HALF), _whole(both >> 16, gain, UP, HALF)
+    raised = (gain * 2.0**DOWN).to(dtype)
+    low = _whole(both, raised, 2.0 ** (TOP - AT), 2.0 ** (BITS - 1 - DOWN))
+    high = _whole(both >> 16, raised, 2.0 ** (TOP - AT), 2.0 ** (BITS - 1 - DOWN))
     return tl.reshape(tl.join(low, high), [low.shape[0], low.shape[1], low.shape[2] * 2])
 
 
@@ -251,8 +263,7 @@ def _several(
         x_SMK = _places(_load(lines + k, k < columns, EVEN), S, MOST, BP * HALVES, EACH // HALVES)
         for j in tl.static_range(EACH // HALVES):
             if HALVES == 2:
-                raised = (gain * (64 if dtype == tl.bfloat16 else 512)).to(dtype)
-                w_SNK = _pair(held[0], raised, j, BITS)
+                w_SNK = _pair(held[0], gain, j, BITS, dtype)
             else:
                 if GROUP % EACH != 0:
                     column = p * EACH + j

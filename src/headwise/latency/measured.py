@@ -31,7 +31,6 @@ from headwise.types import VERSION, Budget, LatencyTable, LayerShape, ModelShape
 
 CLOSE = 0.01  # by which a plan may take longer than its limit before it is made anew
 TRIES = 8  # plans that are timed at most
-REPEATS = {"cpu": 21}  # of a timing; 7 elsewhere
 
 
 def tables(
@@ -133,9 +132,8 @@ def _over(plan: Plan, source: ModelShape, budget: Budget, clock: latency.Clock) 
 
 
 def clock_of(family: Family, model: nn.Module) -> Callable[[Workload], latency.Clock]:
-    """What times models like this one; more often on a CPU, which has other work too."""
-    repeats = REPEATS.get(next(model.parameters()).device.type, 7)
-    return lambda work: Stacks(family, model, work, repeats=repeats)
+    """What times models like this one."""
+    return lambda work: Stacks(family, model, work, repeats=7)
 
 
 def _refuse(family: Family, model: nn.Module, shape: ModelShape, work: Workload) -> None:

@@ -101,7 +101,7 @@ def _fast(family: Family, model: Any, work: Workload, rows: torch.Tensor) -> Tim
 
 def filled(model: Any, rows: int, length: int) -> FastCache:
     """A cache for texts of `length`, filled with random keys and values up to the last place."""
-    cache, some = model.headwise_fast.new_cache(length), next(model.parameters())
+    cache, some = model.headwise_fast.new_cache(length), torch.empty(0, dtype=model.dtype, device=model.device)
     for part in attentions(model):
         layer: Any = cache.layers[part.layer_idx]
         if part.coders is not None:

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from headwise import processes
 from headwise.errors import BudgetError
-from headwise.progress import Track, note, silently
+from headwise.progress import Track, note, silently, stage
 from headwise.runs.folder import RunFolder
 from headwise.runs.settings import Settings
 from headwise.runs.unfinished import Progress
@@ -83,7 +83,9 @@ def _best(settings: Settings, source: Source, ways: tuple[int, ...], planner: Pl
     for heads in ways:
         way = with_rows(few, heads)
         try:
-            plans[heads] = planner(quick, way, probe(quick, way, track, diagnose=False).readings)
+            readings = probe(quick, way, track, diagnose=False).readings
+            with stage(track, f"timing plans, {'no heads share rows' if heads == 1 else f'{heads} heads to a row'}"):
+                plans[heads] = planner(quick, way, readings)
         except BudgetError as error:
             refused.append(error)
     if not plans:
