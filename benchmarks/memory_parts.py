@@ -31,6 +31,8 @@ def parts(folder: Path) -> list[str]:
     engine = folder / "serving-packed.json"
     stays = folder / "packed-weights.json"
     lines += [*_resident(held), *(packed_weights(json.loads(stays.read_text())) if stays.exists() else [])]
+    cuda = folder / "packed-cuda.json"
+    lines += packed_cuda(json.loads(cuda.read_text())) if cuda.exists() else []
     return [*lines, *(_served(json.loads(engine.read_text())) if engine.exists() else [])]
 
 
@@ -90,6 +92,33 @@ def packed_weights(result: Row) -> list[str]:
         f"{result['date']}, commit {result['commit']}."
     )
     return ["## Weights that stay packed, on a CPU", "", *table(heads, cells), "", about, ""]
+
+
+def packed_cuda(result: Row) -> list[str]:
+    """How much faster products and steps with packed weights are on a GPU, in Markdown."""
+    counts = list(dict.fromkeys(row["count"] for row in result["rows"]))
+    matrices: dict[tuple[int, int, int], dict[int, Row]] = {}
+    for row in result["rows"]:
+        matrices.setdefault((row["rows"], row["columns"], row["bits"]), {})[row["count"]] = row
+    heads = ["matrix", "bits", *(f"{count} row{'s' * (count > 1)}" for count in counts)]
+    heads.append(f"read with {counts[0]} row{'s' * (counts[0] > 1)}")
+    cells = [
+        [f"{rows:,} x {columns:,}", str(bits), *(_ratio(found[count]["ratio"]) for count in counts),
+         f"{found[counts[0]]['bytes_per_s'] / 1e12:.2f} TB/s"] for (rows, columns, bits), found in matrices.items()
+    ]  # fmt: skip
+    steps = [
+        f"{step['texts']} text{'s' * (step['texts'] > 1)} {_ratio(step['ratio'])} "
+        f"({step['bfloat16_us']['median']:,.0f} to {step['ours_us']['median']:,.0f} microseconds)"
+        for step in result["steps"]
+    ]
+    about = (
+        f"By benchmarks/packed_cuda.py: PyTorch's time with bfloat16 over ours beside it (low to high of "
+        f"{result['rounds']}), for products of rows with random matrices of an 8B model's shapes. A step of a random "
+        f"model of Llama 3.2 1B's shape after {result['steps'][0]['length']:,} tokens, all of whose matrices have "
+        f"{result['steps'][0]['bits']} bits, against the same in bfloat16, both with `optimise=True`: "
+        f"{'; '.join(steps)}. {_about(result)}."
+    )
+    return ["## Weights that stay packed, on a GPU", "", *table(heads, cells), "", about, ""]
 
 
 def _ratio(found: dict[str, float]) -> str:

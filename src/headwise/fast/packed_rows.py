@@ -8,8 +8,8 @@ others cleared, are a floating-point number so small that its value is the whole
 power is taken back where the number is multiplied anyway. This holds for float32 in the 24 lower bits of a word, and
 for 16 bits, of which a word has two, in the 8 lower ones.
 
-A single row takes no tensor cores, and numbers that are not rounded; several take both, and numbers rounded as the
-module's own code rounds them. All sums are in float32. Imported only where Triton is.
+Where tensor cores are used, numbers are rounded as the module's own code rounds them; elsewhere (in float32, and for a
+single row where that is quicker) they are not rounded. All sums are in float32. Imported only where Triton is.
 Shape suffixes: S slices of a row; N rows of the matrix; P periods; K columns; M rows to multiply.
 """
 
@@ -17,74 +17,16 @@ Shape suffixes: S slices of a row; N rows of the matrix; P periods; K columns; M
 # ruff: noqa: SIM108  # branches of kernels are taken when they are built
 from __future__ import annotations
 
-from math import gcd
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+
+from headwise.fast.packed_cuts import cut_of, layout_of
 
 NUMBERS = 1024  # of a part of a matrix that one program unpacks
 LEAST = tl.constexpr(-149)  # exponent of the smallest number in float32
 LIFT = tl.constexpr(80)  # by which exponents of a row are higher while it is multiplied with such numbers
 RAISED = tl.constexpr(22)  # by which those of scales are, where several rows are multiplied with them
-
-
-class Periods(NamedTuple):
-    """How the numbers of a matrix lie in its words, as kernels take it."""
-
-    BITS: int
-    EACH: int  # numbers of a period
-    WORDS: int  # words of a period
-    GROUP: int  # numbers that share a scale
-
-
-class Cut(NamedTuple):
-    """How a product is cut: a program has BN rows of a matrix, and at once BP periods of each of S slices of them."""
-
-    S: int  # 0 without tensor cores
-    BN: int
-    BP: int
-    warps: int
-    stages: int  # blocks under way
-
-
-def layout_of(bits: int, columns: int, groups: int) -> Periods:
-    """The layout of a matrix. A single scale for a row is one for all its periods, also where the last is not full."""
-    words = bits // gcd(bits, 32)
-    each = 32 * words // bits
-    return Periods(bits, each, words, columns // groups if groups > 1 else triton.cdiv(columns, each) * each)
-
-
-CUTS = {  # by bits and the most rows: the quickest on an H200
-    (2, 1): Cut(0, 8, 128, 4, 2),
-    (2, 4): Cut(4, 32, 16, 4, 3),
-    (2, 16): Cut(4, 32, 16, 4, 3),
-    (3, 1): Cut(0, 8, 64, 2, 2),
-    (3, 4): Cut(4, 16, 16, 4, 1),
-    (3, 16): Cut(4, 16, 16, 4, 1),
-    (4, 1): Cut(4, 16, 32, 4, 3),
-    (4, 4): Cut(4, 16, 32, 4, 3),
-    (4, 16): Cut(4, 32, 32, 4, 3),
-    (8, 1): Cut(4, 16, 64, 4, 3),
-    (8, 4): Cut(4, 16, 64, 4, 3),
-    (8, 16): Cut(4, 32, 32, 4, 4),
-}
-
-
-def cut_of(layout: Periods, count: int, rows: int, columns: int, exact: bool) -> Cut:
-    """How `count` rows times a matrix are cut; `exact` is for float32, of which there is a single row.
-
-    Blocks that fill a row whole are read without looking at its end.
-    """
-    most = next(n for n in (1, 4, 16) if count <= n)
-    if exact or (count == 1 and (layout.BITS, 1) not in CUTS):
-        return Cut(0, 8, 64, 2, 1) if layout.EACH == 32 else Cut(0, 8 if rows > 4096 else 4, 128, 4, 2)
-    usual = Cut(4, 32 if count > 4 else 16, {4: 64, 8: 32, 16: 16, 32: 16}[layout.EACH], 4, 2)
-    cut = CUTS.get((layout.BITS, most), usual)
-    while cut.S and cut.BP > 16 and columns % (layout.EACH * cut.BP * cut.S):
-        cut = cut._replace(BP=cut.BP // 2)
-    return cut
 
 
 @triton.jit
