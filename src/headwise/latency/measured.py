@@ -30,7 +30,7 @@ from headwise.runs.folder import RunFolder
 from headwise.types import VERSION, Budget, LatencyTable, LayerShape, ModelShape, Plan, Workload, write_atomically
 
 CLOSE = 0.01  # by which a plan may take longer than its limit before it is made anew
-TRIES = 8  # plans that are timed at most
+TRIES = 6  # plans that are timed at most
 
 
 def tables(
