@@ -25,7 +25,7 @@ from headwise.fast.table import cache_folder as cache_folder
 from headwise.latency import lattice as latency
 from headwise.latency import measuring
 from headwise.latency.stacks import Stacks
-from headwise.progress import Track, silently
+from headwise.progress import Track, note, silently
 from headwise.runs.folder import RunFolder
 from headwise.types import VERSION, Budget, LatencyTable, LayerShape, ModelShape, Plan, Workload, write_atomically
 
@@ -75,7 +75,7 @@ def confirmed(
     A solver prefers layers whose time was measured too short. So the layers that it chose are timed again, and the
     whole plan is timed beside the whole source. Where either takes too long, the limit is tightened by as much as the
     whole is above it, and the solver is asked again. If no plan keeps its limits, the one that is nearest to them comes
-    out, with a warning. The plan states the user's limits; `keep` gets the tables as they became.
+    out, and is told of. The plan states the user's limits; `keep` gets the tables as they became.
     """
     clocks = {budget.key: clock_for(budget.workload) for budget in budgets if budget.workload is not None}
     limits, plan, seen, tried = budgets, plan_for(budgets), set[LayerShape](), list[tuple[float, Plan]]()
@@ -98,20 +98,17 @@ def confirmed(
             break
     if tried:
         off, plan = min(tried, key=lambda pair: pair[0])
-        _warn(off, [b.text for b in budgets if b.key in clocks])
+        _tell(off, [b.text for b in budgets if b.key in clocks])
     stated = tuple(replace(b, table=found.table) for b, found in zip(budgets, limits, strict=True))
     for table in (b.table for b in stated if b.table is not None):
         keep(table)
     return replace(plan, budgets=stated, spent={b.key: prices.price(b, plan.target) for b in stated})
 
 
-def _warn(off: float, texts: list[str]) -> None:
+def _tell(off: float, texts: list[str]) -> None:
     """Tell that the best plan is above its limit."""
     if off > 1 + CLOSE:
-        several = " and ".join(texts)
-        warnings.warn(
-            f"no plan keeps {several} when it is timed; the nearest takes {off - 1:.1%} longer.", stacklevel=3
-        )
+        note(f"no plan keeps {' and '.join(texts)} when it is timed; the nearest takes {off - 1:.1%} longer.")
 
 
 def _timed_again(budget: Budget, layers: set[LayerShape], source: ModelShape, clock: latency.Clock) -> Budget:
