@@ -165,3 +165,4 @@ def test_if_no_plan_keeps_its_limit_the_nearest_comes_out_and_is_told_of(caplog)
     plan, share, asked, _ = confirm(4, never)
     assert "no plan keeps latency=85%" in caplog.text and "3.0% longer" in caplog.text
     assert len(asked) > 1 and share == pytest.approx(0.85 * 1.03) and tuple(plan.target.layers) == next(iter(found))
+    assert plan.spent[f"latency@{WORK}"] == pytest.approx(1.03 * plan.budgets[0].limit), "the time that was seen"

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import nn
 
@@ -63,6 +64,14 @@ def tables(
     return tuple(found)
 
 
+class _Tried(NamedTuple):
+    """A plan, its time as a whole over each limit, and how far it is above its limits by that or by its table."""
+
+    plan: Plan
+    over: dict[str, float]
+    off: float
+
+
 def confirmed(
     plan_for: Callable[[tuple[Budget, ...]], Plan],
     budgets: tuple[Budget, ...],
@@ -78,14 +87,14 @@ def confirmed(
     out, and is told of. The plan states the user's limits; `keep` gets the tables as they became.
     """
     clocks = {budget.key: clock_for(budget.workload) for budget in budgets if budget.workload is not None}
-    limits, plan, seen, tried = budgets, plan_for(budgets), set[LayerShape](), list[tuple[float, Plan]]()
+    limits, plan, seen, tried = budgets, plan_for(budgets), set[LayerShape](), list[_Tried]()
     for _ in range(TRIES if clocks else 0):
         fresh, seen = set(plan.target.layers) - seen, seen | set(plan.target.layers)
         limits = tuple(_timed_again(b, fresh, source, clocks[b.key]) if b.key in clocks else b for b in limits)
         priced = {b.key: prices.price(b, plan.target) for b in limits if b.key in clocks}
         over = {b.key: _over(plan, source, b, clocks[b.key]) for b in budgets if b.key in clocks}
         told = max(priced[b.key] / b.limit for b in budgets if b.key in clocks)
-        tried.append((max(told, *over.values()), plan))
+        tried.append(_Tried(plan, over, max(told, *over.values())))
         if told <= 1 + 1e-9 and max(over.values()) <= 1 + CLOSE:
             break
         limits = tuple(
@@ -96,19 +105,18 @@ def confirmed(
             plan = plan_for(limits)
         except BudgetError:  # out of reach: the certificate shows by how much the plan misses
             break
-    if tried:
-        off, plan = min(tried, key=lambda pair: pair[0])
-        _tell(off, [b.text for b in budgets if b.key in clocks])
+    best = min(tried, key=lambda one: one.off) if tried else _Tried(plan, {}, 1.0)
+    if best.off > 1 + CLOSE:
+        several = " and ".join(b.text for b in budgets if b.key in clocks)
+        note(f"no plan keeps {several} when it is timed; the nearest takes {best.off - 1:.1%} longer.")
     stated = tuple(replace(b, table=found.table) for b, found in zip(budgets, limits, strict=True))
     for table in (b.table for b in stated if b.table is not None):
         keep(table)
-    return replace(plan, budgets=stated, spent={b.key: prices.price(b, plan.target) for b in stated})
-
-
-def _tell(off: float, texts: list[str]) -> None:
-    """Tell that the best plan is above its limit."""
-    if off > 1 + CLOSE:
-        note(f"no plan keeps {' and '.join(texts)} when it is timed; the nearest takes {off - 1:.1%} longer.")
+    spent = {b.key: prices.price(b, best.plan.target) for b in stated}
+    spent |= {
+        b.key: max(spent[b.key], b.limit * best.over[b.key]) for b in stated if best.over.get(b.key, 0) > 1 + CLOSE
+    }
+    return replace(best.plan, budgets=stated, spent=spent)
 
 
 def _timed_again(budget: Budget, layers: set[LayerShape], source: ModelShape, clock: latency.Clock) -> Budget:
