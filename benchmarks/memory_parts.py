@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 SMOL = "SmolLM2-135M (Q4_1, dequantised)"
-NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL}
+LONG = {"embedded-32k": "embedded, with a context of 32,768 in its configuration"}
+NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL, **LONG}
 Row = dict[str, Any]
 PROMPT = 192  # tokens that packed weights are timed with
 UNPACKED = "unpacked, float32"  # the way to load weights to which others are compared
@@ -61,7 +62,7 @@ def _resident(found: list[Row]) -> list[str]:
     for row in found:
         certified = row["certified"]["weight_bytes_after"]
         cells.append([
-            f"{row['model']}, {row['budget']}", _size(certified), _against(row["weights"], certified),
+            f"{model_name(row['model'])}, {row['budget']}", _size(certified), _against(row["weights"], certified),
             _against(row["weights_after_first_run"], certified), _size(row["planned_cache"]),
             _against(row["cache"], row["planned_cache"]), _against(row["cache_with_room"], row["planned_cache"]),
             _size(row["grown"]),
