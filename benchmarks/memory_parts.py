@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 SMOL = "SmolLM2-135M (Q4_1, dequantised)"
-LONG = {"embedded-32k": "embedded, with a context of 32,768 in its configuration"}
-NAMES = {"SmolLM2-135M-Instruct.Q4_1": SMOL, "SmolLM2-135M-Instruct": SMOL, **LONG}
+NAMES = {
+    "SmolLM2-135M-Instruct.Q4_1": SMOL,
+    "SmolLM2-135M-Instruct": SMOL,
+    "embedded-32k": "embedded, with a context of 32,768 in its configuration",
+}
 Row = dict[str, Any]
 PROMPT = 192  # tokens that packed weights are timed with
 UNPACKED = "unpacked, float32"  # the way to load weights to which others are compared

@@ -21,6 +21,8 @@ text with half of its 95% interval; in brackets, the increase on held-out text o
   smallest weights. Where a plan has several columns, they name the units that it could cut.
 - Healed `no`: as it was cut. `refit`: least squares, no training. `distilled`: trained to give the source's answers,
   after the refit; the tokens include the search for the learning rate.
+- `heal-other.txt` (`benchmarks/texts.py`): novels, reviews, news, advice, stories and code, none of WikiText. In
+  `own-and-other.txt` text that the model wrote (`benchmarks/own_texts.py`) stands among these.
 - Bold: the best of a line. One random seed."""
 Row = dict[str, Any]
 
